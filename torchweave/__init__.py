@@ -1,0 +1,38 @@
+"""Torchweave weaves an unmodified Hugging Face decoder into a serving engine.
+
+The public names are loaded when they are first used, so that `import torchweave` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchweave.compile import compile as compile
+    from torchweave.config import CudaGraphConfig as CudaGraphConfig
+    from torchweave.config import EngineConfig as EngineConfig
+    from torchweave.config import TorchCompileConfig as TorchCompileConfig
+    from torchweave.engine.batch_manager import BatchManager as BatchManager
+    from torchweave.engine.llm import LLM as LLM
+    from torchweave.engine.request import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "torchweave.engine.llm",
+    "SamplingParams": "torchweave.engine.request",
+    "BatchManager": "torchweave.engine.batch_manager",
+    "EngineConfig": "torchweave.config",
+    "TorchCompileConfig": "torchweave.config",
+    "CudaGraphConfig": "torchweave.config",
+    "compile": "torchweave.compile",
+}
+
+__all__ = ["LLM", "BatchManager", "CudaGraphConfig", "EngineConfig", "SamplingParams", "TorchCompileConfig", "compile"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'torchweave' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOME[name]), name)

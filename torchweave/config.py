@@ -1,0 +1,122 @@
+"""Every option and its default, once. Frozen; `plan.resolve` turns a config into what is effective, and says why.
+
+Names follow TensorRT-LLM (`torch_compile_config`, `cuda_graph_config`) and vLLM (`max_model_len`, `gpu_memory_utilization`)
+where users know them. The only place of the package that reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+AttentionName = Literal["auto", "triton", "torch", "fa3"]
+CapacityPolicy = Literal["guaranteed_no_evict"]
+DynamicShapes = Literal["backed", "unbacked", "backed_size_oblivious"]
+
+
+@dataclass(frozen=True)
+class TorchCompileConfig:
+    """How the model's graph is captured, fused and built.
+
+    Attributes:
+        enable_fullgraph: capture the model as one graph. Off: the module runs as it is, cut at boundary ops while
+            CUDA graphs are recorded.
+        enable_inductor: build each distinct piece with Inductor. Off: run the pieces as plain FX code.
+        enable_piecewise_cuda_graph: record context and mixed steps as CUDA graphs by token count.
+        capture_num_tokens: the token counts (buckets) to record; None takes powers of two to 128, then steps of 256
+            to 3072, clamped to what a step can hold. vLLM calls these `cudagraph_capture_sizes`.
+        max_padding_ratio: a step that would be padded by more than this factor runs unpadded instead.
+        dynamic_shapes: how the token count is kept symbolic while the graph is captured.
+        disabled_passes: names of passes that are left out.
+        compile_cache: keep captured graphs and built pieces on disk, so that the next start loads them.
+        compile_cache_dir: where; None means `torchweave` under the user's cache home.
+        debug: check addresses and shapes at every replay, and lint the graph after every pass.
+    """
+
+    enable_fullgraph: bool = True
+    enable_inductor: bool = True
+    enable_piecewise_cuda_graph: bool = True
+    capture_num_tokens: tuple[int, ...] | None = None
+    max_padding_ratio: float = 2.0
+    dynamic_shapes: DynamicShapes = "backed_size_oblivious"
+    disabled_passes: tuple[str, ...] = ()
+    compile_cache: bool = True
+    compile_cache_dir: str | None = None
+    debug: bool = False
+
+
+@dataclass(frozen=True)
+class CudaGraphConfig:
+    """Whole-step graphs of the decode phase.
+
+    Attributes:
+        enable_padding: pad a decode batch up to the next recorded size; off, only exact sizes replay.
+        max_batch_size: largest batch that is recorded; 0 means the engine's `max_batch_size`; negative: none.
+        batch_sizes: sizes to record; None takes 1, 2, 4, then steps of 8 to 128, of 64 beyond, and the maximum.
+        capture_mixed: record mixed steps whole too, where the attention backend declares that it can.
+    """
+
+    enable_padding: bool = True
+    max_batch_size: int = 0
+    batch_sizes: tuple[int, ...] | None = None
+    capture_mixed: bool = True
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One engine: a model, the memory it may use, and how its steps are formed.
+
+    Attributes:
+        model: a folder in Hugging Face's layout, a hub id, or the name of a built-in model (`demo`).
+        dtype: of weights and activations; auto takes the checkpoint's (float32 on a CPU).
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        load_format: `auto` reads the checkpoint; `dummy` fills random weights of the right shapes, for benchmarks.
+        trust_remote_code: run Python code that comes with the checkpoint.
+        max_model_len: longest request in tokens, prompt and output; None takes the model's own limit, and no more than the
+            KV cache can hold.
+        max_batch_size: requests in one step. None: 512 on a GPU, 32 on a CPU.
+        max_num_tokens: tokens in one step over all requests (the budget). None: 8192 on a GPU, 2048 on a CPU.
+        enable_chunked_context: a prompt may be read in several steps. Off: a prompt longer than the budget is refused.
+        block_size: tokens in one block of the paged KV cache. None: what the attention backend prefers.
+        num_kv_blocks: blocks of the KV cache; None sizes it from the memory that is free once all else is in place.
+        gpu_memory_utilization: part of the GPU's memory that the engine may use, weights and graphs included.
+        cpu_kv_cache_gib: memory for the KV cache on a CPU.
+        attention_backend: auto takes what measured fastest on this kind of device.
+        capacity_scheduler_policy: which requests a step may run.
+        run_ahead: steps that are launched before the tokens of an earlier one are read back.
+        seed: makes requests without a seed of their own reproducible; None draws one.
+        torch_compile_config: how the model's graph is built.
+        cuda_graph_config: which whole steps are recorded as CUDA graphs.
+    """
+
+    model: str
+    dtype: DType = "auto"
+    device: str = "auto"
+    load_format: LoadFormat = "auto"
+    trust_remote_code: bool = False
+    max_model_len: int | None = None
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    enable_chunked_context: bool = True
+    block_size: int | None = None
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    cpu_kv_cache_gib: float = 1.0
+    attention_backend: AttentionName = "auto"
+    capacity_scheduler_policy: CapacityPolicy = "guaranteed_no_evict"
+    run_ahead: int = 2
+    seed: int | None = None
+    torch_compile_config: TorchCompileConfig = field(default_factory=TorchCompileConfig)
+    cuda_graph_config: CudaGraphConfig = field(default_factory=CudaGraphConfig)
+
+
+def cache_dir(configured: str | None) -> Path:
+    """The folder of the compile cache: `configured`, else `torchweave` under XDG_CACHE_HOME or `~/.cache`."""
+    if configured is not None:
+        return Path(configured).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "torchweave"

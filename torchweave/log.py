@@ -1,0 +1,101 @@
+"""Events and progress: everything that was decided, in the order in which it was decided.
+
+A `Report` is handed down explicitly. `explain`, the dump folder, the metrics and the pages are all drawn from it, so that a
+decision is recorded once, where it is taken.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Listener = Callable[[str, dict[str, Any]], None]
+
+
+class Report:
+    """A thread-safe list of events, each a kind and its facts.
+
+    `show` decides whether long work draws progress bars: `None` draws them when standard error is a terminal.
+    """
+
+    def __init__(self, show: bool | None = None) -> None:
+        self._events: list[tuple[float, str, dict[str, Any]]] = []
+        self._listeners: list[Listener] = []
+        self._lock = threading.Lock()
+        self._start = time.monotonic()
+        self._show = sys.stderr.isatty() if show is None else show
+
+    def event(self, kind: str, /, **facts: Any) -> None:
+        """Record that something was decided or done."""
+        with self._lock:
+            self._events.append((time.monotonic() - self._start, kind, facts))
+            listeners = tuple(self._listeners)
+        for listener in listeners:
+            listener(kind, facts)
+
+    def listen(self, listener: Listener) -> None:
+        """Call `listener(kind, facts)` for every later event, on the thread that records it."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def select(self, kind: str) -> list[dict[str, Any]]:
+        """The facts of every event of one kind, oldest first, each with `at`: seconds since the report began."""
+        with self._lock:
+            return [{"at": at, **facts} for at, name, facts in self._events if name == kind]
+
+    def events(self) -> list[dict[str, Any]]:
+        """Every event as `{"at": seconds, "kind": str, **facts}`."""
+        with self._lock:
+            return [{"at": at, "kind": kind, **facts} for at, kind, facts in self._events]
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Record how long a stage of start-up took, as a `stage` event with `seconds`."""
+        begin = time.monotonic()
+        yield
+        self.event("stage", name=name, seconds=time.monotonic() - begin)
+
+    @contextmanager
+    def progress(self, title: str, total: int) -> Iterator[Callable[..., None]]:
+        """Yield `advance(steps=1, note="")`; draws a bar on a terminal and records a `progress` event per call."""
+        done = 0
+        draw, finish = _bar(title, total) if self._show and total > 0 else (None, None)
+
+        def advance(steps: int = 1, note: str = "") -> None:
+            nonlocal done
+            done += steps
+            self.event("progress", title=title, done=done, total=total, note=note)
+            if draw is not None:
+                draw(done, note)
+
+        try:
+            with self.stage(title):
+                yield advance
+        finally:
+            if finish is not None:
+                finish()
+
+
+def _bar(title: str, total: int) -> tuple[Callable[[int, str], None], Callable[[], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description:<24}"),
+        BarColumn(bar_width=32),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("[dim]{task.fields[note]}"),
+    )
+    bars = Progress(*columns, console=Console(stderr=True), transient=False)
+    task = bars.add_task(title, total=total, note="")
+    bars.start()
+
+    def draw(done: int, note: str) -> None:
+        bars.update(task, completed=done, note=note)
+
+    return draw, bars.stop
