@@ -1,0 +1,193 @@
+"""The plan: defaults by device, clamping that never invents a size, and one clear sentence for each contradiction."""
+
+from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchweave.config import CudaGraphConfig, EngineConfig, TorchCompileConfig
+from torchweave.plan import (
+    DEFAULT_TOKEN_BUCKETS,
+    AttentionFacts,
+    DeviceFacts,
+    ModelFacts,
+    Plan,
+    choose_device,
+    default_batch_sizes,
+    resolve,
+    show,
+)
+
+TRITON = AttentionFacts("triton", 16, captures_mixed=True)
+FA3 = AttentionFacts("fa3", 128, (128,))
+TORCH = AttentionFacts("torch", 32)
+GPU = DeviceFacts("cuda:0", "NVIDIA H100", (9, 0), (TRITON, FA3, TORCH))
+CPU = DeviceFacts("cpu", "CPU", None, (TORCH,))
+MODEL = ModelFacts("llama", 4096, "bfloat16")
+
+
+def plan_of(device: DeviceFacts = GPU, model: ModelFacts = MODEL, **options: Any) -> Plan:
+    return resolve(EngineConfig("llama", **options), device, model)
+
+
+def entry(plan: Plan, name: str):
+    (found,) = [item for item in plan.entries if item.name == name]
+    return found
+
+
+def test_defaults_on_a_gpu():
+    plan = plan_of()
+    assert (plan.dtype, plan.max_batch_size, plan.max_num_tokens, plan.max_model_len) == ("bfloat16", 512, 8192, 4096)
+    assert (plan.attention_backend, plan.block_size, plan.device) == ("triton", 16, "cuda:0")
+    assert plan.token_buckets == DEFAULT_TOKEN_BUCKETS
+    assert plan.batch_sizes[:5] == (1, 2, 4, 8, 16) and plan.batch_sizes[-2:] == (448, 512)
+    assert plan.decode_graphs and plan.piecewise_graphs and plan.whole_mixed_graphs and plan.inductor and plan.fullgraph
+
+
+def test_defaults_on_a_cpu():
+    plan = plan_of(CPU)
+    assert (plan.dtype, plan.max_batch_size, plan.max_num_tokens, plan.device) == ("float32", 32, 2048, "cpu")
+    assert plan.token_buckets == () and plan.batch_sizes == ()
+    assert not (plan.decode_graphs or plan.piecewise_graphs or plan.whole_mixed_graphs)
+    assert "GPU" in entry(plan, "torch_compile_config.enable_piecewise_cuda_graph").why
+
+
+@given(st.integers(1, 2000))
+def test_default_batch_sizes_follow_the_rule(largest: int):
+    sizes = default_batch_sizes(largest)
+    assert sizes[-1] == largest and list(sizes) == sorted(set(sizes)) and min(sizes) == 1
+    rule = {1, 2, 4} | set(range(8, 129, 8)) | set(range(128, 2048, 64)) | {largest}
+    assert set(sizes) == {size for size in rule if size <= largest}
+
+
+@given(st.lists(st.integers(1, 5000), max_size=20), st.integers(1, 4096))
+def test_token_buckets_are_clamped_and_none_is_invented(asked: list[int], budget: int):
+    config = TorchCompileConfig(capture_num_tokens=tuple(asked))
+    plan = plan_of(max_num_tokens=budget, torch_compile_config=config)
+    assert list(plan.token_buckets) == sorted({size for size in asked if size <= budget})
+    assert plan.piecewise_graphs == bool(plan.token_buckets)
+
+
+def test_batch_sizes_above_the_limit_are_left_out_and_said():
+    plan = plan_of(max_batch_size=64, cuda_graph_config=CudaGraphConfig(batch_sizes=(8, 100, 1)))
+    assert plan.batch_sizes == (1, 8)
+    assert "1 above max_batch_size=64 left out" in entry(plan, "cuda_graph_config.batch_sizes").why
+
+
+def test_negative_graph_batch_size_means_none():
+    plan = plan_of(cuda_graph_config=CudaGraphConfig(max_batch_size=-1))
+    assert plan.batch_sizes == () and not plan.decode_graphs and plan.piecewise_graphs
+
+
+def test_every_option_has_one_entry_in_the_order_of_the_config():
+    def names(config: object, prefix: str = "") -> list[str]:
+        found: list[str] = []
+        for item in fields(config):
+            value = getattr(config, item.name)
+            found += names(value, f"{item.name}.") if is_dataclass(value) else [prefix + item.name]
+        return found
+
+    plan = plan_of()
+    assert [item.name for item in plan.entries] == names(EngineConfig("llama"))
+    assert all(item.why for item in plan.entries)
+    assert len(plan.table().splitlines()) == len(plan.entries) + 1
+
+
+def test_batch_and_token_budget_follow_each_other_when_only_one_is_asked():
+    assert plan_of(max_num_tokens=16).max_batch_size == 16
+    assert plan_of(CPU, max_batch_size=4000).max_num_tokens == 4000
+
+
+def test_inductor_yields_with_its_reason():
+    plan = plan_of(torch_compile_config=TorchCompileConfig(enable_fullgraph=False))
+    assert not plan.inductor and entry(plan, "torch_compile_config.enable_inductor").why == "needs enable_fullgraph"
+    plan = plan_of(replace(CPU, inductor_refusal="no C++ compiler was found"))
+    assert not plan.inductor and "C++" in entry(plan, "torch_compile_config.enable_inductor").why
+
+
+def test_dtype_by_capability():
+    old = replace(GPU, title="Tesla T4", capability=(7, 5))
+    assert plan_of(old).dtype == "float16"
+    with pytest.raises(ValueError, match="use dtype=float16"):
+        plan_of(old, dtype="bfloat16")
+
+
+def test_attention_backend_is_the_first_that_is_able():
+    refused = replace(TRITON, refusal="it has no sinks")
+    assert plan_of(replace(GPU, attention=(refused, TORCH))).attention_backend == "torch"
+    assert plan_of(attention_backend="fa3").block_size == 128
+
+
+FAULTS = [
+    ({"max_model_len": 5000}, "max_model_len=5000 is above the 4096"),
+    ({"max_model_len": 0}, "max_model_len=0 must be at least 1"),
+    ({"max_batch_size": -3}, "max_batch_size=-3 must be at least 1"),
+    ({"max_num_tokens": 8, "max_batch_size": 16}, "raise max_num_tokens or lower max_batch_size"),
+    ({"block_size": 0}, "block_size=0 must be at least 1"),
+    ({"attention_backend": "fa3", "block_size": 16}, "use one of 128"),
+    ({"num_kv_blocks": 0}, "num_kv_blocks=0 must be at least 1"),
+    ({"run_ahead": -1}, "run_ahead=-1 must be at least 0"),
+    ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
+    ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization=nan"),
+    ({"cpu_kv_cache_gib": 0}, "cpu_kv_cache_gib=0"),
+    ({"dtype": "bflot16"}, "did you mean 'bfloat16'"),
+    ({"load_format": "dumy"}, "did you mean 'dummy'"),
+    ({"capacity_scheduler_policy": "fair"}, "is not known: it is one of guaranteed_no_evict"),
+    ({"attention_backend": "tritn"}, "did you mean 'triton'"),
+    ({"torch_compile_config": TorchCompileConfig(capture_num_tokens=(4, 0))}, "capture_num_tokens holds 0"),
+    ({"torch_compile_config": TorchCompileConfig(max_padding_ratio=0.5)}, "max_padding_ratio=0.5"),
+    ({"torch_compile_config": TorchCompileConfig(dynamic_shapes="baked")}, "did you mean 'backed'"),  # pyright: ignore
+    ({"cuda_graph_config": CudaGraphConfig(batch_sizes=(-1,))}, "batch_sizes holds -1"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), FAULTS)
+def test_each_fault_is_one_clear_sentence(options: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError) as caught:
+        plan_of(**options)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_unknown_pass_names_are_refused_when_the_names_are_known():
+    config = EngineConfig("llama", torch_compile_config=TorchCompileConfig(disabled_passes=("merge_linear",)))
+    with pytest.raises(ValueError, match="did you mean 'merge_linears'"):
+        resolve(config, GPU, MODEL, passes=("merge_linears",))
+    assert resolve(config, GPU, MODEL).config is config
+
+
+def test_no_backend_at_all():
+    refused = replace(TORCH, refusal="it is broken")
+    with pytest.raises(ValueError, match="torch: it is broken"):
+        plan_of(replace(CPU, attention=(refused,)))
+    with pytest.raises(ValueError, match="able: none"):
+        plan_of(replace(CPU, attention=(refused,)), attention_backend="torch")
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "device"),
+    [("auto", 0, "cpu"), ("auto", 2, "cuda:0"), ("cpu", 2, "cpu"), ("cuda", 1, "cuda:0"), ("cuda:1", 2, "cuda:1")],
+)
+def test_choose_device(asked: str, gpus: int, device: str):
+    assert choose_device(asked, gpus) == device
+
+
+@pytest.mark.parametrize(("asked", "gpus"), [("cuda", 0), ("cuda:2", 2), ("gpu", 1), ("cuda:x", 1), ("cuda:", 1)])
+def test_choose_device_refuses(asked: str, gpus: int):
+    with pytest.raises(ValueError, match="use"):
+        choose_device(asked, gpus)
+
+
+def test_settle_gives_a_new_plan():
+    plan = plan_of()
+    settled = plan.settle("max_model_len", 100, "the KV cache holds no more", max_model_len=100)
+    assert settled.max_model_len == 100 and plan.max_model_len == 4096
+    assert entry(settled, "max_model_len").why == "the KV cache holds no more"
+    with pytest.raises(FrozenInstanceError):
+        plan.device = "cpu"  # pyright: ignore
+
+
+def test_show_shortens_runs_of_sizes():
+    assert show(DEFAULT_TOKEN_BUCKETS) == "1 2 4 8 16 32 64 128 256-3072/256"
+    assert show((1, 5)) == "1 5" and show(()) == "none" and show(None) == "-" and show(True) == "yes"

@@ -1,0 +1,64 @@
+"""What no option may be, on any device: each fault is one sentence that says what to do."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from torchweave.config import EngineConfig
+
+
+def flatten(config: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Every option of a config and of the configs in it, as (dotted name, value), in the order of the fields."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            yield from flatten(value, f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name, value
+
+
+_AT_LEAST = {
+    "max_model_len": 1,
+    "max_batch_size": 1,
+    "max_num_tokens": 1,
+    "block_size": 1,
+    "num_kv_blocks": 1,
+    "run_ahead": 0,
+    "torch_compile_config.max_padding_ratio": 1,
+}
+
+
+def check_numbers(config: EngineConfig) -> None:
+    values = dict(flatten(config))
+    for name, least in _AT_LEAST.items():
+        value = values[name]
+        if value is not None and not (math.isfinite(value) and value >= least):
+            raise ValueError(f"{name}={value} must be at least {least}")
+    for name in ("torch_compile_config.capture_num_tokens", "cuda_graph_config.batch_sizes"):
+        for size in values[name] or ():
+            if size < 1:
+                raise ValueError(f"{name} holds {size}, but each size must be at least 1")
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise ValueError(f"gpu_memory_utilization={config.gpu_memory_utilization} must be above 0 and at most 1")
+    if not (math.isfinite(config.cpu_kv_cache_gib) and config.cpu_kv_cache_gib > 0):
+        raise ValueError(f"cpu_kv_cache_gib={config.cpu_kv_cache_gib} must be above 0")
+
+
+def check_names(config: EngineConfig, passes: Sequence[str] | None) -> None:
+    for holder, prefix in ((config, ""), (config.torch_compile_config, "torch_compile_config.")):
+        for name, hint in get_type_hints(type(holder)).items():
+            if get_origin(hint) is Literal and getattr(holder, name) not in get_args(hint):
+                raise ValueError(_unknown(prefix + name, getattr(holder, name), get_args(hint)))
+    for name in config.torch_compile_config.disabled_passes if passes is not None else ():
+        if name not in (passes or ()):
+            raise ValueError(_unknown("torch_compile_config.disabled_passes", name, passes or ()))
+
+
+def _unknown(option: str, value: Any, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
+    guess = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{option}={value!r} is not known: it is one of {', '.join(known)}{guess}"

@@ -1,0 +1,79 @@
+"""What the plan needs to know of the device and the model. Whoever calls `resolve` gathers it; nothing here knows torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """One attention backend, as it would serve this model on this device.
+
+    Attributes:
+        name: as users ask for it.
+        block_size: the KV block that it prefers, in tokens.
+        block_sizes: the only ones that it takes; empty: any.
+        captures_mixed: mixed steps may be recorded whole in one CUDA graph.
+        refusal: why it cannot serve here, as a clause ("it needs a GPU"); empty when it can.
+    """
+
+    name: str
+    block_size: int
+    block_sizes: tuple[int, ...] = ()
+    captures_mixed: bool = False
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """The device that will run the model.
+
+    Attributes:
+        device: torch's name for it, `cpu` or `cuda:N` (see `choose_device`).
+        title: what a person calls it ("NVIDIA H100 80GB HBM3").
+        capability: compute capability of a GPU; None on a CPU.
+        attention: backends in the order of preference: the first that can serve is taken.
+        inductor_refusal: why Inductor cannot build here ("no C++ compiler was found"); empty when it can.
+    """
+
+    device: str
+    title: str
+    capability: tuple[int, int] | None
+    attention: tuple[AttentionFacts, ...]
+    inductor_refusal: str = ""
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the plan needs to know of a model: its name, its longest context in tokens, and its checkpoint's dtype."""
+
+    name: str
+    max_model_len: int
+    dtype: str | None = None
+
+
+def choose_device(asked: str, num_gpus: int) -> str:
+    """`cpu` or `cuda:N` for what was asked, where `num_gpus` GPUs can be seen.
+
+    Raises:
+        ValueError: an unknown name, or a GPU that is not there.
+    """
+    if asked == "auto":
+        return "cuda:0" if num_gpus else "cpu"
+    if asked == "cpu":
+        return "cpu"
+    kind, _, index = asked.partition(":")
+    if kind != "cuda" or (index and not index.isdigit()) or asked.endswith(":"):
+        raise ValueError(f"device={asked!r} is not known; use auto, cpu, cuda or cuda:N")
+    if not num_gpus:
+        raise ValueError(f"device={asked!r} was asked for, but no CUDA GPU can be seen; use device=cpu or auto")
+    number = int(index or 0)
+    if number >= num_gpus:
+        raise ValueError(
+            f"device={asked!r} was asked for, but the GPUs end at cuda:{num_gpus - 1}; use one that is there"
+        )
+    return f"cuda:{number}"

@@ -1,0 +1,234 @@
+"""Resolve a config once: defaults by device, sizes clamped to what a step can hold, contradictions refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchweave.config import CudaGraphConfig, EngineConfig, TorchCompileConfig
+from torchweave.plan.check import check_names, check_numbers, flatten
+from torchweave.plan.facts import AttentionFacts, DeviceFacts, ModelFacts
+from torchweave.plan.plan import Entry, Plan
+
+# TensorRT-LLM's default `capture_num_tokens`.
+DEFAULT_TOKEN_BUCKETS = tuple(2**i for i in range(8)) + tuple(range(256, 3073, 256))
+
+
+def default_batch_sizes(largest: int) -> tuple[int, ...]:
+    """1, 2, 4, then steps of 8 to 128, of 64 beyond, and the largest."""
+    sizes = {1, 2, 4, *range(8, 129, 8), *range(192, largest + 1, 64), largest}
+    return tuple(sorted(size for size in sizes if size <= largest))
+
+
+class _Entries:
+    """Collects entries in the order of the config's fields, whatever the order in which they were resolved."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._asked = dict(flatten(config))
+        self._defaults = dict(flatten(EngineConfig(model="")))
+        self._found: dict[str, Entry] = {}
+
+    def note(self, name: str, effective: Any, why: str = "") -> Any:
+        asked = self._asked[name]
+        if not why:
+            why = "default" if asked == self._defaults[name] else "as asked"
+        self._found[name] = Entry(name, asked, effective, why)
+        return effective
+
+    def all(self) -> tuple[Entry, ...]:
+        for name, asked in self._asked.items():
+            if name not in self._found:
+                self.note(name, asked)
+        return tuple(self._found[name] for name in self._asked)
+
+
+def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes: Sequence[str] | None = None) -> Plan:
+    """The plan for a model on a device. `passes`, where given, are the names that `disabled_passes` may use.
+
+    Raises:
+        ValueError: an option that cannot be, with what to do about it.
+    """
+    check_names(config, passes)
+    check_numbers(config)
+    entries = _Entries(config)
+    entries.note("device", device.device, "" if config.device == device.device else f"{device.title}")
+    dtype = entries.note("dtype", *_dtype(config, device, model))
+    max_model_len = entries.note("max_model_len", *_max_model_len(config, model))
+    max_batch_size, max_num_tokens = _step_limits(config, device, entries)
+    attention = _attention(config, device, entries)
+    block_size = entries.note("block_size", *_block_size(config, attention))
+    graphs = _graphs(config, device, attention, max_batch_size, max_num_tokens, entries)
+    memory_why = "the memory that is left decides" if config.num_kv_blocks is None else ""
+    entries.note("num_kv_blocks", config.num_kv_blocks, memory_why)
+    unused = "cpu_kv_cache_gib" if device.is_gpu else "gpu_memory_utilization"
+    entries.note(unused, None, f"of no use on a {'GPU' if device.is_gpu else 'CPU'}")
+    return Plan(
+        config=config,
+        device=device.device,
+        dtype=dtype,
+        max_batch_size=max_batch_size,
+        max_num_tokens=max_num_tokens,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        attention_backend=attention.name,
+        run_ahead=config.run_ahead,
+        entries=entries.all(),
+        **graphs,
+    )
+
+
+def _dtype(config: EngineConfig, device: DeviceFacts, model: ModelFacts) -> tuple[str, str]:
+    asked = config.dtype
+    if asked == "auto":
+        if not device.is_gpu:
+            return "float32", "on a CPU"
+        dtype, why = (model.dtype, "the checkpoint's") if model.dtype else ("bfloat16", "the checkpoint names none")
+    else:
+        dtype, why = asked, ""
+    if dtype == "bfloat16" and device.capability is not None and device.capability < (8, 0):
+        if asked == "auto":
+            return "float16", f"{device.title} has no bfloat16"
+        raise ValueError(f"dtype=bfloat16 needs compute capability 8.0, and {device.title} has none; use dtype=float16")
+    return dtype, why
+
+
+def _max_model_len(config: EngineConfig, model: ModelFacts) -> tuple[int, str]:
+    asked = config.max_model_len
+    if asked is None:
+        return model.max_model_len, "the model's limit"
+    if asked > model.max_model_len:
+        raise ValueError(
+            f"max_model_len={asked} is above the {model.max_model_len} tokens that {model.name} can read; lower it"
+        )
+    return asked, ""
+
+
+def _step_limits(config: EngineConfig, device: DeviceFacts, entries: _Entries) -> tuple[int, int]:
+    """(requests, tokens) of one step: every running request needs at least one token of the budget."""
+    kind = "a GPU" if device.is_gpu else "a CPU"
+    batch, tokens = config.max_batch_size, config.max_num_tokens
+    if batch is not None and tokens is not None and tokens < batch:
+        raise ValueError(
+            f"max_num_tokens={tokens} is below max_batch_size={batch}, but each request in a step needs a token of it; "
+            "raise max_num_tokens or lower max_batch_size"
+        )
+    batch_why = tokens_why = f"default on {kind}"
+    default_batch, default_tokens = (512, 8192) if device.is_gpu else (32, 2048)
+    if tokens is None:
+        tokens = default_tokens
+        if batch is not None and batch > tokens:
+            tokens, tokens_why = batch, "a token for each request of max_batch_size"
+    else:
+        tokens_why = ""
+    if batch is None:
+        batch = default_batch
+        if batch > tokens:
+            batch, batch_why = tokens, "no more requests than tokens in a step"
+    else:
+        batch_why = ""
+    entries.note("max_batch_size", batch, batch_why)
+    entries.note("max_num_tokens", tokens, tokens_why)
+    return batch, tokens
+
+
+def _attention(config: EngineConfig, device: DeviceFacts, entries: _Entries) -> AttentionFacts:
+    able = [facts for facts in device.attention if not facts.refusal]
+    others = "; ".join(f"{facts.name}: {facts.refusal}" for facts in device.attention if facts.refusal)
+    if config.attention_backend == "auto":
+        if not able:
+            raise ValueError(f"no attention backend can serve on {device.title} ({others or 'none is there'})")
+        entries.note("attention_backend", able[0].name, f"preferred on {device.title}")
+        return able[0]
+    for facts in device.attention:
+        if facts.name == config.attention_backend:
+            if facts.refusal:
+                names = ", ".join(found.name for found in able) or "none"
+                raise ValueError(f"attention_backend={facts.name} cannot serve here: {facts.refusal}; able: {names}")
+            entries.note("attention_backend", facts.name)
+            return facts
+    names = ", ".join(facts.name for facts in able) or "none"
+    raise ValueError(f"attention_backend={config.attention_backend} is not there on {device.title}; able: {names}")
+
+
+def _block_size(config: EngineConfig, attention: AttentionFacts) -> tuple[int, str]:
+    asked = config.block_size
+    if asked is None:
+        return attention.block_size, f"what attention backend {attention.name} prefers"
+    if attention.block_sizes and asked not in attention.block_sizes:
+        allowed = ", ".join(map(str, attention.block_sizes))
+        raise ValueError(f"block_size={asked} does not suit attention backend {attention.name}; use one of {allowed}")
+    return asked, ""
+
+
+def _graphs(
+    config: EngineConfig,
+    device: DeviceFacts,
+    attention: AttentionFacts,
+    max_batch_size: int,
+    max_num_tokens: int,
+    entries: _Entries,
+) -> dict[str, Any]:
+    """The plan's fields about how the graph is built and what is recorded."""
+    compile_config, cuda = config.torch_compile_config, config.cuda_graph_config
+    prefix = "torch_compile_config."
+    fullgraph = entries.note(prefix + "enable_fullgraph", compile_config.enable_fullgraph)
+    inductor, why = compile_config.enable_inductor, ""
+    if inductor and not fullgraph:
+        inductor, why = False, "needs enable_fullgraph"
+    elif inductor and device.inductor_refusal:
+        inductor, why = False, device.inductor_refusal
+    entries.note(prefix + "enable_inductor", inductor, why)
+
+    buckets, why = _token_buckets(compile_config, device, max_num_tokens)
+    entries.note(prefix + "capture_num_tokens", buckets, why)
+    piecewise = bool(buckets)
+    why = "" if piecewise or not compile_config.enable_piecewise_cuda_graph else why
+    entries.note(prefix + "enable_piecewise_cuda_graph", piecewise, why)
+    sizes = _batch_sizes(cuda, device, max_batch_size, entries)
+    mixed, why = cuda.capture_mixed and piecewise and attention.captures_mixed, ""
+    if cuda.capture_mixed and not mixed:
+        why = "no token count is recorded" if not piecewise else f"attention backend {attention.name} cannot"
+    entries.note("cuda_graph_config.capture_mixed", mixed, why)
+    return {
+        "fullgraph": fullgraph,
+        "inductor": inductor,
+        "token_buckets": buckets,
+        "piecewise_graphs": piecewise,
+        "batch_sizes": sizes,
+        "decode_graphs": bool(sizes),
+        "whole_mixed_graphs": mixed,
+    }
+
+
+def _token_buckets(config: TorchCompileConfig, device: DeviceFacts, largest: int) -> tuple[tuple[int, ...], str]:
+    if not device.is_gpu:
+        return (), "CUDA graphs need a GPU"
+    if not config.enable_piecewise_cuda_graph:
+        return (), "enable_piecewise_cuda_graph is off"
+    asked = DEFAULT_TOKEN_BUCKETS if config.capture_num_tokens is None else config.capture_num_tokens
+    return _clamped(asked, largest, "max_num_tokens", config.capture_num_tokens is None)
+
+
+def _batch_sizes(config: CudaGraphConfig, device: DeviceFacts, largest: int, entries: _Entries) -> tuple[int, ...]:
+    limit, limit_why = largest, "max_batch_size of the engine"
+    if config.max_batch_size < 0:
+        limit, limit_why = 0, "as asked: no whole-step graphs"
+    elif config.max_batch_size:
+        limit = min(config.max_batch_size, largest)
+        limit_why = "" if limit == config.max_batch_size else limit_why
+    if not device.is_gpu:
+        limit, limit_why = 0, "CUDA graphs need a GPU"
+    entries.note("cuda_graph_config.max_batch_size", limit, limit_why)
+    if limit == 0:
+        return entries.note("cuda_graph_config.batch_sizes", (), limit_why)
+    asked = default_batch_sizes(limit) if config.batch_sizes is None else config.batch_sizes
+    sizes, why = _clamped(asked, limit, "max_batch_size", config.batch_sizes is None)
+    return entries.note("cuda_graph_config.batch_sizes", sizes, why)
+
+
+def _clamped(asked: Sequence[int], largest: int, limit: str, is_default: bool) -> tuple[tuple[int, ...], str]:
+    """The sizes that fit, ascending, each once. A size that was not asked for is never added."""
+    kept = tuple(sorted({size for size in asked if size <= largest}))
+    dropped = len(set(asked)) - len(kept)
+    why = "default" if is_default else "as asked"
+    return kept, f"{why}, {dropped} above {limit}={largest} left out" if dropped else why
