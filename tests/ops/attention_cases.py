@@ -1,0 +1,164 @@
+"""Random steps over a paged cache and their answer in float64, for every attention test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: `rows` are `(new tokens, cached tokens)`; None is a padding row."""
+
+    rows: tuple[tuple[int, int] | None, ...]
+    spec: LayerSpec = field(default_factory=lambda: LayerSpec(2, 32, 32, 4))
+    block_size: int = 16
+    padded_tokens: int = 0
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    @property
+    def decode_only(self) -> bool:
+        return all(row is None or row[0] == 1 for row in self.rows) and not self.padded_tokens
+
+
+@dataclass
+class Built:
+    """Inputs of one step, and what must come out."""
+
+    meta: AttentionMetadata
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    cache: KVLayer
+    arguments: dict
+    expected: Tensor
+    expected_cache: KVLayer
+
+    def check(self, tolerance: float) -> None:
+        """`out` and the cache hold what they must, padding included, and nothing else was written."""
+        torch.testing.assert_close(self.out.double().cpu(), self.expected, rtol=tolerance, atol=tolerance)
+        for got, wanted in zip(self.cache, self.expected_cache, strict=True):
+            assert torch.equal(torch.nan_to_num(got.cpu(), 7.5), torch.nan_to_num(wanted, 7.5)), "the cache is wrong"
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, arguments: dict) -> Tensor:
+    """Attention of the last `len(q)` of `len(k)` positions of one sequence, in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    k_pos = torch.arange(len(k))[None]
+    q_pos = torch.arange(len(k) - len(q), len(k))[:, None]
+    scores = torch.einsum("qhd,khd->hqk", q, k) * arguments["scale"]
+    if arguments["softcap"]:
+        scores = arguments["softcap"] * torch.tanh(scores / arguments["softcap"])
+    seen = k_pos <= q_pos
+    if arguments["window"]:
+        seen &= q_pos - k_pos < arguments["window"]
+    if arguments["chunk"]:
+        seen &= k_pos // arguments["chunk"] == q_pos // arguments["chunk"]
+    weights = scores.masked_fill(~seen, float("-inf")).exp()
+    total = weights.sum(-1, keepdim=True)
+    if arguments["sinks"] is not None:
+        total = total + arguments["sinks"].double().cpu().exp()[:, None, None]
+    return torch.einsum("hqk,khd->qhd", weights / total, v)
+
+
+def build(case: Case, device: str = "cpu") -> Built:
+    """Draw the tensors of `case`. Memory that no row may read is NaN: unused blocks, tails of blocks, and `out`."""
+    generator = torch.Generator().manual_seed(case.seed)
+    spec, size = case.spec, case.block_size
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(case.dtype)
+
+    lengths = [sum(row) if row else 0 for row in case.rows]
+    new = [row[0] if row else 0 for row in case.rows]
+    per_row = max(-(-max(lengths, default=0) // size), 1) + 1
+    num_slots = len(case.rows) + 2
+    num_blocks = num_slots * per_row + 3
+    table = torch.randperm(num_blocks, generator=generator)[: num_slots * per_row].view(num_slots, per_row).int()
+    slots = torch.randperm(num_slots, generator=generator)[: len(case.rows)].int()
+    padding = torch.tensor([row is None for row in case.rows])
+    arguments = {
+        "scale": spec.head_dim**-0.5,
+        "window": spec.window,
+        "softcap": spec.softcap,
+        "chunk": spec.chunk,
+        "sinks": draw(spec.num_heads).to(device) if spec.sinks else None,
+    }
+    decode_only = case.decode_only
+    tokens = len(case.rows) if decode_only else sum(new) + case.padded_tokens
+    nan = float("nan")
+    cache = KVLayer(
+        torch.full((num_blocks, size, spec.num_kv_heads, spec.head_dim), nan, dtype=case.dtype),
+        torch.full((num_blocks, size, spec.num_kv_heads, spec.value_dim), nan, dtype=case.dtype),
+    )
+    after = KVLayer(cache.k.clone(), cache.v.clone())
+    q, k = draw(tokens, spec.num_heads, spec.head_dim), draw(tokens, spec.num_kv_heads, spec.head_dim)
+    v = draw(tokens, spec.num_kv_heads, spec.value_dim)
+    mapping = torch.full((tokens,), -1, dtype=torch.int64)
+    expected = torch.zeros(tokens, spec.num_heads, spec.value_dim, dtype=torch.float64)
+    start, starts = 0, [0]
+    for i, row in enumerate(case.rows):
+        start = i if decode_only else start
+        if row is not None:
+            count, cached = row
+            blocks = table[slots[i]].long()
+            place = torch.arange(cached + count)
+            place = blocks[place // size] * size + place % size
+            keys = torch.cat([draw(cached, spec.num_kv_heads, spec.head_dim), k[start : start + count]])
+            values = torch.cat([draw(cached, spec.num_kv_heads, spec.value_dim), v[start : start + count]])
+            for store, content in ((cache, cached), (after, cached + count)):
+                store.k.flatten(0, 1)[place[:content]] = keys[:content]
+                store.v.flatten(0, 1)[place[:content]] = values[:content]
+            mapping[start : start + count] = place[cached:]
+            expected[start : start + count] = reference(q[start : start + count], keys, values, arguments)
+            start += count
+        starts.append(start)
+    meta = AttentionMetadata(
+        slots=torch.where(padding, -1, slots).int().to(device),
+        query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        block_table=table.to(device),
+        slot_mapping=mapping.to(device),
+        num_rows=len(case.rows),
+        num_tokens=tokens,
+        decode_only=decode_only,
+        max_seq_len=max(lengths, default=1),
+    )
+    out = torch.full((tokens, spec.num_heads, spec.value_dim), nan, dtype=case.dtype, device=device)
+    cache = KVLayer(cache.k.to(device), cache.v.to(device))
+    return Built(meta, q.to(device), k.to(device), v.to(device), out, cache, arguments, expected, after)
+
+
+PLAIN = LayerSpec(2, 32, 32, 4)
+CASES: dict[str, Case] = {
+    "decode_one": Case(((1, 0),)),
+    "decode": Case(((1, 5), (1, 0), (1, 40), (1, 31), (1, 16))),
+    "decode_padded": Case(((1, 5), (1, 33), None, None)),
+    "decode_holes": Case(((1, 5), None, (1, 33))),
+    "decode_window": Case(((1, 5), (1, 50), (1, 70)), LayerSpec(2, 32, 32, 4, window=16)),
+    "decode_chunk": Case(((1, 5), (1, 31), (1, 32), (1, 70)), LayerSpec(2, 32, 32, 4, chunk=16)),
+    "decode_softcap": Case(((1, 5), (1, 50)), LayerSpec(2, 32, 32, 4, softcap=2.0)),
+    "decode_sinks": Case(((1, 5), (1, 50)), LayerSpec(2, 32, 32, 4, sinks=True)),
+    "decode_all": Case(((1, 5), (1, 50)), LayerSpec(2, 32, 32, 4, window=20, softcap=3.0, sinks=True)),
+    "decode_value_dim": Case(((1, 5), (1, 50)), LayerSpec(3, 48, 32, 3)),
+    "context": Case(((23, 0),)),
+    "context_many": Case(((3, 0), (17, 0), (40, 0), (19, 0))),
+    "chunked_context": Case(((20, 37), (9, 3))),
+    "mixed": Case(((1, 44), (1, 0), (13, 0), (18, 25)), padded_tokens=3),
+    "mixed_padding_rows": Case(((1, 44), (13, 0), None, None), padded_tokens=5),
+    "mixed_window": Case(((1, 44), (40, 0), (18, 25)), LayerSpec(2, 32, 32, 4, window=12)),
+    "mixed_chunk": Case(((1, 44), (40, 0), (18, 25)), LayerSpec(2, 32, 32, 4, chunk=16)),
+    "mixed_softcap": Case(((1, 44), (40, 0), (18, 25)), LayerSpec(2, 32, 32, 4, softcap=2.0)),
+    "mixed_sinks": Case(((1, 44), (40, 0), (18, 25)), LayerSpec(2, 32, 32, 4, sinks=True, window=24)),
+    "mixed_value_dim": Case(((1, 44), (20, 9)), LayerSpec(2, 48, 32, 6)),
+    "mixed_odd_head": Case(((1, 44), (20, 9)), LayerSpec(1, 80, 80, 5), block_size=32),
+    "only_padding": Case((None, None), padded_tokens=4),
+}

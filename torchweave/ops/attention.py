@@ -1,0 +1,310 @@
+"""Causal attention over a paged KV cache: the op that models call, what a step tells a backend, and the choice of backend.
+
+The model calls `torchweave::attention`, which writes into a tensor that the model allocated. It is a boundary op: the engine
+intercepts it and has a backend carry it out over the cache (`carry_out`). Called directly, without an engine, the tokens are
+one sequence and no cache is involved; that is its eager reference.
+
+    step = backend.begin(meta)                       once per step, before the model runs
+    carry_out(step, caches, *args, **kwargs)         once per layer, from the boundary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchweave.ops.registry import define
+
+
+@define("torchweave::attention", mutates=("out",), boundary=True)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    layer: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    chunk: int = 0,
+) -> None:
+    """Write the attention of T tokens into `out`; here the T tokens are one sequence.
+
+    Args:
+        q: `[T, H, D]`. Query head h reads key head `h // (H // KH)`.
+        k: `[T, KH, D]`.
+        v: `[T, KH, Dv]`; Dv may differ from D.
+        out: contiguous `[T, H, Dv]`, written whole.
+        layer: which KV cache of the engine belongs to this call; not used here.
+        scale: factor of the scores.
+        window: keys with `q_pos - k_pos < window` are seen; 0 means all.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 means as they are.
+        sinks: `[H]` logits that join the denominator of the softmax.
+        chunk: keys with `k_pos // chunk == q_pos // chunk` are seen (Llama 4); 0 means all.
+    """
+    positions = torch.arange(q.shape[0], device=q.device)[None]
+    bias = None if not (window or chunk) else visibility_bias(positions, positions, window, chunk, q.dtype)
+    result = attend(q[None], k[None], v[None], bias, scale=scale, softcap=softcap, sinks=sinks)[0]
+    out.unflatten(1, result.shape[1:3]).copy_(result)
+
+
+def visibility_bias(q_pos: Tensor, k_pos: Tensor, window: int, chunk: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask `[rows, 1, N, L]` from positions `[rows, N]` and `[rows, L]`: 0 where a key is seen, else -inf."""
+    q, k = q_pos[:, :, None], k_pos[:, None, :]
+    seen = k <= q
+    if window:
+        seen = seen & (q - k < window)
+    if chunk:
+        seen = seen & (k >= q // chunk * chunk)
+    return torch.where(seen, 0.0, float("-inf")).to(dtype)[:, None]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """Attention of padded rows: `q [R, N, H, D]`, `k [R, L, KH, D]`, `v [R, L, KH, Dv]` to `[R, N, KH, H // KH, Dv]`.
+
+    `bias` is `[R, 1, N, L]`, 0 or -inf; None means that N == L and the rows are causal. The result may be a strided view,
+    which is copied once, into its place.
+    """
+    rows, queries, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if softcap == 0.0 and sinks is None:
+        if queries == 1 and bias is not None:
+            # The heads that share a key head are as good as queries of one head, which saves repeating the keys.
+            packed = q.view(rows, kv_heads, group, -1)
+            result = F.scaled_dot_product_attention(packed, k, v, attn_mask=bias, scale=scale)
+            return result[:, None]
+        result = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=group > 1
+        )
+        return result.transpose(1, 2).unflatten(2, (kv_heads, group))
+    return _attend_scores(q, k, v, bias, scale, softcap, sinks)
+
+
+def _attend_scores(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """`attend` with the scores written out; `k` and `v` are `[R, KH, L, .]`."""
+    rows, queries, heads, _ = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    group = heads // kv_heads
+    wide = torch.promote_types(q.dtype, torch.float32)
+    packed = (
+        q.view(rows, queries, kv_heads, group, -1).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * queries, -1)
+    )
+    scores = torch.matmul(packed.to(wide) * scale, k.to(wide).transpose(-1, -2))
+    scores = scores.view(rows, kv_heads, group, queries, keys)
+    if softcap > 0.0:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is None:
+        scores = scores + torch.full((queries, keys), float("-inf"), dtype=wide, device=q.device).triu(1)
+    else:
+        scores = scores + bias[:, :, None]
+    if sinks is not None:
+        sink = sinks.to(wide).view(1, kv_heads, group, 1, 1).expand(rows, -1, -1, queries, 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    result = torch.matmul(weights.reshape(rows, kv_heads, group * queries, keys), v.to(wide))
+    return result.view(rows, kv_heads, group, queries, -1).permute(0, 3, 1, 2, 4)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """The attention of one layer, as the cache and the backends need to know it.
+
+    Attributes:
+        num_kv_heads: KH.
+        head_dim: D of queries and keys.
+        value_dim: Dv of values.
+        num_heads: H, a multiple of KH.
+        window: sliding window in tokens; 0 for none.
+        chunk: chunk length of chunked local attention; 0 for none.
+        softcap: soft cap of the scores; 0 for none.
+        sinks: whether logits join the denominator.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    num_heads: int
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes that one token takes in this layer's cache."""
+        return self.num_kv_heads * (self.head_dim + self.value_dim) * dtype.itemsize
+
+
+class KVLayer(NamedTuple):
+    """One layer's cache: `k` is `[num_blocks, block_size, KH, D]`, `v` is `[num_blocks, block_size, KH, Dv]`."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Where the tokens of one step belong. The tensors are device tensors, whose addresses a CUDA graph may hold.
+
+    Rows are the sequences of the step: those with one token (decode) first, then context rows. Padding rows have slot -1
+    and sequence length 0. Except when `decode_only`, a padding row is empty (`query_start[i] == query_start[i + 1]`) and
+    padded tokens lie behind `query_start[R]`.
+
+    Attributes:
+        slots: int32 `[R]`, the row of the block table of each sequence; -1 for a padding row.
+        query_start: int32 `[R + 1]`, the first token of each row. Not read when `decode_only`.
+        seq_lens: int32 `[R]`, keys that the row's last token of this step sees: cached and new.
+        block_table: int32 `[S, max_blocks_per_seq]`.
+        slot_mapping: int64 `[T]`, `block * block_size + offset` where each token's key and value go; -1 for a padded
+            token, which writes nothing.
+        num_rows: R.
+        num_tokens: T.
+        decode_only: every row has exactly one token, and row i's token is token i.
+        max_seq_len: host bound of `seq_lens`, for choosing a kernel; correctness never depends on it.
+    """
+
+    slots: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    num_rows: int
+    num_tokens: int
+    decode_only: bool
+    max_seq_len: int
+
+
+class AttentionStep(Protocol):
+    """A backend that has looked at the metadata of one step; its `forward` is called once per layer."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        cache: KVLayer,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        chunk: int = 0,
+    ) -> None:
+        """Write this step's keys and values into `cache`, then attend into `out`; shapes and arguments as `attention`.
+
+        Rows of `out` that belong to padded tokens become zero, and padded tokens write nothing into the cache.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """How attention over the paged cache is carried out.
+
+    Attributes:
+        name: as in the configuration.
+        captures_mixed: mixed steps may be captured whole in a CUDA graph: nothing is read back to the host.
+        block_size: tokens in a block of the cache that suit it best.
+    """
+
+    name: str
+    captures_mixed: bool
+    block_size: int
+
+    def allocate(
+        self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> KVLayer:
+        """The cache of one layer. Called outside of any graph capture, also to size what the kernels share."""
+        ...
+
+    def begin(self, meta: AttentionMetadata) -> AttentionStep:
+        """Prepare one step. What depends on the rows but not on the layer is computed here, once."""
+        ...
+
+
+def carry_out(
+    step: AttentionStep,
+    caches: Sequence[KVLayer],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    layer: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    chunk: int = 0,
+) -> None:
+    """Carry out one intercepted call of `torchweave::attention`, given as the op's own arguments."""
+    step.forward(q, k, v, out, caches[layer], scale=scale, window=window, softcap=softcap, sinks=sinks, chunk=chunk)
+
+
+BACKENDS = ("triton", "torch", "fa3")
+
+
+def available_backends(device: torch.device | str) -> dict[str, str | None]:
+    """For each backend None if it can run on `device`, else why not."""
+    return {name: _why_not(name, torch.device(device)) for name in BACKENDS}
+
+
+def get_backend(
+    name: str, device: torch.device | str, dtype: torch.dtype = torch.float32, layers: Sequence[LayerSpec] = ()
+) -> AttentionBackend:
+    """The backend `name` (`auto`: triton on a GPU, torch elsewhere).
+
+    Raises ValueError when it is unknown, cannot run on the device, or cannot do what `layers` ask for.
+    """
+    device = torch.device(device)
+    if name == "auto":
+        name = "triton" if device.type == "cuda" and _why_not("triton", device) is None else "torch"
+    if name not in BACKENDS:
+        raise ValueError(f"attention_backend {name!r} is unknown; choose auto, {', '.join(BACKENDS)}")
+    reason = _why_not(name, device)
+    if reason is not None:
+        raise ValueError(f"attention_backend {name!r} cannot run on {device}: {reason}")
+    if name == "torch":
+        from torchweave.ops.attention_torch import TorchBackend
+
+        return TorchBackend()
+    if name == "triton":
+        from torchweave.ops.attention_triton import TritonBackend
+
+        return TritonBackend(device)
+    from torchweave.ops.attention_fa3 import Fa3Backend, refusal
+
+    for spec in layers:
+        reason = refusal(spec, dtype)
+        if reason is not None:
+            raise ValueError(f"attention_backend 'fa3' cannot run this model: {reason}; choose triton")
+    return Fa3Backend(device)
+
+
+def _why_not(name: str, device: torch.device) -> str | None:
+    if name == "torch":
+        return None
+    if device.type != "cuda":
+        return "it needs a CUDA GPU"
+    try:
+        if name == "triton":
+            import triton  # noqa: F401
+        else:
+            import fa3_fwd_interface  # noqa: F401
+    except ImportError as error:
+        extra = "triton" if name == "triton" else "torchweave[fa3]"
+        return f"{error}; install {extra}"
+    if name == "fa3" and torch.cuda.get_device_capability(device)[0] != 9:
+        return "FlashAttention 3 is built for Hopper GPUs (sm_90)"
+    return None

@@ -1,0 +1,77 @@
+"""One decorator registers an op, its fake kernel, its eager reference, and whether the graph is cut at it.
+
+A *boundary op* has no output: it writes into tensors which the piece before it allocated, so that a captured piece on
+either side of it keeps its addresses. The capture and the splitter ask `boundary_ops()`; nothing else is registered twice.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class OpInfo:
+    """What is known about one custom op of the project.
+
+    Attributes:
+        name: qualified name, `torchweave::attention`.
+        reference: the eager implementation; the oracle of every faster one.
+        mutates: names of the arguments that it writes into.
+        boundary: whether graphs are cut at it.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    mutates: tuple[str, ...]
+    boundary: bool
+
+
+_OPS: dict[str, OpInfo] = {}
+
+
+def define(
+    name: str,
+    *,
+    mutates: tuple[str, ...] = (),
+    fake: Callable[..., Any] | None = None,
+    boundary: bool = False,
+) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
+    """Register the decorated function as custom op `name`, with itself as the eager reference.
+
+    The schema comes from the annotations. `fake` gives the shapes of the outputs and may be left out when there are none.
+    A boundary op must return nothing and write into at least one argument.
+    """
+
+    def register(reference: Callable[..., Any]) -> torch.library.CustomOpDef:
+        assert name not in _OPS, f"{name} is registered twice"
+        hints = typing.get_type_hints(reference)
+        returns_nothing = hints.get("return", type(None)) is type(None)
+        assert fake is not None or returns_nothing, f"{name} has outputs and needs a fake kernel"
+        assert not boundary or (returns_nothing and mutates), f"boundary op {name} must only write into its arguments"
+        # The schema is inferred from annotations, which `from __future__ import annotations` turns into strings.
+        reference.__annotations__ = hints | ({"return": None} if returns_nothing else {})
+        op = torch.library.custom_op(name, reference, mutates_args=mutates)
+        op.register_fake(fake if fake is not None else _writes_only)
+        _OPS[name] = OpInfo(name, reference, mutates, boundary)
+        return op
+
+    return register
+
+
+def _writes_only(*args: Any, **kwargs: Any) -> None:
+    """The fake kernel of an op without outputs."""
+
+
+def op_info(name: str) -> OpInfo:
+    """What was registered under `name`; KeyError if nothing was."""
+    return _OPS[name]
+
+
+def boundary_ops() -> frozenset[str]:
+    """Names of the boundary ops whose modules have been imported."""
+    return frozenset(name for name, info in _OPS.items() if info.boundary)
