@@ -1,0 +1,98 @@
+"""The training stream of the built-in models: documents of questions and answers, packed into rows of tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from demo_folder import ASSISTANT, BOS, CHARACTERS, END, EOS, PAD, SPECIALS, SYSTEM, USER, VOCABULARY
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from torchweave.models import tasks
+
+# While a document is text, a special token is one character beyond ASCII: `bytes.translate` then encodes at memory speed.
+MARK = {token: chr(0x80 + index) for index, token in enumerate(SPECIALS)}
+_BOS, _EOS, _SYSTEM, _USER, _ASSISTANT, _END = (MARK[token] for token in (BOS, EOS, SYSTEM, USER, ASSISTANT, END))
+_IDS = bytearray([VOCABULARY["<unk>"]] * 256)
+for _token, _mark in MARK.items():
+    _IDS[ord(_mark)] = VOCABULARY[_token]
+for _character in CHARACTERS:
+    _IDS[ord(_character)] = VOCABULARY[_character]
+ENCODING = bytes(_IDS)
+
+Document = list[tuple[str, str]]  # (what is given, what must be learnt after it), in turn
+
+
+def document(rng: random.Random, chat_turns: int, names: Sequence[str] = tasks.TASKS) -> Document:
+    """One plain question with its answer, or half of the time a conversation of up to `chat_turns` questions."""
+    if rng.random() < 0.5:
+        asked = tasks.training_question(rng, names)
+        return [(_BOS + asked.prompt, asked.answer + _EOS)]
+    turns = 1 if rng.random() < 0.5 else 1 + int(rng.random() * chat_turns)
+    start = _BOS
+    if rng.random() < 0.1:
+        start += _SYSTEM + rng.choice(tasks.SYSTEM_PROMPTS) + _END
+    found: Document = []
+    for _ in range(turns):
+        asked = tasks.training_question(rng, names)
+        # The chat template strips what the user wrote.
+        found.append((start + _USER + asked.prompt.strip() + _END + _ASSISTANT, asked.answer + _EOS))
+        start = ""
+    return found
+
+
+def pack(
+    rng: random.Random, rows: int, length: int, names: Sequence[str] = tasks.TASKS
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of whole documents, the rest of a row padded: tokens and whether each is learnt, both uint8 [rows, length].
+
+    A document sees those before it in its row: attention is not cut between them, so that the model answers at any position.
+    """
+    tokens = bytearray()
+    learnt = bytearray()
+    pad = MARK[PAD].encode("latin-1")
+    row_end = length
+    refused = 0
+    while True:
+        # Near the end of a row a few documents are refused before the rest is given up, and single questions tried.
+        parts = document(rng, length // 64 if refused == 0 else 1, names)
+        text = "".join(given + answer for given, answer in parts).encode("latin-1")
+        if len(tokens) + len(text) > row_end:
+            refused += 1
+            if refused < 4:
+                continue
+            refused = 0
+            missing = row_end - len(tokens)
+            tokens += pad * missing
+            learnt += bytes(missing)
+            row_end += length
+            if row_end > rows * length:
+                break
+        tokens += text
+        for given, answer in parts:
+            learnt += bytes(len(given)) + b"\1" * len(answer)
+    encoded = bytes(tokens).translate(ENCODING)
+    shape = (rows, length)
+    return np.frombuffer(encoded, np.uint8).reshape(shape).copy(), np.frombuffer(learnt, np.uint8).reshape(shape).copy()
+
+
+class Stream(IterableDataset):
+    """Endless batches of `tokens` tokens, cycling through row lengths. Every worker draws from a seed of its own."""
+
+    def __init__(self, seed: int, tokens: int, lengths: Sequence[int], names: Sequence[str] = tasks.TASKS) -> None:
+        super().__init__()
+        self.seed, self.tokens, self.lengths, self.names = seed, tokens, tuple(lengths), tuple(names)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        rng = random.Random(f"train {self.seed} {worker}")
+        index = worker  # batch number in the whole stream: decides the row length, so that workers agree on the cycle
+        while True:
+            length = self.lengths[index % len(self.lengths)]
+            tokens, learnt = pack(rng, self.tokens // length, length, self.names)
+            yield torch.from_numpy(tokens), torch.from_numpy(learnt)
+            index += workers

@@ -1,0 +1,119 @@
+"""Exact answers of a built-in model on questions that its training stream never holds."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from torchweave.models import tasks
+
+MAX_NEW_TOKENS = 64
+# A question alone as typed, alone in the chat template, and after one to three other questions of a conversation.
+FORMS = ("plain", "chat", "dialogue")
+
+
+@torch.inference_mode()
+def greedy(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], max_new_tokens: int
+) -> list[str]:
+    """The greedy continuation of each prompt up to `<eos>`, as text; `?` follows an answer that did not end.
+
+    Prompts are padded on the right, which a causal model never sees; without a cache, since the model is tiny.
+    """
+    device = next(model.parameters()).device
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    ids = torch.full((len(prompts), int(lengths.max()) + max_new_tokens), tokenizer.pad_token_id, device=device)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    rows = torch.arange(len(prompts), device=device)
+    ends = lengths.clone()
+    running = torch.ones_like(rows, dtype=torch.bool)
+    for _ in range(max_new_tokens):
+        width = int(ends.max())
+        logits: Tensor = model(input_ids=ids[running, :width], use_cache=False).logits
+        chosen = logits[torch.arange(len(logits), device=device), ends[running] - 1].argmax(-1)
+        ids[rows[running], ends[running]] = chosen
+        ends[running] += 1
+        running[running.clone()] = chosen != tokenizer.eos_token_id
+        if not running.any():
+            break
+    answers = [
+        ids[row, start:end].tolist()
+        for row, (start, end) in enumerate(zip(lengths.tolist(), ends.tolist(), strict=True))
+    ]
+    return [
+        tokenizer.decode(answer, skip_special_tokens=True) + ("" if answer[-1] == tokenizer.eos_token_id else "?")
+        for answer in answers
+    ]
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, asked: tasks.Question, form: str, rng: random.Random) -> list[int]:
+    """The prompt in a form; the earlier turns of a dialogue are answered right and come from the training side."""
+    if form == "plain":
+        return tokenizer.encode(asked.prompt)
+    messages = []
+    for _ in range(1 + rng.randrange(3) if form == "dialogue" else 0):
+        earlier = tasks.training_question(rng)
+        messages += [{"role": "user", "content": earlier.prompt}, {"role": "assistant", "content": earlier.answer}]
+    messages.append({"role": "user", "content": asked.prompt})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def evaluate(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    seed: int = 0,
+    batch: int = 512,
+    names: Sequence[str] = tasks.TASKS,
+) -> dict[str, Any]:
+    """Accuracy by task and form on `count` held-out questions of each task, the same questions in every form.
+
+    Returns `{"accuracy": {task: {form: share}}, "questions": count, "facts": {task: distinct facts}, "wrong": {task: [...]}}`.
+    """
+    accuracy: dict[str, dict[str, float]] = {}
+    facts: dict[str, int] = {}
+    wrong: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for task in names:
+        questions = tasks.held_out_questions(task, count, seed)
+        facts[task] = len({asked.key for asked in questions})
+        accuracy[task] = {}
+        for form in FORMS:
+            rng = random.Random(f"{form} {seed}")
+            right = 0
+            for begin in range(0, count, batch):
+                chunk = questions[begin : begin + batch]
+                answers = greedy(
+                    model, tokenizer, [prompt_ids(tokenizer, asked, form, rng) for asked in chunk], MAX_NEW_TOKENS
+                )
+                for asked, answer in zip(chunk, answers, strict=True):
+                    right += answer == asked.answer
+                    if answer != asked.answer and len(wrong[task]) < 3:
+                        wrong[task].append(
+                            {"form": form, "prompt": asked.prompt, "expected": asked.answer, "got": answer}
+                        )
+            accuracy[task][form] = right / count
+    return {"accuracy": accuracy, "questions": count, "facts": facts, "wrong": dict(wrong)}
+
+
+def missed(accuracy: dict[str, dict[str, float]]) -> list[str]:
+    """What falls short of the required accuracy, in any form."""
+    return [
+        f"{task} ({form}): {share:.2%} < {tasks.REQUIRED_ACCURACY[task]:.0%}"
+        for task, forms in accuracy.items()
+        for form, share in forms.items()
+        if share < tasks.REQUIRED_ACCURACY[task]
+    ]
+
+
+def score(accuracy: dict[str, dict[str, float]]) -> float:
+    """Mean accuracy over tasks and forms: what the best snapshot is chosen by."""
+    shares = [share for forms in accuracy.values() for share in forms.values()]
+    return sum(shares) / len(shares)
