@@ -1,0 +1,113 @@
+"""A model without weights whose tokens depend on every token before them, read through the real paged cache.
+
+The cache holds token ids. A step writes the ids of its tokens at the places that `prepare` computed, and the next token of a row
+is a hash of all ids that its block table reaches. A wrong block, position, slot or chunk thus changes the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from torchweave.engine.batch import Batch, Limits
+from torchweave.engine.buffers import StepBuffers, pack, packed_size
+from torchweave.engine.kv_cache import KVCache
+from torchweave.engine.scheduler import POLICIES
+from torchweave.engine.step import Step, StepResult
+from torchweave.ops.state import SlotState
+from torchweave.ops.step import advance, prepare, prepare_decode
+
+VOCAB = 97
+
+
+def next_token(ids: Sequence[int]) -> int:
+    value = 7
+    for token in ids:
+        value = (value * 31 + int(token) + 1) % 1_000_003
+    return value % VOCAB
+
+
+def expected(prompt: Sequence[int], max_tokens: int, stops: Sequence[int] = ()) -> list[int]:
+    ids = list(prompt)
+    for _ in range(max_tokens):
+        ids.append(next_token(ids))
+        if ids[-1] in stops:
+            break
+    return ids[len(prompt) :]
+
+
+class FakeRunner:
+    """Runs steps at once, on the CPU, with the project's own step ops."""
+
+    def __init__(self, limits: Limits, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        width = -(-limits.max_model_len // block_size)
+        self.state = SlotState(limits.max_batch_size, width)
+        self.cache = np.full(num_blocks * block_size, -1)
+        self.buffers = StepBuffers(limits.max_batch_size, limits.max_num_tokens, torch.device("cpu"))
+        self.launched = 0
+        self.fail_at: int | None = None
+
+    def start(self) -> None:
+        pass
+
+    def ready(self, handle: object) -> bool:
+        return False
+
+    def collect(self, handle: object) -> StepResult:
+        assert isinstance(handle, np.ndarray)
+        return StepResult(handle, "plain")
+
+    def launch(self, step: Step) -> np.ndarray:
+        if self.launched == self.fail_at:
+            raise RuntimeError("the device is gone")
+        self.launched += 1
+        if step.updates is not None:
+            self.state.write(*step.updates)
+        rows, tokens, buffers = step.num_rows, step.num_tokens, self.buffers
+        into = {
+            "ids": buffers.ids[:tokens],
+            "positions": buffers.positions[:tokens],
+            "seq_lens": buffers.seq_lens[:rows],
+            "slot_mapping": buffers.slot_mapping[:tokens],
+        }
+        if step.chunks:
+            pack(step, rows, tokens, buffers.packed.numpy()[: packed_size(rows, tokens)])
+            packed = buffers.views(rows, tokens)
+            slots, emit = packed.slots, packed.emit
+            prepare(
+                self.state, slots, packed.query_start, packed.ids, packed.positions, block_size=self.block_size, **into
+            )
+        else:
+            slots, emit = self.state.slots[:rows], buffers.every[:rows]
+            prepare_decode(self.state, slots, block_size=self.block_size, **into)
+            assert np.array_equal(slots.numpy(), step.slots), "the device's batch is not the host's"
+        mapping = into["slot_mapping"].numpy()
+        assert (mapping >= 0).all(), "a token has no place in the cache"
+        self.cache[mapping] = into["ids"].numpy()
+        drawn = buffers.tokens[:rows]
+        for row, slot in enumerate(slots.tolist()):
+            at = np.arange(int(into["seq_lens"][row]))
+            table = self.state.host["block_table"][slot]
+            drawn[row] = next_token(self.cache[table[at // self.block_size] * self.block_size + at % self.block_size])
+        advance(drawn, slots, emit, self.state, buffers.out[:rows])
+        return buffers.out[:rows].numpy().copy()
+
+
+def make(
+    *,
+    max_batch_size: int = 8,
+    max_num_tokens: int = 32,
+    max_model_len: int = 96,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    chunked: bool = True,
+    eos: Sequence[int] = (),
+) -> tuple[Batch, FakeRunner]:
+    limits = Limits(max_batch_size, max_num_tokens, max_model_len, VOCAB, chunked)
+    runner = FakeRunner(limits, num_blocks, block_size)
+    kv = KVCache(num_blocks, block_size, max_batch_size, -(-max_model_len // block_size))
+    batch = Batch(limits, kv, POLICIES["guaranteed_no_evict"], runner.state.updates(), eos)
+    return batch, runner

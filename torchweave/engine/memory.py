@@ -1,0 +1,67 @@
+"""How many blocks the KV cache gets: what is left when weights, activations and graphs are in place, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchweave.ops.attention import LayerSpec
+from torchweave.plan import Plan
+
+_RESERVE = 256 << 20  # bytes left free on a GPU, for libraries that allocate on first use and for fragments
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on a GPU before the KV cache is allocated."""
+
+    total: int  # the GPU's memory
+    in_use: int  # weights, buffers, libraries, other processes
+    activations: int  # the largest step's peak above that
+    graphs: int  # what recordings keep
+
+
+def bytes_per_block(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+    return block_size * sum(layer.bytes_per_token(dtype) for layer in layers)
+
+
+def blocks_that_fit(plan: Plan, block_bytes: int, use: MemoryUse | None) -> int:
+    """Blocks of `block_bytes` that fit; `use` is what was measured on a GPU, None on a CPU.
+
+    Never more than all slots can hold together.
+
+    Raises:
+        ValueError: not even one request of `max_model_len` asked for, or of one block, would fit.
+    """
+    config = plan.config
+    per_request = -(-plan.max_model_len // plan.block_size)
+    if config.num_kv_blocks is not None:
+        blocks, room = config.num_kv_blocks, "num_kv_blocks"
+    elif use is None:
+        blocks, room = int(config.cpu_kv_cache_gib * GIB) // block_bytes, "cpu_kv_cache_gib"
+    else:
+        budget = int(use.total * config.gpu_memory_utilization)
+        budget -= use.in_use + use.activations + use.graphs + _RESERVE
+        blocks, room = max(budget, 0) // block_bytes, "gpu_memory_utilization"
+    blocks = min(blocks, per_request * plan.max_batch_size)
+    needed = per_request if config.max_model_len is not None else 1
+    if blocks < needed:
+        raise ValueError(_too_little(plan, blocks, block_bytes, room, use))
+    return blocks
+
+
+def _too_little(plan: Plan, blocks: int, block_bytes: int, room: str, use: MemoryUse | None) -> str:
+    tokens = blocks * plan.block_size
+    need = -(-plan.max_model_len // plan.block_size) * block_bytes
+    sentence = f"The KV cache has room for {tokens} tokens ({blocks * block_bytes / GIB:.2f} GiB)"
+    if plan.config.max_model_len is not None:
+        sentence += f", but one request of max_model_len={plan.max_model_len} needs {need / GIB:.2f} GiB"
+    if use is not None:
+        taken = (use.in_use + use.activations + use.graphs) / GIB
+        sentence += (
+            f"; {taken:.1f} of the GPU's {use.total / GIB:.1f} GiB are taken by weights, activations, graphs and others"
+        )
+    return f"{sentence}; raise {room}, lower max_model_len, max_num_tokens or max_batch_size, or take a smaller model."

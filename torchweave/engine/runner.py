@@ -1,0 +1,333 @@
+"""Carries out steps on the device: the model, its KV cache, and the graphs that replay them.
+
+A decode step is one graph: gather tokens and positions by slot, model, LM head, sample, scatter the token back. The host only
+says "again". A step with context rows copies one packed array over first. Steps are run the best way that fits:
+
+    decode_graph      the whole step, recorded by batch size
+    mixed_graph       the whole step with context rows, recorded by token count
+    piecewise_graph   the pieces between boundary ops, recorded by token count; boundary ops run between them
+    plain             everything launched by the host
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchweave.compile.graphs import Boundary, Forward, GraphPool, Recording, record
+from torchweave.engine.buffers import Staging, StepBuffers, pack, packed_size
+from torchweave.engine.step import Step, StepLogprobs, StepResult
+from torchweave.log import Report
+from torchweave.ops.attention import AttentionBackend, AttentionMetadata, KVLayer, carry_out
+from torchweave.ops.sampling import logprobs, sample
+from torchweave.ops.state import SlotState
+from torchweave.ops.step import advance, prepare, prepare_decode
+from torchweave.plan import Plan
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A launched step: where its tokens will be, and what keeps them."""
+
+    turn: int
+    rows: int
+    how: str
+    logprobs: tuple[np.ndarray, tuple[Tensor, ...]] | None
+
+
+class AttentionBoundary:
+    """Carries out the attention op with the cache of the op's layer and the facts of one bucket."""
+
+    def __init__(self, backend: AttentionBackend, caches: list[KVLayer], meta: AttentionMetadata) -> None:
+        self._backend = backend
+        self._caches = caches
+        self._step = backend.begin(meta)
+
+    def __call__(self, op: Any, args: tuple, kwargs: dict) -> None:
+        carry_out(self._step, self._caches, *args, **kwargs)
+
+
+class Runner:
+    """Owns the device: nothing else writes the inputs of a graph.
+
+    Args:
+        plan: what is effective.
+        forward: the model, `(boundary, ids[T], positions[T], logits_index[N]) -> logits[N, V]`.
+        backend: carries out attention.
+        caches: the paged KV cache, a pair of tensors a layer.
+        state: the slots.
+        report: gets one event a recording.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        forward: Forward,
+        backend: AttentionBackend,
+        caches: list[KVLayer],
+        state: SlotState,
+        report: Report,
+    ) -> None:
+        self.plan = plan
+        self.state = state
+        self.caches = caches
+        self._forward = forward
+        self._backend = backend
+        self._report = report
+        self._device = torch.device(plan.device)
+        self._buffers = StepBuffers(plan.max_batch_size, plan.max_num_tokens, self._device)
+        self._decode_graphs: dict[int, Recording] = {}
+        self._mixed_graphs: dict[int, Recording] = {}
+        depth = plan.run_ahead + 1
+        self._to_device = Staging(packed_size(plan.max_batch_size, plan.max_num_tokens), depth, self._device)
+        self._from_device = Staging(plan.max_batch_size, depth, self._device)
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._decode_steps: dict[int, tuple[Callable[[Boundary], Tensor], AttentionBoundary]] = {}
+
+    # -- what a step computes ------------------------------------------------------------------------------------------
+
+    def _decode_step(self, rows: int) -> tuple[Callable[[Boundary], Tensor], AttentionBoundary]:
+        """The step of `rows` generation rows, one token each; row i is the slot that the device lists at i."""
+        if rows in self._decode_steps:
+            return self._decode_steps[rows]
+        buffers, state = self._buffers, self.state
+        slots, ids, positions = state.slots[:rows], buffers.ids[:rows], buffers.positions[:rows]
+        seq_lens, mapping = buffers.seq_lens[:rows], buffers.slot_mapping[:rows]
+        tokens, out, index = buffers.tokens[:rows], buffers.out[:rows], buffers.row_index[:rows]
+        every = buffers.every[:rows]
+        block_size = self.plan.block_size
+
+        def run(boundary: Boundary) -> Tensor:
+            prepare_decode(
+                state,
+                slots,
+                ids=ids,
+                positions=positions,
+                seq_lens=seq_lens,
+                slot_mapping=mapping,
+                block_size=block_size,
+            )
+            logits = self._forward(boundary, ids, positions, index)
+            sample(logits, slots, state, tokens)
+            advance(tokens, slots, every, state, out)
+            return logits
+
+        meta = AttentionMetadata(
+            slots=slots,
+            query_start=buffers.rows[: rows + 1],
+            seq_lens=seq_lens,
+            block_table=state.block_table,
+            slot_mapping=mapping,
+            num_rows=rows,
+            num_tokens=rows,
+            decode_only=True,
+            max_seq_len=self.plan.max_model_len,
+        )
+        self._decode_steps[rows] = run, AttentionBoundary(self._backend, self.caches, meta)
+        return self._decode_steps[rows]
+
+    def _mixed_step(
+        self, rows: int, tokens: int, max_seq_len: int
+    ) -> tuple[Callable[[Boundary], Tensor], AttentionBoundary]:
+        """The step of `tokens` tokens over `rows` rows, which reads the packed inputs."""
+        buffers, state = self._buffers, self.state
+        packed = buffers.views(rows, tokens)
+        ids, positions, mapping = buffers.ids[:tokens], buffers.positions[:tokens], buffers.slot_mapping[:tokens]
+        seq_lens, drawn, out = buffers.seq_lens[:rows], buffers.tokens[:rows], buffers.out[:rows]
+        index = buffers.logits_index[:rows]
+        block_size = self.plan.block_size
+
+        def run(boundary: Boundary) -> Tensor:
+            index.copy_(packed.logits_index)
+            prepare(
+                state,
+                packed.slots,
+                packed.query_start,
+                packed.ids,
+                packed.positions,
+                ids=ids,
+                positions=positions,
+                seq_lens=seq_lens,
+                slot_mapping=mapping,
+                block_size=block_size,
+            )
+            logits = self._forward(boundary, ids, positions, index)
+            sample(logits, packed.slots, state, drawn)
+            advance(drawn, packed.slots, packed.emit, state, out)
+            return logits
+
+        meta = AttentionMetadata(
+            slots=packed.slots,
+            query_start=packed.query_start,
+            seq_lens=seq_lens,
+            block_table=state.block_table,
+            slot_mapping=mapping,
+            num_rows=rows,
+            num_tokens=tokens,
+            decode_only=False,
+            max_seq_len=max_seq_len,
+        )
+        return run, AttentionBoundary(self._backend, self.caches, meta)
+
+    def rows_of(self, tokens: int) -> int:
+        """Rows that a recording of `tokens` tokens has room for."""
+        return min(tokens, self.plan.max_batch_size)
+
+    # -- recording -----------------------------------------------------------------------------------------------------
+
+    def record_all(self, pool: GraphPool) -> None:
+        """Record every size, the largest first, so that smaller ones fit into the memory that larger ones took."""
+        plan = self.plan
+        mixed = plan.token_buckets if plan.whole_mixed_graphs or plan.piecewise_graphs else ()
+        decode = plan.batch_sizes if plan.decode_graphs else ()
+        if mixed:
+            with self._report.progress("recording mixed steps", len(mixed)) as advance_bar, self._on_stream():
+                for tokens in sorted(mixed, reverse=True):
+                    self.record_mixed(tokens, pool)
+                    advance_bar(1, f"{tokens} tokens")
+        if decode:
+            with self._report.progress("recording decode steps", len(decode)) as advance_bar, self._on_stream():
+                for rows in sorted(decode, reverse=True):
+                    self.record_decode(rows, pool)
+                    advance_bar(1, f"batch {rows}")
+
+    def record_mixed(self, tokens: int, pool: GraphPool) -> Recording:
+        rows, whole = self.rows_of(tokens), self.plan.whole_mixed_graphs
+        self._clear_packed(rows, tokens)
+        run, boundary = self._mixed_step(rows, tokens, self.plan.max_model_len)
+        recording = record(run, boundary, whole=whole, pool=pool, debug=self.plan.config.torch_compile_config.debug)
+        self._mixed_graphs[tokens] = recording
+        self._tell("mixed", tokens, recording)
+        return recording
+
+    def record_decode(self, rows: int, pool: GraphPool) -> Recording:
+        run, boundary = self._decode_step(rows)
+        debug = self.plan.config.torch_compile_config.debug
+        recording = record(run, boundary, whole=True, pool=pool, debug=debug)
+        self._decode_graphs[rows] = recording
+        self._tell("decode", rows, recording)
+        return recording
+
+    def _tell(self, step: str, size: int, recording: Recording) -> None:
+        segments = recording.num_segments
+        kind = "whole" if segments == 1 else "piecewise"
+        for recordings in (self._decode_graphs, self._mixed_graphs):  # in ascending order, for `_bucket`
+            for key in sorted(recordings):
+                recordings[key] = recordings.pop(key)
+        self._report.event("graph", step=step, kind=kind, key=size, segments=segments, bytes=recording.bytes)
+
+    def forget_recordings(self) -> None:
+        self._decode_graphs.clear()
+        self._mixed_graphs.clear()
+        self._decode_steps.clear()
+
+    def run_largest(self) -> None:
+        """Run the step that needs the most memory, on padding alone: it touches no cache and no slot."""
+        tokens = self.plan.max_num_tokens
+        rows = self.rows_of(tokens)
+        self._clear_packed(rows, tokens)
+        with torch.inference_mode(), self._on_stream():
+            run, boundary = self._mixed_step(rows, tokens, self.plan.max_model_len)
+            run(boundary)
+
+    def _clear_packed(self, rows: int, tokens: int) -> None:
+        empty = Step(0, np.empty(0, np.int32), np.empty(0, np.int64), (), np.empty(0, bool), None, 0)
+        flat = np.empty(packed_size(rows, tokens), np.int32)
+        pack(empty, rows, tokens, flat)
+        self._buffers.packed[: len(flat)].copy_(torch.from_numpy(flat))
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Bind the calling thread to the device and the runner's stream."""
+        torch.set_grad_enabled(False)
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(self._stream)
+
+    def launch(self, step: Step) -> Handle:
+        with torch.inference_mode():
+            if step.updates is not None:
+                self.state.write(*step.updates)
+            how, logits = self._launch_mixed(step) if step.chunks else self._launch_decode(step.num_rows)
+            wanted = None
+            if step.logprobs is not None:
+                rows, most = step.logprobs
+                wanted = rows, self._logprobs(logits, rows, most)
+            turn, host = self._from_device.next()
+            host[: step.num_rows].copy_(self._buffers.out[: step.num_rows], non_blocking=True)
+            self._from_device.mark(turn)
+        return Handle(turn, step.num_rows, how, wanted)
+
+    def _logprobs(self, logits: Tensor, rows: np.ndarray, most: int) -> tuple[Tensor, ...]:
+        """Host tensors that are filled when the step has completed; only the rows that asked cost anything."""
+        index = torch.from_numpy(rows).to(self._device, non_blocking=True)
+        found = logprobs(logits[index], self._buffers.tokens[index], most)
+        if self._stream is None:
+            return found
+        return tuple(torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in found)
+
+    def _launch_decode(self, rows: int) -> tuple[str, Tensor]:
+        bucket = self._bucket(self._decode_graphs, rows, self.plan.config.cuda_graph_config.enable_padding)
+        if bucket is not None:
+            recording = self._decode_graphs[bucket]
+            recording.replay()
+            return "decode_graph", recording.output
+        run, boundary = self._decode_step(rows)
+        return "plain", run(boundary)
+
+    def _launch_mixed(self, step: Step) -> tuple[str, Tensor]:
+        bucket = self._bucket(self._mixed_graphs, step.num_tokens, padding=True)
+        limit = self.plan.config.torch_compile_config.max_padding_ratio
+        if bucket is not None and (bucket > limit * step.num_tokens or step.num_rows > self.rows_of(bucket)):
+            bucket = None
+        tokens = step.num_tokens if bucket is None else bucket
+        rows = step.num_rows if bucket is None else self.rows_of(bucket)
+        size = packed_size(rows, tokens)
+        turn, host = self._to_device.next()
+        pack(step, rows, tokens, host.numpy())
+        self._buffers.packed[:size].copy_(host[:size], non_blocking=True)
+        self._to_device.mark(turn)
+        if bucket is not None:
+            recording = self._mixed_graphs[bucket]
+            recording.replay()
+            return "mixed_graph" if recording.num_segments == 1 else "piecewise_graph", recording.output
+        run, boundary = self._mixed_step(rows, tokens, step.max_seq_len)
+        return "plain", run(boundary)
+
+    @staticmethod
+    def _bucket(recordings: dict[int, Recording], size: int, padding: bool) -> int | None:
+        """The smallest recorded size that holds `size`; None when there is none."""
+        sizes = list(recordings)
+        at = bisect_left(sizes, size)
+        if at == len(sizes) or (sizes[at] != size and not padding):
+            return None
+        return sizes[at]
+
+    def ready(self, handle: Handle) -> bool:
+        return self._from_device.ready(handle.turn)
+
+    def collect(self, handle: Handle) -> StepResult:
+        tokens = self._from_device.wait(handle.turn)[: handle.rows].numpy().copy()
+        if handle.logprobs is None:
+            return StepResult(tokens, handle.how)
+        rows, (chosen, values, ids, ranks) = handle.logprobs
+        found = StepLogprobs(rows, chosen.numpy(), ranks.numpy(), values.numpy(), ids.numpy())
+        return StepResult(tokens, handle.how, found)
+
+    def _on_stream(self) -> torch.cuda.StreamContext | _Nothing:
+        return torch.cuda.stream(self._stream) if self._stream is not None else _Nothing()
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass

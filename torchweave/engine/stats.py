@@ -1,0 +1,70 @@
+"""What a step looked like, as the statistics that the batch manager's callback gets.
+
+The keys of the first part are those of TensorRT-LLM's batch manager, verbatim; the second part is its later iteration record.
+A field that is not measured is absent.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+
+from torchweave.engine.kv_cache import KVCache
+from torchweave.engine.step import Step
+
+
+@dataclass(frozen=True)
+class IterationFacts:
+    """What the batch manager counts about one iteration; times in seconds."""
+
+    latency: float
+    num_active: int
+    num_new: int
+    num_waiting: int
+    num_completed: int
+    max_requests: int
+
+
+def statistics(step: Step, kv: KVCache, facts: IterationFacts) -> str:
+    """One iteration as a JSON string."""
+    num_context = len(step.chunks)
+    record = {
+        "Timestamp": time.strftime("%m-%d-%Y %H:%M:%S"),
+        "Iteration Counter": step.index,
+        "Active Request Count": facts.num_active,
+        "Max Request Count": facts.max_requests,
+        "Max KV cache blocks": kv.num_blocks,
+        "Free KV cache blocks": kv.num_free,
+        "Used KV cache blocks": kv.num_used,
+        "Tokens per KV cache block": kv.block_size,
+        "Scheduled Requests": step.num_rows,
+        "Context Requests": num_context,
+        "Generation Requests": step.num_generation,
+        "Total Context Tokens": step.num_context_tokens,
+        "MicroBatch ID": 0,
+        "iter": step.index,
+        "iterLatencyMS": facts.latency * 1e3,
+        "numNewActiveRequests": facts.num_new,
+        "numActiveRequests": facts.num_active,
+        "numQueuedRequests": facts.num_waiting,
+        "numCompletedRequests": facts.num_completed,
+        "maxNumActiveRequests": facts.max_requests,
+        "kvCacheStats": {
+            "maxNumBlocks": kv.num_blocks,
+            "freeNumBlocks": kv.num_free,
+            "usedNumBlocks": kv.num_used,
+            "tokensPerBlock": kv.block_size,
+            "allocTotalBlocks": kv.allocated_total,
+        },
+        "inflightBatchingStats": {
+            "numScheduledRequests": step.num_rows,
+            "numContextRequests": num_context,
+            "numGenRequests": step.num_generation,
+            "numPausedRequests": 0,
+            "numCtxTokens": step.num_context_tokens,
+            "microBatchId": 0,
+            "avgNumDecodedTokensPerIter": 1.0 if step.num_generation else 0.0,
+        },
+    }
+    return json.dumps(record)

@@ -1,0 +1,81 @@
+"""One iteration of the engine, as a value: made by the batch, carried out by the runner, read back by the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompt tokens that one context row reads in this step: `tokens` stand at positions `start`, `start + 1`, ..."""
+
+    start: int
+    tokens: np.ndarray
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step names slots, never requests: everything else about a row is on the device.
+
+    Attributes:
+        index: counts steps from 0.
+        slots: int32 [rows]; generation rows come first, one token each, then the context rows.
+        starts: int64 [num_generation]; position of each generation row's token.
+        chunks: what each context row reads.
+        emits: bool [rows]; whether the row's new token counts. Not so while a prompt is still being read.
+        updates: changes of device state that must come before the step, as (flat indices, values), or None.
+        max_seq_len: longest sequence of the step in tokens, this step's tokens included.
+        logprobs: rows that asked for log-probabilities, and the most that one of them wants.
+    """
+
+    index: int
+    slots: np.ndarray
+    starts: np.ndarray
+    chunks: tuple[Chunk, ...]
+    emits: np.ndarray
+    updates: tuple[np.ndarray, np.ndarray] | None
+    max_seq_len: int
+    logprobs: tuple[np.ndarray, int] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_generation(self) -> int:
+        return len(self.starts)
+
+    @property
+    def num_context_tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_generation + self.num_context_tokens
+
+
+@dataclass(frozen=True)
+class StepLogprobs:
+    """Log-probabilities of the rows that asked, one entry a row."""
+
+    rows: np.ndarray  # int64 [n], row of the step
+    chosen: np.ndarray  # float32 [n]
+    ranks: np.ndarray  # int64 [n], 1 = most likely
+    top_values: np.ndarray  # float32 [n, k]
+    top_ids: np.ndarray  # int64 [n, k]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step produced.
+
+    Attributes:
+        tokens: int32 [rows]; a token id, or -1 - id when the device saw that it is a stop token of its request.
+        how: the way the step was run: decode_graph, mixed_graph, piecewise_graph or plain.
+    """
+
+    tokens: np.ndarray
+    how: str
+    logprobs: StepLogprobs | None = None
