@@ -1,0 +1,179 @@
+"""Turn a model that transformers built (on the meta device) into a `DecoderStep`: attention and experts become custom ops.
+
+What the model needs of the engine is found by watching one run of it on the meta device, not by reading its config: the
+layers' shapes come from the calls of the attention op, and a tensor of `tokens x tokens` anywhere means that some attention
+was not replaced or some mask was built, which is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from torchweave.log import Report
+from torchweave.models import attention, experts
+from torchweave.models.attention import UnsupportedModel
+from torchweave.models.hooks import hook_attention
+from torchweave.ops.attention import LayerSpec
+
+# Layers that keep a running state instead of keys and values, by the name that `config.layer_types` gives them.
+_RECURRENT_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe_mamba", "hybrid", "rwkv"})
+# Operations that mix tokens outside attention. A decoder whose layers use them needs a state of its own per request.
+_MIXING_OPS = frozenset({"aten::convolution", "aten::cumsum", "aten::roll", "aten::_fft_r2c", "aten::cumprod"})
+_PROBE_TOKENS = 53
+"""Tokens of the run on the meta device: a prime that is no width of a model, so that a size of 53 means the tokens."""
+
+
+def adapt(model: PreTrainedModel, report: Report) -> list[LayerSpec]:
+    """Put the engine's ops into `model`, which has no memory yet (meta device), and find out what its layers keep.
+
+    Raises:
+        UnsupportedModel: the model cannot be served; the message says what it needs.
+    """
+    refuse_by_config(model.config)
+    hooked = install(model)
+    specs = _layer_specs(model, _watch(model))
+    report.event(
+        "model_adapted",
+        architecture=type(model).__name__,
+        attention_layers=len(specs),
+        experts=experts.count(model),
+        hooked=hooked,
+    )
+    return specs
+
+
+def install(model: PreTrainedModel) -> list[str]:
+    """Point the model's configs at the engine's attention and experts; returns the classes that needed a hook."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation = attention.NAME
+    experts.use(model)
+    return hook_attention(model)
+
+
+def refuse_by_config(config: Any) -> None:
+    """Refuse what a config already shows: layers with a running state, ALiBi, encoders."""
+    name = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; only decoders can be served.")
+    kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
+    if recurrent := sorted(kinds & _RECURRENT_KINDS):
+        raise UnsupportedModel(
+            f"{name} has layers of kind {', '.join(recurrent)}, which keep a running state instead of keys and values; "
+            "the engine serves attention layers only."
+        )
+    uses_alibi = getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False)
+    if uses_alibi or name == "bloom":
+        raise UnsupportedModel(
+            f"{name} puts positions into its attention mask (ALiBi), and the engine never builds masks; "
+            "choose a model with rotary or learned positions."
+        )
+
+
+class _Watch(TorchDispatchMode):
+    """Records the attention op's calls, and refuses what cannot be right when tokens are those of many requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[dict[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name == "torchweave::attention":
+            self.calls.append(_call_arguments(func, args, kwargs or {}))
+            return None
+        out = func(*args, **(kwargs or {}))
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if name in _MIXING_OPS and first is not None and _PROBE_TOKENS in first.shape and first.is_floating_point():
+            raise UnsupportedModel(f"it mixes tokens outside attention ({name}); the engine serves attention layers only.")
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor) and sum(size == _PROBE_TOKENS for size in tensor.shape) >= 2:
+                raise UnsupportedModel(
+                    f"{name} makes a tensor of tokens x tokens ({tuple(tensor.shape)}): an attention that transformers' "
+                    "attention interface does not reach, or a mask that the model builds itself."
+                )
+        return out
+
+
+def _call_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    named = {argument.name: argument.default_value for argument in func._schema.arguments}
+    named.update(zip(named, args, strict=False))
+    named.update(kwargs)
+    return named
+
+
+def _watch(model: PreTrainedModel) -> list[dict[str, Any]]:
+    watch = _Watch()
+    with torch.no_grad(), _on_meta(model), watch:
+        ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
+        index = torch.zeros(3, dtype=torch.int64, device="meta")
+        try:
+            model(input_ids=ids, position_ids=ids.clone(), use_cache=False, logits_to_keep=index)
+        except UnsupportedModel as refusal:
+            raise UnsupportedModel(f"{type(model).__name__} cannot be served: {refusal}") from refusal
+        except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as error:
+            raise UnsupportedModel(
+                f"{type(model).__name__} cannot be served: its forward does not run over flat tokens without a cache "
+                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})."
+            ) from error
+    return watch.calls
+
+
+@contextlib.contextmanager
+def _on_meta(model: nn.Module) -> Iterator[None]:
+    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    assert devices <= {"meta"}, f"the model is examined before its weights are there, found tensors on {devices}"
+    yield
+
+
+def _layer_specs(model: nn.Module, calls: list[dict[str, Any]]) -> list[LayerSpec]:
+    name = type(model).__name__
+    if not calls:
+        raise UnsupportedModel(
+            f"{name} cannot be served: its attention does not go through transformers' attention interface."
+        )
+    by_layer: dict[int, dict[str, Any]] = {}
+    for call in calls:
+        layer = call["layer"]
+        if layer in by_layer:
+            raise UnsupportedModel(f"{name} cannot be served: two attentions of one forward are both called layer {layer}.")
+        by_layer[layer] = call
+    if sorted(by_layer) != list(range(len(by_layer))):
+        raise UnsupportedModel(
+            f"{name} cannot be served: only layers {sorted(by_layer)} have attention, the others keep another kind of state."
+        )
+    return [_layer_spec(name, layer, by_layer[layer]) for layer in range(len(by_layer))]
+
+
+def _layer_spec(name: str, layer: int, call: dict[str, Any]) -> LayerSpec:
+    (_, heads, query_dim), (_, kv_heads, key_dim), value_dim = call["q"].shape, call["k"].shape, call["v"].shape[2]
+    if query_dim != key_dim or heads % kv_heads:
+        raise UnsupportedModel(
+            f"{name} cannot be served: layer {layer} has {heads} heads of {query_dim} over {kv_heads} of {key_dim}."
+        )
+    return LayerSpec(
+        num_kv_heads=kv_heads,
+        head_dim=key_dim,
+        value_dim=value_dim,
+        num_heads=heads,
+        window=call["window"],
+        chunk=call["chunk"],
+        softcap=call["softcap"],
+        sinks=call["sinks"] is not None,
+    )
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Columns of the logits."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModel(f"{type(model).__name__} cannot be served: it has no language-model head.")
+    return int(head.weight.shape[0])

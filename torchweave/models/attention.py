@@ -1,0 +1,89 @@
+"""The attention function that transformers' models call, once `adapt` has put its name into their config.
+
+It reshapes Hugging Face's `[1, heads, tokens, head_dim]` to the flat `[tokens, heads, head_dim]` of `torchweave::attention`, and
+turns what the model says about its layer (window, soft cap, sinks, chunk) into the op's plain arguments. Nothing that names
+the layer reaches the graph but the op's integer `layer`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+import torchweave.ops.attention  # noqa: F401  (defines torchweave::attention)
+
+NAME = "torchweave"
+"""The attention implementation's name in transformers. No mask function has this name, so models build no masks."""
+
+# Arguments that models pass along and that do not change a causal decoder's result while it serves.
+_HARMLESS = frozenset(
+    {
+        "dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
+        "output_router_logits", "logits_to_keep", "return_dict", "num_items_in_batch", "position_embeddings",
+        "position_embeddings_local", "deterministic", "layer_type", "past_key_values", "head_mask", "token_type_ids",
+    }
+)  # fmt: skip
+
+
+class UnsupportedModel(ValueError):
+    """The model needs something of attention that the engine does not have; the message says what."""
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """Attention over flattened tokens: query `[1, H, T, D]`, key `[1, KH, T, D]`, value `[1, KH, T, Dv]` -> `[1, T, H, Dv]`.
+
+    Raises:
+        UnsupportedModel: the model brought its own mask, is bidirectional, or passed an argument of unknown effect.
+    """
+    _check(module, attention_mask, extra)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    out = torch.empty(q.shape[0], q.shape[1], v.shape[-1], dtype=q.dtype, device=q.device)
+    scale = float(scaling) if scaling is not None else q.shape[-1] ** -0.5
+    window, chunk = _locality(module, sliding_window)
+    torch.ops.torchweave.attention(q, k, v, out, module.layer_idx, scale, window, float(softcap or 0.0), s_aux, chunk)
+    return out.unsqueeze(0), None
+
+
+def _check(module: nn.Module, attention_mask: Tensor | None, extra: dict[str, Any]) -> None:
+    name = type(module).__name__
+    if attention_mask is not None:
+        raise UnsupportedModel(f"{name} builds its own attention mask; the engine has causal, windowed and chunked masks only.")
+    if extra.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedModel(f"{name} attends to later tokens (it is not causal); only causal decoders can be served.")
+    unknown = sorted(key for key, given in extra.items() if given is not None and key not in _HARMLESS)
+    if unknown:
+        raise UnsupportedModel(f"{name} passes {', '.join(unknown)} to its attention, which the engine does not have.")
+
+
+def _locality(module: nn.Module, sliding_window: int | None) -> tuple[int, int]:
+    """(window, chunk) of this layer, 0 = none.
+
+    The kind that the config gives to a layer decides, as it does for transformers' masks; the argument is only a hint.
+    """
+    config, layer = getattr(module, "config", None), module.layer_idx
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[layer] if kinds is not None and isinstance(layer, int) and layer < len(kinds) else None
+    if kind == "chunked_attention":
+        return 0, int(config.attention_chunk_size)  # type: ignore[union-attr]
+    if kind == "full_attention":
+        return 0, 0
+    if kind == "sliding_attention" and not sliding_window:
+        sliding_window = getattr(config, "sliding_window", None)
+    return int(sliding_window or 0), 0
+
+
+AttentionInterface.register(NAME, attend)

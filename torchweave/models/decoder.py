@@ -1,0 +1,38 @@
+"""The model as the engine sees it: flat token ids and positions in, logits of the chosen rows out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from torchweave.ops.attention import LayerSpec
+
+
+class DecoderStep(nn.Module):
+    """One forward of an unmodified `ForCausalLM` over the flattened tokens of a step.
+
+    Attributes:
+        attention_layers: what each value of the attention op's `layer` argument keeps in the KV cache.
+        vocab_size: columns of the logits.
+        max_model_len: longest sequence in tokens for which the positions are right.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, attention_layers: list[LayerSpec], vocab_size: int, max_model_len: int
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.attention_layers = attention_layers
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+
+    def forward(self, input_ids: Tensor, positions: Tensor, logits_index: Tensor) -> Tensor:
+        """input_ids `[T]` int64, positions `[T]` int64, logits_index `[N]` int64 (rows of T) -> logits `[N, vocab_size]`."""
+        output = self.model(
+            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=logits_index
+        )
+        return output.logits[0]

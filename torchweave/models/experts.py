@@ -1,0 +1,92 @@
+"""The experts function that transformers' mixture blocks call, once `use` has put its name into their config.
+
+The router stays the model's. Blocks whose experts are of a form that `torchweave::experts` does not know (a norm after
+each expert, an unusual gate) use transformers' own grouped matmul, which traces too; blocks that never asked for
+transformers' experts interface are left to the compiler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+import torchweave.ops.experts  # noqa: F401  (defines torchweave::experts)
+
+NAME = "torchweave"
+_ACTIVATIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELU": "gelu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
+}
+# Classes with a gate of their own that is the op's clamped form: (alpha, limit) by attribute name.
+_CLAMPED_GATES = {"GptOssExperts": ("alpha", "limit")}
+
+
+def _form(block: Any) -> tuple[str, float, float] | None:
+    """(activation, alpha, limit) of a block, or None where the op does not know its form."""
+    if getattr(block, "has_post_expert_norm", False):
+        return None
+    kind = type(block).__name__
+    if kind in _CLAMPED_GATES:
+        alpha, limit = (float(getattr(block, name)) for name in _CLAMPED_GATES[kind])
+        return "silu", alpha, limit
+    has_own_gate = getattr(type(block), "_apply_gate", None).__module__ != "transformers.integrations.moe"
+    activation = _ACTIVATIONS.get(type(getattr(block, "act_fn", None)).__name__)
+    return None if has_own_gate or activation is None else (activation, 0.0, 0.0)
+
+
+def run_experts(block: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """hidden_states `[T, K]`, top_k_index and top_k_weights `[T, k]` -> `[T, K]`."""
+    form = _form(block)
+    if form is None:
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](block, hidden_states, top_k_index, top_k_weights)
+    activation, alpha, limit = form
+    gated, biased = block.has_gate, block.has_bias
+    up = "gate_up_proj" if gated else "up_proj"
+    out = torch.empty_like(hidden_states)
+    torch.ops.torchweave.experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        getattr(block, up),
+        block.down_proj,
+        getattr(block, f"{up}_bias") if biased else None,
+        block.down_proj_bias if biased else None,
+        out,
+        activation,
+        gated,
+        not block.is_concatenated,
+        block.is_transposed,
+        alpha,
+        limit,
+    )
+    return out
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules that follow transformers' experts interface."""
+    return [module for module in model.modules() if hasattr(module, "is_concatenated") and hasattr(module, "has_gate")]
+
+
+def count(model: nn.Module) -> dict[str, int]:
+    """Experts blocks by how they run: the op, or transformers' grouped matmul."""
+    forms = [_form(block) is not None for block in blocks(model)]
+    return {"op": sum(forms), "grouped_mm": len(forms) - sum(forms)}
+
+
+def use(model: PreTrainedModel) -> None:
+    """Let every experts block of the model call `run_experts`."""
+    for block in blocks(model):
+        block.config._experts_implementation = NAME  # type: ignore[union-attr]
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)

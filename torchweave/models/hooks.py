@@ -1,0 +1,133 @@
+"""Hooks on instances, for models that predate transformers' attention interface, and for RoPE that changes as it goes.
+
+Each hook sets a bound method on one module of one model. No class is touched, so other models of the process stay as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from torchweave.log import Report
+from torchweave.models.attention import UnsupportedModel, attend
+
+# -- models whose attention is written out in the module ---------------------------------------------------------------
+
+
+def _scores_replaced(scale: Callable[[nn.Module], float], heads_first: bool) -> Callable[..., Any]:
+    """A stand-in for `_attn(query, key, value, mask)`, all `[1, H, T, D]`, that returns the output in the same layout."""
+
+    def _attn(self: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> Any:
+        window = getattr(self, "torchweave_window", 0)
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        out, _ = attend(self, query, key, value, attention_mask, scaling=scale(self), sliding_window=window)
+        return (out.transpose(1, 2) if heads_first else out), None
+
+    return _attn
+
+
+def _falcon_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    attention_mask: Tensor | None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Falcon's attention: fused q/k/v `[1, T, (H + 2 KH) D]`, rotary, one key and value head per group (or one in all)."""
+    module: Any = self
+    tokens, head_dim = hidden_states.shape[1], module.head_dim
+    fused = module.query_key_value(hidden_states)
+    if module.new_decoder_architecture:
+        groups = module.num_kv_heads
+        fused = fused.view(1, tokens, groups, module.num_heads // groups + 2, head_dim)
+        query, key, value = fused[:, :, :, :-2].flatten(2, 3), fused[:, :, :, -2], fused[:, :, :, -1]
+    else:
+        query, key, value = module._split_heads(fused)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    assert position_embeddings is not None, "Falcon without rotary embeddings uses ALiBi, which is refused before this"
+    rotate = inspect.getmodule(type(self)).apply_rotary_pos_emb  # type: ignore[union-attr]
+    query, key = rotate(query, key, *position_embeddings)
+    out, _weights = attend(self, query, key, value, attention_mask)
+    return module.dense(out.reshape(1, tokens, module.num_heads * head_dim)), None
+
+
+def _hook_falcon(module: nn.Module) -> None:
+    module.forward = types.MethodType(_falcon_forward, module)
+
+
+def _hook_scores(scale: Callable[[Any], float], heads_first: bool = True) -> Callable[[nn.Module], None]:
+    replacement = _scores_replaced(scale, heads_first)
+
+    def hook(module: nn.Module) -> None:
+        module._attn = types.MethodType(replacement, module)
+
+    return hook
+
+
+def _hook_gpt_neo(module: Any) -> None:
+    """GPT-Neo does not scale its scores, counts layers as `layer_id`, and keeps local attention in a mask buffer."""
+    module.layer_idx = module.layer_id
+    module.torchweave_window = module.config.window_size if module.attention_type == "local" else 0
+    _hook_scores(lambda _: 1.0)(module)
+
+
+_BY_CLASS: dict[str, Callable[[nn.Module], None]] = {
+    "FalconAttention": _hook_falcon,
+    "GPTJAttention": _hook_scores(lambda m: m.head_dim**-0.5),
+    "CodeGenAttention": _hook_scores(lambda m: m.head_dim**-0.5),
+    "GPTNeoXJapaneseAttention": _hook_scores(lambda m: 1.0 / float(m.norm_factor)),
+}
+
+
+def hook_attention(model: nn.Module) -> list[str]:
+    """Give the op to attention modules that transformers' interface does not reach; returns the classes that were hooked."""
+    hooked = set()
+    for module in model.modules():
+        name = type(module).__name__
+        if name in _BY_CLASS:
+            _BY_CLASS[name](module)
+        elif name == "GPTNeoSelfAttention":
+            if not hasattr(module, "layer_id"):
+                raise UnsupportedModel("This GPT-Neo's attention does not know its layer; load it with a newer transformers.")
+            _hook_gpt_neo(module)
+        else:
+            continue
+        hooked.add(name)
+    return sorted(hooked)
+
+
+# -- rotary embeddings that look at the length -------------------------------------------------------------------------
+
+
+def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
+    """Fix the frequencies of dynamic-NTK and long RoPE as they are for a sequence of `max_model_len` tokens.
+
+    transformers chooses them anew in each forward from the longest sequence of the batch. In a batch of many requests that
+    would let one request change another, and cached keys would have been rotated by other frequencies than new ones.
+    """
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is None or not hasattr(module, "config"):
+            continue
+        by_layer: dict[str | None, str] = dict(kinds) if isinstance(kinds, dict) else {None: kinds}
+        varying = {layer: kind for layer, kind in by_layer.items() if "dynamic" in kind or kind == "longrope"}
+        if not varying:
+            continue
+        for layer, kind in varying.items():
+            prefix = f"{layer}_" if layer is not None else ""
+            buffer = getattr(module, f"{prefix}inv_freq")
+            extra = {"layer_type": layer} if layer is not None else {}
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+                module.config, torch.device("cpu"), seq_len=max_model_len, **extra
+            )
+            buffer.copy_(frequencies)
+            setattr(module, f"{prefix}attention_scaling", scaling)
+        module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)
+        report.event("rope_frozen", module=name, kinds=sorted(set(varying.values())), max_model_len=max_model_len)

@@ -1,0 +1,281 @@
+"""Load a Hugging Face decoder: built without memory, examined, then filled straight on its device.
+
+    resolve -> config -> from_config on the meta device -> adapt (ops, layer specs) -> weights -> buffers -> DecoderStep
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from torchweave.log import Report
+from torchweave.models import weights
+from torchweave.models.adapt import adapt, install, refuse_by_config, vocab_size
+from torchweave.models.attention import UnsupportedModel
+from torchweave.models.decoder import DecoderStep
+from torchweave.models.hooks import freeze_rope
+from torchweave.models.resolve import Source, read_json, resolve
+from torchweave.models.tokenizer import Tokenizer
+from torchweave.ops.attention import LayerSpec
+
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What `generation_config.json` says; None where it says nothing.
+
+    Attributes:
+        eos_token_ids: tokens that end an answer.
+    """
+
+    eos_token_ids: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A decoder that is ready to be captured.
+
+    Attributes:
+        module: the forward over flattened tokens.
+        name: what the user asked for.
+        architecture: transformers' class, `LlamaForCausalLM`.
+        config: the checkpoint's config, as plain data.
+        dtype: of weights and activations.
+        device: where the weights are.
+        max_model_len: longest sequence in tokens.
+        tokenizer: None where the model came without one.
+        generation: the checkpoint's defaults of sampling and its end tokens.
+        num_parameters: parameters, tied ones counted once.
+        weight_bytes: memory of parameters and buffers.
+    """
+
+    module: DecoderStep
+    name: str
+    architecture: str
+    config: dict[str, Any]
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    tokenizer: Tokenizer | None
+    generation: GenerationDefaults
+    num_parameters: int
+    weight_bytes: int
+
+
+def load(
+    name_or_path: str | Path | Mapping[str, Any],
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    load_format: str = "auto",
+    trust_remote_code: bool = False,
+    report: Report | None = None,
+    max_model_len: int | None = None,
+) -> LoadedModel:
+    """Load a decoder from a folder, a hub id, a built-in name, or (`load_format="dummy"`) a config or `shape:` name.
+
+    Args:
+        dtype: `auto` takes the checkpoint's, but float32 on a CPU.
+        load_format: `auto` reads the checkpoint's weights; `dummy` fills random ones of the same shapes.
+        trust_remote_code: run Python code that comes with the checkpoint.
+        max_model_len: longest sequence that will be served; RoPE that varies with the length is fixed for it.
+
+    Raises:
+        ValueError: the model is not there, is damaged, or cannot be served; one sentence says which and what to do.
+    """
+    report = report if report is not None else Report(show=False)
+    if load_format not in ("auto", "dummy"):
+        raise ValueError(f"load_format is {load_format!r}: expected auto or dummy.")
+    device = torch.device(device)
+    source = resolve(name_or_path, trust_remote_code)
+    if source.folder is None and load_format != "dummy":
+        raise ValueError(f"{source.name!r} is a shape without weights: use it with load_format=dummy.")
+    config = read_config(source, trust_remote_code)
+    refuse_by_config(config)
+    chosen = _choose_dtype(dtype, config, device)
+    stored = weights.checkpoint(source.folder) if source.folder is not None and load_format == "auto" else None
+    with report.stage("build model"):
+        model = build_on_meta(config, chosen, trust_remote_code)
+        specs = adapt(model, report)
+    length = _max_model_len(model.config, max_model_len)
+    if stored is None:
+        weights.fill_random(model, device, report)
+        weights.rebuild_buffers(model, device)
+    else:
+        assert source.folder is not None
+        model = _fill(model, source.folder, stored, chosen, device, trust_remote_code, report)
+    freeze_rope(model, length, report)
+    return _loaded(source, model, specs, chosen, device, length, report)
+
+
+def read_config(source: Source, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a source; ValueError names an unknown architecture."""
+    raw = source.config if source.folder is None else read_json(source.folder / "config.json")
+    assert raw is not None
+    model_type = raw.get("model_type")
+    if source.folder is None:
+        raw = dict(raw)
+        raw.pop("model_type", None)
+    else:
+        raw = {}
+    known = model_type in transformers.CONFIG_MAPPING
+    if not known and not (trust_remote_code and source.folder is not None):
+        raise ValueError(
+            f"{source.name!r} has the architecture {model_type!r}, which transformers {transformers.__version__} does not "
+            "know; see docs/models.md for the supported ones, update transformers, or use trust_remote_code if the folder "
+            "brings its own code."
+        )
+    try:
+        if source.folder is None:
+            return AutoConfig.for_model(model_type, **raw)
+        return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+    except (ValueError, TypeError, KeyError, OSError, AttributeError) as error:
+        raise ValueError(f"The config of {source.name!r} is not a valid {model_type} config: {error}") from error
+
+
+def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The `ForCausalLM` of a config without memory for its weights."""
+    name = config.model_type
+    if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
+        raise UnsupportedModel(
+            f"{name} has no causal language model in transformers {transformers.__version__}; only decoders can be served."
+        )
+    if getattr(config, "quantization_config", None):
+        method = config.quantization_config.get("quant_method", "unknown")  # type: ignore[union-attr]
+        raise UnsupportedModel(f"This {name} checkpoint is quantized ({method}), which is not supported; use an unquantized one.")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+            )
+    except (RuntimeError, NotImplementedError) as error:
+        raise UnsupportedModel(f"{name} cannot be built without memory: {str(error).splitlines()[0]}") from error
+    return model.eval().requires_grad_(False)
+
+
+def _choose_dtype(dtype: torch.dtype | str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+        stored = getattr(torch, stored) if isinstance(stored, str) else stored
+        return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
+    chosen = getattr(torch, dtype, None)
+    if chosen not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise ValueError(f"dtype is {dtype!r}: expected auto, float32, bfloat16 or float16.")
+    return chosen
+
+
+def _max_model_len(config: Any, asked: int | None) -> int:
+    config = config.get_text_config()
+    limit = next((int(value) for key in _LENGTH_KEYS if (value := getattr(config, key, None))), None)
+    if asked is None:
+        return limit if limit is not None else 4096
+    if asked < 1:
+        raise ValueError(f"max_model_len is {asked}: expected at least 1.")
+    if limit is not None and asked > limit:
+        raise ValueError(f"max_model_len is {asked}, but the model has positions for {limit} tokens; ask for no more.")
+    return asked
+
+
+def _fill(
+    model: PreTrainedModel,
+    folder: Path,
+    stored: dict[str, weights.Stored],
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+    report: Report,
+) -> PreTrainedModel:
+    """The model with its weights on the device: the one given, or a new one where transformers must convert them."""
+    if not weights.needs_conversion(model, stored):
+        renamed = weights.rename(model, stored)
+        weights.check_names(model, stored, renamed, folder)
+        weights.stream(model, stored, renamed, device, report)
+        weights.rebuild_buffers(model, device)
+        return model
+    report.event("weights_converted", reason="the checkpoint keeps tensors in other pieces than the model", by="transformers")
+    with report.stage("weights"):
+        converted, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+        )
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(
+                f"{folder} lacks {', '.join(missing[:3])} ({len(missing)} tensors in all); "
+                "check that config.json belongs to these weights."
+            )
+        converted = converted.eval().requires_grad_(False).to(device)
+    install(converted)
+    return converted
+
+
+def _loaded(
+    source: Source,
+    model: PreTrainedModel,
+    specs: list[LayerSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    length: int,
+    report: Report,
+) -> LoadedModel:
+    step = DecoderStep(model, specs, vocab_size(model), length).eval().requires_grad_(False)
+    tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    loaded = LoadedModel(
+        module=step,
+        name=source.name,
+        architecture=type(model).__name__,
+        config=model.config.to_dict(),
+        dtype=dtype,
+        device=device,
+        max_model_len=length,
+        tokenizer=Tokenizer.find(source.folder),
+        generation=_generation(source.folder, model.config),
+        num_parameters=parameters,
+        weight_bytes=num_bytes,
+    )
+    report.event(
+        "model_loaded",
+        name=source.name,
+        architecture=loaded.architecture,
+        parameters=parameters,
+        bytes=num_bytes,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        max_model_len=length,
+        tokenizer=loaded.tokenizer is not None,
+    )
+    return loaded
+
+
+def _generation(folder: Path | None, config: PreTrainedConfig) -> GenerationDefaults:
+    path = folder / "generation_config.json" if folder is not None else None
+    raw = read_json(path) if path is not None and path.is_file() else {}
+    eos = raw.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
+    ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
+    # Without do_sample transformers decodes greedily, whatever else the file says.
+    sampled = raw if raw.get("do_sample") else {}
+    return GenerationDefaults(
+        eos_token_ids=tuple(int(token) for token in ids),
+        temperature=sampled.get("temperature"),
+        top_k=sampled.get("top_k"),
+        top_p=sampled.get("top_p"),
+        min_p=sampled.get("min_p"),
+    )

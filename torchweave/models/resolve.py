@@ -1,0 +1,145 @@
+"""From what the user wrote to a folder or a config: built-in models, folders, hub ids, and benchmark shapes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BUILT_IN = {"demo": "demo", "demo-draft": "demo_draft"}
+"""Models that come with the package: name -> folder beside this file."""
+
+_LLAMA_3 = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "dtype": "bfloat16",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "shape:llama-1b": _LLAMA_3
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "tie_word_embeddings": True,
+        "rope_parameters": _LLAMA_3["rope_parameters"] | {"factor": 32.0},
+    },
+    "shape:llama-8b": _LLAMA_3
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "tie_word_embeddings": False,
+    },
+}
+"""Published shapes without files, for `load_format: dummy`."""
+
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from: a folder, or only a config.
+
+    Attributes:
+        name: what the user wrote, or the config's model type.
+        folder: files of the checkpoint; None for a shape.
+        config: the config, where there is no folder.
+    """
+
+    name: str
+    folder: Path | None
+    config: dict[str, Any] | None = None
+
+
+def resolve(name: str | Path | Mapping[str, Any], trust_remote_code: bool = False) -> Source:
+    """Find the model that `name` names.
+
+    Raises:
+        ValueError: nothing of that name is here, and the hub does not have it or cannot be reached.
+    """
+    if isinstance(name, Mapping):
+        return Source(str(name.get("model_type", "config")), None, dict(name))
+    text = str(name)
+    if text in SHAPES:
+        return Source(text, None, dict(SHAPES[text]))
+    if text.startswith("shape:"):
+        raise ValueError(f"Unknown shape {text!r}: the shapes are {', '.join(sorted(SHAPES))}.")
+    if text in BUILT_IN:
+        return Source(text, _checked(Path(__file__).parent / BUILT_IN[text], text))
+    folder = Path(text).expanduser()
+    if folder.exists():
+        return Source(text, _checked(folder, text))
+    if isinstance(name, str) and _HUB_ID.fullmatch(text) and not text.startswith((".", "/", "~")):
+        return Source(text, _checked(_download(text, trust_remote_code), text))
+    raise ValueError(
+        f"No model at {text!r}: expected a folder in Hugging Face's layout, a hub id like 'organisation/model', "
+        f"or one of {', '.join(sorted(BUILT_IN))}."
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; ValueError names the file if it is not one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); copy or download the file again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object; copy or download the file again.")
+    return content
+
+
+def _checked(folder: Path, name: str) -> Path:
+    if not folder.is_dir():
+        raise ValueError(f"{name!r} is a file: expected the model's folder, with config.json and *.safetensors in it.")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{name!r} has no config.json: expected a model folder in Hugging Face's layout.")
+    return folder
+
+
+def _download(hub_id: str, trust_remote_code: bool) -> Path:
+    """The files of a hub model, from the local hub cache or the network."""
+    import huggingface_hub
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"] + (["*.py"] if trust_remote_code else [])
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["*/*"]))
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{hub_id!r} is gated: accept its terms on the hub and log in with `hf auth login`, then try again."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(f"{hub_id!r} is neither a folder here nor a model on the hub; check the spelling.") from error
+    except HFValidationError as error:
+        raise ValueError(f"{hub_id!r} is neither a folder here nor a valid hub id.") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ValueError(
+            f"{hub_id!r} is no folder here, and the hub cannot be reached to look it up; give the path of a model folder."
+        ) from error

@@ -1,0 +1,152 @@
+"""Text to token ids and back, with text that appears as the ids arrive.
+
+Everything here is lazy: the tokenizer's files are read at the first use, so that an engine fed with token ids needs none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_CHARACTER = 4
+"""Bytes of the longest UTF-8 character: more undecodable tokens than this are no character that is still arriving."""
+
+
+class Tokenizer:
+    """The tokenizer of a model folder.
+
+    `find` returns None where a folder has no tokenizer files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def find(cls, folder: Path | None) -> Tokenizer | None:
+        """The tokenizer of `folder`, or None if it has none."""
+        if folder is None or not any((folder / name).is_file() for name in _FILES):
+            return None
+        return cls(folder)
+
+    @functools.cached_property
+    def hugging_face(self) -> Any:
+        """transformers' tokenizer object.
+
+        Raises:
+            ValueError: the files are damaged or need a package that is not installed.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.folder)
+        except Exception as error:
+            raise ValueError(f"The tokenizer in {self.folder} cannot be read: {error}") from error
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the beginning-of-text token where the model has one."""
+        return self.hugging_face.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of several texts at once."""
+        if not texts:
+            return []
+        return self.hugging_face(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids, exactly as the tokens say: spaces before punctuation stay."""
+        return self.hugging_face.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> TextStream:
+        """A decoder of ids that arrive one after the other, behind `prompt_ids`."""
+        return TextStream(self, prompt_ids, skip_special_tokens)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token by itself, for logprobs."""
+        return self.decode([token], skip_special_tokens=False)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can be used."""
+        return getattr(self.hugging_face, "chat_template", None) is not None
+
+    def chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+        """Token ids of a conversation, by the model's own chat template.
+
+        Args:
+            messages: `{"role": ..., "content": ...}` each, oldest first.
+            variables: further variables of the template, such as `tools` or `enable_thinking`.
+
+        Raises:
+            ValueError: the model has no chat template, or the template refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise ValueError(f"The tokenizer in {self.folder} has no chat template; use generate with plain text.")
+        try:
+            text = self.hugging_face.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+            )
+        except Exception as error:
+            raise ValueError(f"The chat template in {self.folder} refuses these messages: {error}") from error
+        return self.encode(text, add_special_tokens=False)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's own end-of-text token."""
+        return self.hugging_face.eos_token_id
+
+    def __len__(self) -> int:
+        return len(self.hugging_face)
+
+
+class TextStream:
+    """Text of token ids that arrive one after the other; the pieces joined are the text of all ids.
+
+    A token alone has no certain text: a character may be spread over several byte tokens, and a SentencePiece token's
+    leading space depends on what stands before it. So a few tokens before the new ones are decoded with and without
+    them, and the difference is given out once it ends in a whole character.
+    """
+
+    _CONTEXT = 6
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        self._window = list(prompt_ids[-self._CONTEXT :])
+        self._known = len(self._window)
+        self._known_text = self._decode(self._window) if self._window else ""
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that `ids` complete; empty while a character is still in the making."""
+        self._window.extend(ids)
+        text = self._decode(self._window)
+        if not text.endswith(_REPLACEMENT):
+            return self._give_out(text, len(self._window))
+        for held in range(1, _LONGEST_CHARACTER):
+            whole = len(self._window) - held
+            if whole <= self._known:
+                return ""
+            text_before = self._decode(self._window[:whole])
+            if not text_before.endswith(_REPLACEMENT):
+                return self._give_out(text_before, whole)
+        return self._give_out(text, len(self._window))
+
+    def finish(self) -> str:
+        """What is left, with U+FFFD where a character never became whole."""
+        return self._give_out(self._decode(self._window), len(self._window))
+
+    def _give_out(self, text: str, end: int) -> str:
+        """Settle the window's tokens up to `end`, whose text is `text`; returns what of it is new."""
+        new = text[len(self._known_text) :]
+        begin = max(end - self._CONTEXT, 0)
+        if new:
+            # Start the context at the piece that was just given out: it begins with a whole character.
+            begin = max(begin, self._known) if end - self._known <= self._CONTEXT else self._known
+        self._window = self._window[begin:]
+        self._known = end - begin
+        self._known_text = self._decode(self._window[: self._known]) if self._known else ""
+        return new

@@ -1,0 +1,266 @@
+"""Weights from safetensors files, streamed one tensor at a time to the device and dtype where they stay.
+
+The model was built on the meta device. Tensors whose names are the model's own go straight in; where a checkpoint keeps them
+under other names or in other pieces (experts of a mixture, mostly), transformers' own conversion does the loading instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from torchweave.log import Report
+from torchweave.models.resolve import read_json
+
+INDEX = "model.safetensors.index.json"
+# Buffers of old releases that are computed now: rotary frequencies and causal masks.
+_OBSOLETE = re.compile(r"(rotary_emb\.inv_freq|(attn|attention|self_attention)\.(masked_)?bias|position_ids)$")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a checkpoint: its file, name, shape, and size in bytes."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def checkpoint(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a checkpoint by name, from the files' headers alone.
+
+    Raises:
+        ValueError: there is no file, one is missing or damaged; names the file.
+    """
+    stored: dict[str, Stored] = {}
+    for file in _files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
+                    part = tensors.get_slice(name)
+                    shape = tuple(part.get_shape())
+                    stored[name] = Stored(file, name, shape, _num_bytes(shape, part.get_dtype()))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{file} is damaged or cut short ({error}); copy or download it again."
+            ) from error
+    return stored
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        if not names:
+            raise ValueError(f"{index} names no files (no weight_map); copy or download it again.")
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise ValueError(f"{folder} lacks {missing[0]}, which its index names; copy or download the missing files.")
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    if files:
+        return files
+    if any(folder.glob("*.bin")):
+        raise ValueError(f"{folder} has weights only as *.bin: convert them to safetensors (save_pretrained does).")
+    raise ValueError(
+        f"{folder} has no weights: expected model.safetensors or {INDEX}; use load_format=dummy for random weights."
+    )
+
+
+_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16, "U16": 16}
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count * _BITS.get(dtype, 8) // 8
+
+
+def rename(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Checkpoint name -> model name, for the names that the model has, with or without its base model's prefix."""
+    wanted = targets(model).keys()
+    prefix = f"{model.base_model_prefix}."
+    renamed = {}
+    for name in names:
+        for candidate in (name, prefix + name, name.removeprefix(prefix)):
+            if candidate in wanted:
+                renamed[name] = candidate
+                break
+    return renamed
+
+
+def targets(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint may fill: all parameters and persistent buffers, tied ones under each of their names."""
+    return model.state_dict(keep_vars=True)
+
+
+def needs_conversion(model: PreTrainedModel, names: Iterable[str]) -> bool:
+    """Whether transformers must convert this checkpoint: its tensors are not the model's one to one."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    names = list(names)
+    transforms = get_model_conversion_mapping(model, add_legacy=False)
+    patterns = [
+        re.compile(pattern)
+        for transform in transforms
+        if isinstance(transform, WeightConverter)
+        for pattern in transform.source_patterns
+    ]
+    if any(pattern.search(name) for pattern in patterns for name in names):
+        return True
+    renamed = rename(model, names)
+    return bool(transforms) and _missing(model, set(renamed.values())) != set()
+
+
+def _missing(model: PreTrainedModel, present: set[str]) -> set[str]:
+    missing = set(targets(model)) - present
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if target in present or source in present:
+            missing -= {target, source}
+    ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    return {name for name in missing if not any(re.search(pattern, name) for pattern in ignored)}
+
+
+def check_names(model: PreTrainedModel, stored: dict[str, Stored], renamed: dict[str, str], folder: Path) -> None:
+    """Refuse a checkpoint that lacks tensors, has tensors of another shape, or has some that the config leaves unused."""
+    wanted = targets(model)
+    if missing := sorted(_missing(model, set(renamed.values()))):
+        raise ValueError(
+            f"{folder} lacks {_some(missing)} of {type(model).__name__}: expected every tensor that config.json implies; "
+            "check that config.json belongs to these weights."
+        )
+    for name, target in renamed.items():
+        if tuple(wanted[target].shape) != stored[name].shape:
+            raise ValueError(
+                f"{stored[name].file} has {name} of shape {list(stored[name].shape)}, expected "
+                f"{list(wanted[target].shape)}; check that config.json belongs to these weights."
+            )
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    owners = {name.rpartition(".")[0] for name in wanted}
+    prefix = f"{model.base_model_prefix}."
+    unused = sorted(
+        name
+        for name in stored.keys() - renamed.keys()
+        if not _OBSOLETE.search(name)
+        and not any(re.search(pattern, name) for pattern in ignored)
+        and {(owner := name.rpartition(".")[0]), prefix + owner} & owners
+    )
+    if unused:
+        raise ValueError(
+            f"{folder} has {_some(unused)}, for which {type(model).__name__} has no place under this config.json; "
+            "check that config.json belongs to these weights."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
+
+
+def stream(
+    model: PreTrainedModel, stored: dict[str, Stored], renamed: dict[str, str], device: torch.device, report: Report
+) -> None:
+    """Fill the model from the files, tensor by tensor, then tie what is tied."""
+    dtypes = dtype_plan(model)
+    by_file: dict[Path, list[str]] = {}
+    for name in renamed:
+        by_file.setdefault(stored[name].file, []).append(name)
+    with report.progress("weights", sum(stored[name].num_bytes for name in renamed)) as advance:
+        for file, names in by_file.items():
+            with safe_open(file, framework="pt") as tensors:
+                for name in names:
+                    target = renamed[name]
+                    # A copy even where nothing changes: the file's pages must not stay the model's memory.
+                    put(model, target, tensors.get_tensor(name).to(device=device, dtype=dtypes[target], copy=True))
+                    advance(stored[name].num_bytes, file.name)
+    model.tie_weights(missing_keys=set(targets(model)) - set(renamed.values()), recompute_mapping=False)
+
+
+def fill_random(model: PreTrainedModel, device: torch.device, report: Report, seed: int = 0) -> None:
+    """Random weights on the device: matrices and embeddings small and normal, norms one, biases and the rest zero."""
+    dtypes, wanted = dtype_plan(model), targets(model)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    names = [name for name in wanted if name not in tied]
+    generator = torch.Generator(device).manual_seed(seed)
+    with report.progress("random weights", sum(wanted[name].numel() * dtypes[name].itemsize for name in names)) as advance:
+        for name in names:
+            shape, dtype = wanted[name].shape, dtypes[name]
+            tensor = torch.zeros(shape, dtype=dtype, device=device)
+            if dtype.is_floating_point and len(shape) >= 2:
+                tensor.normal_(0.0, 0.02, generator=generator)
+            elif dtype.is_floating_point and name.endswith("weight"):
+                tensor.fill_(1.0)
+            put(model, name, tensor)
+            advance(tensor.numel() * dtype.itemsize, name)
+    model.tie_weights(missing_keys=set(tied), recompute_mapping=False)
+
+
+def dtype_plan(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """The dtype of each tensor: the model's, but float32 where the model's class says that it must stay so."""
+    strict = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if model.config.dtype == torch.float16:
+        strict |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    keep = re.compile("|".join(rf"((^|\.){re.escape(name)}($|\.))" for name in sorted(strict))) if strict else None
+    return {
+        name: torch.float32 if keep and tensor.is_floating_point() and keep.search(name) else tensor.dtype
+        for name, tensor in targets(model).items()
+    }
+
+
+def put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make `tensor` the parameter or buffer called `name`."""
+    owner_name, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        owner._buffers[leaf] = tensor
+
+
+def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers that no checkpoint has (rotary frequencies, embedding scales), as transformers does after meta.
+
+    Raises:
+        ValueError: a class of the model does not know how to rebuild one of its buffers.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    owners: list[tuple[PreTrainedModel, nn.Module, str]] = []
+    for owner, module in _with_pretrained(model, model):
+        rebuilt = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for name in rebuilt:
+            fresh = torch.empty_like(module._buffers[name], device=device)
+            # A mark that no rebuilt buffer keeps: what still has it was not rebuilt.
+            fresh.fill_(torch.nan if fresh.is_floating_point() else 0)
+            module._buffers[name] = fresh
+            owners.append((owner, module, name))
+        if rebuilt:
+            with torch.no_grad():
+                owner._init_weights(module)
+    for _, module, name in owners:
+        buffer: Any = module._buffers[name]
+        if buffer.is_floating_point() and bool(torch.isnan(buffer).all()) and buffer.numel():
+            raise ValueError(
+                f"{type(module).__name__} cannot rebuild its buffer {name!r} after being built without memory; "
+                "a newer transformers may have this fixed."
+            )
+    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    assert not left, f"tensors without memory after loading: {left[:5]}"
+
+
+def _with_pretrained(owner: PreTrainedModel, module: nn.Module) -> Iterable[tuple[PreTrainedModel, nn.Module]]:
+    """Every module with the nearest `PreTrainedModel` around it, whose `_init_weights` knows it."""
+    yield owner, module
+    for child in module.children():
+        yield from _with_pretrained(child if isinstance(child, PreTrainedModel) else owner, child)
