@@ -24,7 +24,7 @@ from torchweave.compile.graphs import Boundary, Forward, GraphPool, Recording, r
 from torchweave.engine.buffers import Staging, StepBuffers, pack, packed_size
 from torchweave.engine.step import Step, StepLogprobs, StepResult
 from torchweave.log import Report
-from torchweave.ops.attention import AttentionBackend, AttentionMetadata, KVLayer, carry_out
+from torchweave.ops.attention import AttentionBackend, AttentionMetadata, AttentionStep, KVLayer, carry_out
 from torchweave.ops.sampling import logprobs, sample
 from torchweave.ops.state import SlotState
 from torchweave.ops.step import advance, prepare, prepare_decode
@@ -41,15 +41,27 @@ class Handle:
     logprobs: tuple[np.ndarray, tuple[Tensor, ...]] | None
 
 
+BEGIN = "begin"  # handed to the boundary once the step's metadata is in place, before the model runs
+
+
 class AttentionBoundary:
-    """Carries out the attention op with the cache of the op's layer and the facts of one bucket."""
+    """Carries out the attention op with the cache of the op's layer and the facts of one bucket.
+
+    A backend may want to look at a step's metadata on the host before the first layer (`begin`). That goes through the
+    boundary like attention itself, so that a piecewise recording does it anew at every replay.
+    """
 
     def __init__(self, backend: AttentionBackend, caches: list[KVLayer], meta: AttentionMetadata) -> None:
         self._backend = backend
         self._caches = caches
-        self._step = backend.begin(meta)
+        self._meta = meta
+        self._step: AttentionStep | None = None
 
     def __call__(self, op: Any, args: tuple, kwargs: dict) -> None:
+        if op is BEGIN:
+            self._step = self._backend.begin(self._meta)
+            return
+        assert self._step is not None
         carry_out(self._step, self._caches, *args, **kwargs)
 
 
@@ -113,6 +125,7 @@ class Runner:
                 slot_mapping=mapping,
                 block_size=block_size,
             )
+            boundary(BEGIN, (), {})
             logits = self._forward(boundary, ids, positions, index)
             sample(logits, slots, state, tokens)
             advance(tokens, slots, every, state, out)
@@ -157,6 +170,7 @@ class Runner:
                 slot_mapping=mapping,
                 block_size=block_size,
             )
+            boundary(BEGIN, (), {})
             logits = self._forward(boundary, ids, positions, index)
             sample(logits, packed.slots, state, drawn)
             advance(drawn, packed.slots, packed.emit, state, out)

@@ -1,6 +1,6 @@
 """Load a Hugging Face decoder: built without memory, examined, then filled straight on its device.
 
-    resolve -> config -> from_config on the meta device -> adapt (ops, layer specs) -> weights -> buffers -> DecoderStep
+resolve -> config -> from_config on the meta device -> adapt (ops, layer specs) -> weights -> buffers -> DecoderStep
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torchweave.models.hooks import freeze_rope
 from torchweave.models.resolve import Source, read_json, resolve
 from torchweave.models.tokenizer import Tokenizer
 from torchweave.ops.attention import LayerSpec
+from torchweave.plan import ModelFacts
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
@@ -118,6 +119,14 @@ def load(
     return _loaded(source, model, specs, chosen, device, length, report)
 
 
+def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code: bool = False) -> ModelFacts:
+    """What the plan needs to know before the model is loaded. Raises ValueError as `load` does."""
+    source = resolve(name_or_path, trust_remote_code)
+    config = read_config(source, trust_remote_code)
+    dtype = str(_choose_dtype("auto", config, torch.device("cuda"))).removeprefix("torch.")
+    return ModelFacts(source.name, _max_model_len(config, None), dtype)
+
+
 def read_config(source: Source, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The config of a source; ValueError names an unknown architecture."""
     raw = source.config if source.folder is None else read_json(source.folder / "config.json")
@@ -152,7 +161,9 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_cod
         )
     if getattr(config, "quantization_config", None):
         method = config.quantization_config.get("quant_method", "unknown")  # type: ignore[union-attr]
-        raise UnsupportedModel(f"This {name} checkpoint is quantized ({method}), which is not supported; use an unquantized one.")
+        raise UnsupportedModel(
+            f"This {name} checkpoint is quantized ({method}), which is not supported; use an unquantized one."
+        )
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -206,7 +217,9 @@ def _fill(
         weights.stream(model, stored, renamed, device, report)
         weights.rebuild_buffers(model, device)
         return model
-    report.event("weights_converted", reason="the checkpoint keeps tensors in other pieces than the model", by="transformers")
+    report.event(
+        "weights_converted", reason="the checkpoint keeps tensors in other pieces than the model", by="transformers"
+    )
     with report.stage("weights"):
         converted, info = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -1,0 +1,224 @@
+"""The contract of the callbacks: B1, B2, B8 of the specification."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from tests.engine.fake import expected, make
+from torchweave.engine.batch_manager import BatchManager
+from torchweave.engine.request import InferenceRequest, Output, SamplingParams
+
+
+class Harness:
+    """Callbacks that record what happened, and a batch manager over the fake model."""
+
+    def __init__(self, **options: Any) -> None:
+        self.batch, self.runner = make(**options.pop("sizes", {}))
+        self.todo: list[InferenceRequest] = []
+        self.asked: list[int] = []
+        self.said: dict[int, list[tuple[Output, bool, str]]] = defaultdict(list)
+        self.free_at_final: list[int] = []
+        self.stats: list[dict] = []
+        self.stops: set[int] = set()
+        self.threads: set[str] = set()
+        self.final = threading.Condition()
+        self.manager = BatchManager(
+            self.batch,
+            self.runner,
+            self.get_requests,
+            self.send_response,
+            self.poll_stop,
+            lambda text: self.stats.append(json.loads(text)),
+            **options,
+        )
+
+    def get_requests(self, max_num: int) -> list[InferenceRequest]:
+        self.asked.append(max_num)
+        now, self.todo = self.todo[:max_num], self.todo[max_num:]
+        return now
+
+    def send_response(self, request_id: int, output: Output, final: bool, error: str) -> None:
+        self.threads.add(threading.current_thread().name)
+        with self.final:
+            self.said[request_id].append((output, final, error))
+            self.final.notify_all()
+
+    def poll_stop(self) -> set[int]:
+        now, self.stops = self.stops, set()
+        return now
+
+    def ask(self, request_id: int, prompt: list[int], streaming: bool = False, **params: Any) -> None:
+        sampling = SamplingParams(temperature=0, **params)
+        self.todo.append(InferenceRequest(request_id, np.array(prompt), sampling, streaming))
+        self.manager.wake()
+
+    def wait_final(self, *ids: int, count: int = 1) -> None:
+        def done() -> bool:
+            return all(sum(final for _, final, _ in self.said[i]) >= count for i in ids)
+
+        with self.final:
+            assert self.final.wait_for(done, timeout=20), f"no final response for {ids}: {dict(self.said)}"
+
+    def tokens(self, request_id: int) -> list[int]:
+        return [int(token) for output, _, _ in self.said[request_id] for token in output.token_ids]
+
+
+def test_B1_streaming_gets_every_step_and_others_the_whole_at_the_end() -> None:
+    with (h := Harness()).manager:
+        h.ask(1, [1, 2], streaming=True, max_tokens=6)
+        h.ask(2, [1, 2], max_tokens=6)
+        h.wait_final(1, 2)
+    assert [len(output.token_ids) for output, _, _ in h.said[1]] == [1] * 6
+    assert [len(output.token_ids) for output, _, _ in h.said[2]] == [6]
+    assert h.tokens(1) == h.tokens(2) == expected([1, 2], 6)
+    assert [final for _, final, _ in h.said[1]] == [False] * 5 + [True]
+    assert h.threads == {"torchweave-batch-manager"}
+
+
+def test_B1_state_is_free_before_the_final_response() -> None:
+    h = Harness()
+    send, free = h.send_response, []
+
+    def watch(request_id: int, output: Output, final: bool, error: str) -> None:
+        if final:
+            free.append(h.batch.kv.num_used)
+        send(request_id, output, final, error)
+
+    h.manager._send_response = watch
+    with h.manager:
+        h.ask(1, [3] * 9, max_tokens=8)
+        h.wait_final(1)
+    assert free == [0]
+
+
+def test_B1_max_num_is_never_exceeded_and_follows_the_free_slots() -> None:
+    with (h := Harness(sizes={"max_batch_size": 3})).manager:
+        for number in range(9):
+            h.ask(number, [number + 1], max_tokens=4)
+        h.wait_final(*range(9))
+    assert max(h.asked) == 3 and min(h.asked) >= 1
+    assert all(h.tokens(number) == expected([number + 1], 4) for number in range(9))
+
+
+def test_B2_an_id_in_flight_is_rejected_for_the_newcomer_only() -> None:
+    with (h := Harness()).manager:
+        h.todo = [
+            InferenceRequest(5, np.array([1, 2]), SamplingParams(temperature=0, max_tokens=40)),
+            InferenceRequest(5, np.array([9]), SamplingParams(temperature=0, max_tokens=2)),
+        ]
+        h.manager.wake()
+        h.wait_final(5, count=2)
+        errors = [error for _, _, error in h.said[5]]
+        assert "in flight" in errors[0] and not errors[1]
+        assert h.tokens(5) == expected([1, 2], 40)
+        h.ask(5, [9], max_tokens=2)  # usable again
+        h.wait_final(5, count=3)
+    assert h.said[5][-1][2] == ""
+
+
+def test_B2_ids_beyond_64_bits_are_refused() -> None:
+    with (h := Harness()).manager:
+        h.ask(2**64, [1])
+        h.ask(2**64 - 1, [1], max_tokens=1)
+        h.wait_final(2**64, 2**64 - 1)
+    assert "2**64" in h.said[2**64][0][2] and not h.said[2**64 - 1][0][2]
+
+
+def test_stopped_requests_answer_with_what_they_have() -> None:
+    h = Harness(sizes={"max_model_len": 2000, "num_blocks": 600})
+    with h.manager:
+        h.ask(1, [1], streaming=True, max_tokens=1900)
+        while len(h.said[1]) < 5:
+            time.sleep(0.001)
+        h.stops = {1}
+        h.wait_final(1)
+    output, _, error = h.said[1][-1]
+    assert output.finish_reason == "cancelled" and not error
+    assert h.tokens(1) == expected([1], len(h.tokens(1))) and len(h.tokens(1)) < 1900
+
+
+def test_B5_statistics_carry_the_keys_and_are_silent_when_idle() -> None:
+    h = Harness()
+    with h.manager:
+        h.ask(1, [1] * 40, max_tokens=3)
+        h.wait_final(1)
+        time.sleep(0.05)
+        seen = len(h.stats)
+        time.sleep(0.1)
+        assert len(h.stats) == seen
+    keys = (
+        "Timestamp|Iteration Counter|Active Request Count|Max Request Count|Max KV cache blocks|Free KV cache blocks|"
+        "Used KV cache blocks|Tokens per KV cache block|Scheduled Requests|Context Requests|Generation Requests|"
+        "Total Context Tokens|MicroBatch ID"
+    )
+    assert set(keys.split("|")) <= set(h.stats[0])
+    assert [s["Total Context Tokens"] for s in h.stats] == [32, 8, 0, 0]
+    assert [s["Iteration Counter"] for s in h.stats] == [0, 1, 2, 3]
+    assert h.stats[-1]["numCompletedRequests"] == 1
+
+
+def test_B8_shutdown_finishes_what_is_active() -> None:
+    h = Harness()
+    for number in range(12):
+        h.ask(number, [number + 1], max_tokens=20)
+    h.wait_final(0)
+    h.manager.shutdown()
+    assert not h.manager.alive
+    answered = [number for number in range(12) if h.said[number]]
+    assert all(h.tokens(number) == expected([number + 1], 20) for number in answered) and answered
+
+
+def test_B8_shutdown_without_drain_answers_each_with_an_error() -> None:
+    h = Harness(sizes={"max_model_len": 2000, "num_blocks": 1000})
+    for number in (1, 2):
+        h.ask(number, [number], streaming=True, max_tokens=1900)
+    while not (h.said[1] and h.said[2]):
+        time.sleep(0.001)
+    h.manager.shutdown(drain=False)
+    assert all(h.said[number][-1][1] and "shut down" in h.said[number][-1][2] for number in (1, 2))
+    assert h.batch.kv.num_free == h.batch.kv.num_blocks
+
+
+def test_a_failing_device_answers_everyone_and_hangs_nobody() -> None:
+    h = Harness()
+    h.runner.fail_at = 3
+    h.ask(1, [1], max_tokens=30)
+    h.ask(2, [2], max_tokens=30)
+    h.wait_final(1, 2)
+    assert all("the device is gone" in h.said[number][-1][2] for number in (1, 2))
+    h.manager.shutdown(timeout=5)
+    assert not h.manager.alive and h.manager.failure is not None
+
+
+def test_a_failing_callback_stops_its_request_and_not_the_others() -> None:
+    h = Harness()
+    send = h.send_response
+
+    def fails(request_id: int, output: Output, final: bool, error: str) -> None:
+        if request_id == 1:
+            raise RuntimeError("the client is gone")
+        send(request_id, output, final, error)
+
+    h.manager._send_response = fails
+    with h.manager:
+        h.ask(1, [1], streaming=True, max_tokens=60)
+        h.ask(2, [2], streaming=True, max_tokens=60)
+        h.wait_final(2)
+    assert h.tokens(2) == expected([2], 60)
+    assert h.batch.kv.num_free == h.batch.kv.num_blocks
+
+
+def test_an_idle_loop_costs_next_to_nothing() -> None:
+    with (h := Harness()).manager:
+        h.ask(1, [1], max_tokens=1)
+        h.wait_final(1)
+        time.sleep(0.2)
+        calls = len(h.asked)
+        time.sleep(0.5)
+        assert len(h.asked) - calls < 50

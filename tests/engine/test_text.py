@@ -1,0 +1,111 @@
+"""Text as it grows: stop strings over token borders, text held back, what was taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from torchweave.engine.request import SamplingParams, TokenLogprobs
+from torchweave.engine.text import Answer
+
+
+class Letters:
+    """One character an id."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def finish(self) -> str:
+        return ""
+
+
+def answer(**params: object) -> Answer:
+    return Answer(SamplingParams(**params), Letters(), 0)  # type: ignore[arg-type]
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def test_a_stop_string_ends_text_and_tokens_even_over_token_borders() -> None:
+    it = answer(stop=["END", "ZZ"])
+    assert not it.add(ids("abcE"), None)
+    assert not it.add(ids("N"), None)
+    assert it.add(ids("Dxyz"), None)
+    assert (it.text, it.finish_reason) == ("abc", "stop")
+    assert it.token_ids == ids("abcEND")
+    assert not it.add(ids("more"), "cancelled")
+    assert it.result().text == "abc" and it.result().finish_reason == "stop"
+
+
+def test_the_first_of_several_stop_strings_wins() -> None:
+    it = answer(stop=["bcd", "b"])
+    assert it.add(ids("abcd"), None)
+    assert it.text == "a"
+
+
+def test_a_stream_holds_back_what_may_begin_a_stop_string() -> None:
+    it = answer(stop="END")
+    seen = ""
+    for letter in "abEcENx":
+        it.add(ids(letter), None)
+        seen += it.take().text
+        assert "EN" not in seen
+    it.add([], "length")
+    assert seen + it.take().text == "abEcENx"
+
+
+def test_a_stop_token_is_a_token_but_no_text() -> None:
+    it = answer()
+    it.add(ids("ab"), None)
+    it.add(ids("c$"), "stop")
+    assert it.text == "abc" and it.token_ids == ids("abc$")
+
+
+@pytest.mark.parametrize("chunks", [["hello"], list("hello"), ["he", "llo"]])
+def test_what_is_taken_adds_up(chunks: list[str]) -> None:
+    it = answer()
+    text, tokens = "", []
+    for number, chunk in enumerate(chunks):
+        it.add(ids(chunk), "length" if number == len(chunks) - 1 else None)
+        delta = it.take()
+        text += delta.text
+        tokens += delta.token_ids
+    assert (text, tokens, delta.finish_reason) == ("hello", ids("hello"), "length")
+
+
+def test_logprobs_are_given_in_vllms_form() -> None:
+    it = answer(logprobs=1)
+    it.add([5, 6], "length", [TokenLogprobs(5, -1.0, 2, {7: -0.5}), TokenLogprobs(6, -0.25, 1, {6: -0.25})])
+    result = it.result()
+    assert result.logprobs == [{7: -0.5, 5: -1.0}, {6: -0.25}]
+    assert result.cumulative_logprob == -1.25
+
+
+def test_without_a_tokenizer_there_are_only_tokens() -> None:
+    it = Answer(SamplingParams(stop="x"), None, 0)
+    it.add([1, 2], "length")
+    assert it.result().token_ids == [1, 2] and it.text == ""
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": 20}, "must not exceed"),
+        ({"n": 0}, "n must be"),
+        ({"stop": [""]}, "empty string"),
+        ({"seed": -1}, "seed"),
+        ({"logprobs": 101}, "logprobs"),
+    ],
+)
+def test_bad_parameters_are_refused_in_one_sentence(params: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        SamplingParams(**params)
+    assert str(error.value).endswith(".")

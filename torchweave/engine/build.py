@@ -1,0 +1,174 @@
+"""From a config to an engine that is ready: load, weave, measure, allocate, record. All before the first request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from torchweave.compile import TraceError, broken, open_cache, weave
+from torchweave.compile.graphs import Forward, GraphPool
+from torchweave.config import EngineConfig
+from torchweave.engine.batch import Batch, Limits
+from torchweave.engine.facts import device_facts
+from torchweave.engine.kv_cache import KVCache
+from torchweave.engine.memory import MemoryUse, blocks_that_fit, bytes_per_block
+from torchweave.engine.runner import Runner
+from torchweave.engine.scheduler import POLICIES
+from torchweave.log import Report
+from torchweave.models.load import LoadedModel, load, model_facts
+from torchweave.ops.attention import AttentionBackend, KVLayer, get_backend
+from torchweave.ops.registry import boundary_ops
+from torchweave.ops.state import SlotState
+from torchweave.plan import ModelFacts, Plan, resolve
+
+_PROBE_BLOCKS = 2  # blocks of the cache that stands in while memory is measured
+
+
+@dataclass(frozen=True)
+class Engine:
+    """All parts of an engine, in place."""
+
+    plan: Plan
+    loaded: LoadedModel
+    batch: Batch
+    runner: Runner
+    report: Report
+
+
+def build(config: EngineConfig, report: Report, loaded: LoadedModel | None = None) -> Engine:
+    """Build an engine. `loaded` is a model that is in memory already; else it is read from where `config.model` says.
+
+    Raises:
+        ValueError: the model or an option cannot be; the message says why and what to do.
+    """
+    plan = resolve(config, device_facts(config.device), _model_facts(config, loaded))
+    dtype = getattr(torch, plan.dtype)
+    if loaded is None:
+        trust = config.trust_remote_code
+        loaded = load(config.model, dtype, plan.device, config.load_format, trust, report, plan.max_model_len)
+    layers = loaded.module.attention_layers
+    backend = get_backend(plan.attention_backend, plan.device, dtype, layers)
+    forward, plan = _forward(loaded.module, plan, report)
+
+    state = SlotState(plan.max_batch_size, -(-plan.max_model_len // plan.block_size), device=plan.device)
+
+    def allocate(blocks: int) -> list[KVLayer]:
+        return [backend.allocate(layer, blocks, plan.block_size, dtype, torch.device(plan.device)) for layer in layers]
+
+    block_bytes = bytes_per_block(layers, plan.block_size, dtype)
+    with report.stage("measuring memory"):
+        use = _measure(plan, forward, backend, allocate, state, report)
+    blocks = blocks_that_fit(plan, block_bytes, use)
+    plan = _settle(plan, blocks, use)
+    with report.stage("allocating the KV cache"):
+        runner = Runner(plan, forward, backend, allocate(blocks), state, report)
+    report.event("kv_cache", blocks=blocks, block_size=plan.block_size, bytes=blocks * block_bytes)
+    if plan.device.startswith("cuda"):
+        _record(runner, plan, report)
+    limits = Limits(
+        max_batch_size=plan.max_batch_size,
+        max_num_tokens=plan.max_num_tokens,
+        max_model_len=plan.max_model_len,
+        vocab_size=loaded.module.vocab_size,
+        chunked_context=config.enable_chunked_context,
+    )
+    kv = KVCache(blocks, plan.block_size, plan.max_batch_size, state.max_blocks_per_seq)
+    policy = POLICIES[config.capacity_scheduler_policy]
+    batch = Batch(limits, kv, policy, state.updates(), loaded.generation.eos_token_ids)
+    return Engine(plan, loaded, batch, runner, report)
+
+
+def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts:
+    if loaded is None:
+        return model_facts(config.model, config.trust_remote_code)
+    return ModelFacts(loaded.name, loaded.max_model_len, str(loaded.dtype).removeprefix("torch."))
+
+
+def _forward(module: torch.nn.Module, plan: Plan, report: Report) -> tuple[Forward, Plan]:
+    """The model woven, or, when it will not trace, run as it is with capture broken at boundary ops."""
+    ops = boundary_ops()
+    if not plan.fullgraph:
+        return broken(module, ops), plan
+    config = plan.config.torch_compile_config
+    device = torch.device(plan.device)
+    example = {
+        "input_ids": torch.zeros(23, dtype=torch.int64, device=device),
+        "positions": torch.arange(23, device=device),
+        "logits_index": torch.tensor([4, 9, 22], device=device),
+    }
+    dynamic = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
+    cache = open_cache(config, report)
+    try:
+        with report.stage("weaving"):
+            return weave(module, example, dynamic, boundary_ops=ops, config=config, cache=cache, report=report), plan
+    except TraceError as error:
+        report.event("fallback", what="the model runs without the compiler", why=str(error))
+        settled = plan.settle(
+            "torch_compile_config.enable_fullgraph", False, f"will not trace: {error}", fullgraph=False
+        )
+        return broken(module, ops), settled
+
+
+def _measure(
+    plan: Plan,
+    forward: Forward,
+    backend: AttentionBackend,
+    allocate: Callable[[int], list[KVLayer]],
+    state: SlotState,
+    report: Report,
+) -> MemoryUse | None:
+    """Run and record the largest steps over a stand-in cache; None on a CPU, where there is nothing to measure."""
+    if not plan.device.startswith("cuda"):
+        return None
+    device = torch.device(plan.device)
+    runner = Runner(plan, forward, backend, allocate(_PROBE_BLOCKS), state, Report(show=False))
+    runner.run_largest()  # kernels are built and libraries allocate what they keep
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    runner.run_largest()
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    pool = GraphPool(device)
+    recorded = 0
+    if plan.token_buckets:
+        recorded += runner.record_mixed(max(plan.token_buckets), pool).bytes
+    if plan.batch_sizes:
+        recorded += runner.record_decode(max(plan.batch_sizes), pool).bytes
+    torch.cuda.synchronize(device)
+    graphs = max(free - torch.cuda.mem_get_info(device)[0], recorded)
+    sizes = len(plan.token_buckets) + len(plan.batch_sizes)
+    graphs += sizes * _BYTES_PER_GRAPH
+    del runner, pool
+    torch.cuda.empty_cache()
+    use = MemoryUse(total=total, in_use=total - free, activations=activations, graphs=graphs)
+    report.event("memory", total=total, in_use=use.in_use, activations=activations, graphs_expected=graphs)
+    return use
+
+
+_BYTES_PER_GRAPH = 4 << 20  # what a recording takes beside its tensors: nodes and kernel arguments
+
+
+def _settle(plan: Plan, blocks: int, use: MemoryUse | None) -> Plan:
+    """Write down how many blocks there are; a request cannot be longer than all of them."""
+    why = (
+        "" if plan.config.num_kv_blocks is not None else "fills the memory that is left" if use else "cpu_kv_cache_gib"
+    )
+    plan = plan.settle("num_kv_blocks", blocks, why or "as asked")
+    longest = blocks * plan.block_size
+    if longest < plan.max_model_len:
+        plan = plan.settle("max_model_len", longest, "what the KV cache holds", max_model_len=longest)
+    return plan
+
+
+def _record(runner: Runner, plan: Plan, report: Report) -> None:
+    device = torch.device(plan.device)
+    free = torch.cuda.mem_get_info(device)[0]
+    runner.record_all(GraphPool(device))
+    torch.cuda.synchronize(device)
+    report.event("graphs_recorded", bytes=free - torch.cuda.mem_get_info(device)[0])

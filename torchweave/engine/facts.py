@@ -1,0 +1,43 @@
+"""What this machine's device is and can do, as the plan wants to know it."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+
+import torch
+
+from torchweave.ops.attention import available_backends, get_backend
+from torchweave.plan import AttentionFacts, DeviceFacts, choose_device
+
+# In the order of preference on each kind of device; figures in bench/results.
+_PREFERENCE = {"cuda": ("triton", "fa3", "torch"), "cpu": ("torch", "triton", "fa3")}
+_ONLY_BLOCK_SIZES = {"fa3": (128,)}
+
+
+def device_facts(asked: str) -> DeviceFacts:
+    """The facts of the device that `asked` names (`auto`, `cpu`, `cuda`, `cuda:N`)."""
+    name = choose_device(asked, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    device = torch.device(name)
+    is_gpu = device.type == "cuda"
+    return DeviceFacts(
+        device=name,
+        title=torch.cuda.get_device_name(device) if is_gpu else platform.processor() or platform.machine(),
+        capability=torch.cuda.get_device_capability(device) if is_gpu else None,
+        attention=tuple(_attention_facts(backend, device) for backend in _PREFERENCE[device.type]),
+        inductor_refusal=_inductor_refusal(is_gpu),
+    )
+
+
+def _attention_facts(name: str, device: torch.device) -> AttentionFacts:
+    refusal = available_backends(device)[name]
+    if refusal is not None:
+        return AttentionFacts(name, 0, refusal=refusal)
+    backend = get_backend(name, device)
+    return AttentionFacts(name, backend.block_size, _ONLY_BLOCK_SIZES.get(name, ()), backend.captures_mixed)
+
+
+def _inductor_refusal(is_gpu: bool) -> str:
+    if is_gpu or any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++")):
+        return ""
+    return "no C++ compiler (g++ or clang++) was found"

@@ -1,0 +1,101 @@
+"""From token ids to text as they come, ended by stop strings. Runs on the caller's thread, never on the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torchweave.engine.request import CompletionOutput, FinishReason, SamplingParams, TokenLogprobs
+
+
+class Detokenizer(Protocol):
+    """Turns ids into text piece by piece."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that these ids add; text that a later id may still change is held back."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back."""
+        ...
+
+
+class Answer:
+    """One answer as it grows.
+
+    Args:
+        params: where it ends.
+        detokenizer: None when the model has no tokenizer; the text is then empty.
+        index: which of the `n` answers it is.
+    """
+
+    def __init__(self, params: SamplingParams, detokenizer: Detokenizer | None, index: int) -> None:
+        self.index = index
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._params = params
+        self._detokenizer = detokenizer
+        self._logprobs: list[TokenLogprobs] = []
+        self._shown = 0  # characters that `take` has returned
+        self._taken = 0  # tokens that `take` has returned
+        self._hold = max((len(text) for text in params.stop_strings), default=1) - 1
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def add(
+        self, token_ids: Sequence[int], reason: FinishReason | None, logprobs: Sequence[TokenLogprobs] = ()
+    ) -> bool:
+        """Take in new tokens. Returns True when a stop string ended the answer, so that the engine can be told."""
+        if self.finished:
+            return False
+        ids = [int(token) for token in token_ids]
+        self._logprobs.extend(logprobs)
+        if self._detokenizer is not None and self._read(ids[:-1] if reason == "stop" else ids):
+            return True
+        self.token_ids += ids
+        if reason is not None and self._detokenizer is not None:
+            start = max(len(self.text) - self._hold, 0)
+            self.text += self._detokenizer.finish()
+            self._cut(start)
+        self.finish_reason = self.finish_reason or reason
+        return False
+
+    def _read(self, ids: list[int]) -> bool:
+        """Add the text of `ids`; one by one where a stop string may end it, so that the tokens end there too."""
+        assert self._detokenizer is not None
+        size = 1 if self._params.stop_strings else max(len(ids), 1)
+        for at in range(0, len(ids), size):
+            start = max(len(self.text) - self._hold, 0)
+            self.text += self._detokenizer.feed(ids[at : at + size])
+            if self._cut(start):
+                self.token_ids += ids[: at + size]
+                return True
+        return False
+
+    def _cut(self, start: int) -> bool:
+        """End the text before the first stop string found from `start` on."""
+        found = [at for text in self._params.stop_strings if (at := self.text.find(text, start)) >= 0]
+        if not found:
+            return False
+        self.text = self.text[: min(found)]
+        self.finish_reason = "stop"
+        return True
+
+    def take(self) -> CompletionOutput:
+        """What is new since the last call. Text that may be the beginning of a stop string is held back."""
+        end = len(self.text) if self.finished else max(len(self.text) - self._hold, self._shown)
+        text, self._shown = self.text[self._shown : end], end
+        ids, self._taken = self.token_ids[self._taken :], len(self.token_ids)
+        return CompletionOutput(self.index, text, ids, self.finish_reason)
+
+    def result(self) -> CompletionOutput:
+        """The whole answer."""
+        result = CompletionOutput(self.index, self.text, self.token_ids, self.finish_reason)
+        if self._params.logprobs is not None:
+            kept = self._logprobs[: len(self.token_ids)]
+            result.logprobs = [{**entry.top, entry.token_id: entry.logprob} for entry in kept]
+            result.cumulative_logprob = sum(entry.logprob for entry in kept)
+        return result
