@@ -1,0 +1,248 @@
+"""The Triton backend: every length, slot and block table is read on the device, so that any step can be captured whole.
+
+A decode step is one launch a layer. A mixed step is three: write the keys and values, context rows, decode rows; which rows are
+which is found on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec
+from torchweave.ops.kernels.paged_decode import paged_decode
+from torchweave.ops.kernels.paged_prefill import paged_prefill, write_kv
+
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How the decode kernel is launched.
+
+    Attributes:
+        block_n: keys of a tile.
+        num_warps: of a program.
+        num_stages: depth of the software pipeline.
+        programs_per_sm: programs to aim at by splitting the context; more splits cost more combining.
+        dot: scores by matrix product, the query heads padded to 16; else by multiply and sum, for small groups.
+    """
+
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_sm: int = 4
+    dot: bool = True
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """How the prefill kernel is launched: `block_m` packed query rows and `block_n` keys a tile."""
+
+    block_m: int = 128
+    block_n: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+def default_decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+    """What fits in shared memory and registers; `bench/attention.py` compares the alternatives."""
+    if dtype == torch.float32 or head_dim > 128:
+        return DecodeConfig(block_n=32, num_stages=2)
+    return DecodeConfig()
+
+
+def default_prefill_config(head_dim: int, group: int, dtype: torch.dtype) -> PrefillConfig:
+    """As `default_decode_config`. A tile holds at least one token, so `block_m` is at least `group`."""
+    least = triton.next_power_of_2(group)
+    if dtype == torch.float32:
+        return PrefillConfig(max(32, least), 32, 4, 2)
+    if head_dim > 128:
+        return PrefillConfig(max(64, least), 32, 4, 2)
+    return PrefillConfig(max(128, least), 64, 4 if head_dim <= 64 else 8, 3)
+
+
+@dataclass(frozen=True)
+class _Workspace:
+    """Partial results of splits, shared by all layers of one shape: `programs` is what a launch may use at most."""
+
+    partial: Tensor
+    maxima: Tensor
+    sums: Tensor
+    counters: Tensor
+
+
+class TritonBackend:
+    """Triton kernels on one GPU. `num_sms` and the configurations are for measurements and tests."""
+
+    name = "triton"
+    captures_mixed = True
+    block_size = 64
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        decode: DecodeConfig | None = None,
+        prefill: PrefillConfig | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.decode = decode
+        self.prefill = prefill
+        self.num_sms = num_sms or torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._workspaces: dict[int, _Workspace] = {}
+
+    def allocate(
+        self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> KVLayer:
+        """See `AttentionBackend.allocate`. `block_size` is a power of two."""
+        if block_size & (block_size - 1):
+            raise ValueError(f"block_size {block_size} does not suit the triton backend; use a power of two, 16 to 128")
+        self.workspace(spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.value_dim, dtype)
+        shape = (num_blocks, block_size, spec.num_kv_heads)
+        return KVLayer(
+            torch.empty(*shape, spec.head_dim, dtype=dtype, device=device),
+            torch.empty(*shape, spec.value_dim, dtype=dtype, device=device),
+        )
+
+    def begin(self, meta: AttentionMetadata) -> TritonStep:
+        """See `AttentionBackend.begin`; nothing is launched or read."""
+        return TritonStep(self, meta)
+
+    def decode_config(self, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+        """The decode configuration in force."""
+        return self.decode or default_decode_config(head_dim, dtype)
+
+    def num_splits(self, config: DecodeConfig, num_rows: int, kv_heads: int, max_seq_len: int) -> int:
+        """Splits of the context, a power of two: as many as there are programs for and tiles to give them."""
+        by_programs = config.programs_per_sm * self.num_sms // max(num_rows * kv_heads, 1)
+        wanted = max(min(by_programs, triton.cdiv(max_seq_len, config.block_n), MAX_SPLITS), 1)
+        return 1 << (wanted.bit_length() - 1)
+
+    def workspace(self, group: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> _Workspace:
+        """Room for the partial results of any launch with more than one split; made once, outside of captures."""
+        found = self._workspaces.get(group * value_dim)
+        if found is None:
+            assert not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()), (
+                "the workspace must exist before a capture: allocate the caches first"
+            )
+            programs = self.decode_config(head_dim, dtype).programs_per_sm * self.num_sms
+
+            def empty(*shape: int) -> Tensor:
+                return torch.empty(*shape, dtype=torch.float32, device=self.device)
+
+            counters = torch.zeros(programs, dtype=torch.int32, device=self.device)
+            found = _Workspace(empty(programs, group, value_dim), empty(programs, group), empty(programs, group), counters)
+            self._workspaces[group * value_dim] = found
+        return found
+
+
+@dataclass(frozen=True)
+class TritonStep:
+    """One step of the Triton backend."""
+
+    backend: TritonBackend
+    meta: AttentionMetadata
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        cache: KVLayer,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        chunk: int = 0,
+    ) -> None:
+        """See `AttentionStep.forward`."""
+        assert out.is_contiguous(), "attention writes into a contiguous tensor"
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        if self.meta.decode_only:
+            self._decode(q, k, v, out, cache, scale, window, softcap, sinks, chunk)
+            return
+        _write(k, v, cache, self.meta)
+        self._prefill(q, out, cache, scale, window, softcap, sinks, chunk)
+        self._decode(q, k, v, out, cache, scale, window, softcap, sinks, chunk)
+
+    def _decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        cache: KVLayer,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None,
+        chunk: int,
+    ) -> None:
+        meta, backend = self.meta, self.backend
+        heads, kv_heads, head_dim, value_dim = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
+        group = heads // kv_heads
+        config = backend.decode_config(head_dim, q.dtype)
+        splits = backend.num_splits(config, meta.num_rows, kv_heads, meta.max_seq_len)
+        work = backend.workspace(group, head_dim, value_dim, q.dtype)
+        paged_decode[(kv_heads, splits, meta.num_rows)](
+            q, k, v, out, cache.k, cache.v,
+            meta.slots, meta.query_start, meta.seq_lens, meta.block_table, meta.slot_mapping, q if sinks is None else sinks,
+            work.partial, work.maxima, work.sums, work.counters,
+            scale, softcap, window, chunk, splits,
+            meta.block_table.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(triton.next_power_of_2(group), 16 if config.dot else 1),
+            HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
+            BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, SPLITS_PAD=splits if splits == 1 else max(splits, 16),
+            DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, DOT=config.dot,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+    def _prefill(
+        self,
+        q: Tensor,
+        out: Tensor,
+        cache: KVLayer,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None,
+        chunk: int,
+    ) -> None:
+        meta = self.meta
+        kv_heads, head_dim, value_dim = cache.k.shape[2], q.shape[2], out.shape[2]
+        group = q.shape[1] // kv_heads
+        config = self.backend.prefill or default_prefill_config(head_dim, group, q.dtype)
+        tiles = triton.cdiv(meta.num_tokens, config.block_m // group) + meta.num_rows
+        paged_prefill[(kv_heads, tiles)](
+            q, out, cache.k, cache.v,
+            meta.slots, meta.query_start, meta.seq_lens, meta.block_table, q if sinks is None else sinks,
+            meta.num_rows, meta.num_tokens, scale, softcap, window, chunk,
+            meta.block_table.stride(0), q.stride(0), q.stride(1),
+            KV_HEADS=kv_heads, GROUP=group,
+            HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
+            BLOCK_SIZE=cache.k.shape[1], BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            SOFTCAP=softcap > 0.0, SINKS=sinks is not None, LOCAL=window > 0 or chunk > 0,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+
+def pad(dim: int) -> int:
+    """Power of two that a tile of `dim` numbers takes."""
+    return max(triton.next_power_of_2(dim), 16)
+
+
+def _write(k: Tensor, v: Tensor, cache: KVLayer, meta: AttentionMetadata) -> None:
+    kv_heads, head_dim, value_dim = k.shape[1], k.shape[2], v.shape[2]
+    numbers = kv_heads * max(head_dim, value_dim)
+    block = min(triton.next_power_of_2(numbers), 2048)
+    write_kv[(meta.num_tokens, triton.cdiv(numbers, block))](
+        k, v, cache.k, cache.v, meta.slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        KV_HEADS=kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK=block, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,192 @@
+"""Triton: attention of rows with one new token over the paged cache, split over the context.
+
+Grid `(KH, splits, R)`. The number of splits is fixed by the grid, so that a CUDA graph may hold the launch; how many are used
+and which keys each takes is computed on the device from the row's real length. A program attends the query heads that share
+a key head (packed into the rows of a matrix product) over its keys. The first split also takes the new token's key and value
+straight from the inputs, and may write them into the cache. When a row uses several splits, each leaves its partial result in
+a workspace, and the one that arrives last (an atomic counter per row and key head) combines them and resets the counter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e30)
+"""Start of a running maximum: finite, so that rows that have seen no key yet do not compute inf - inf."""
+
+
+@triton.jit
+def softcap_log2(scores, softcap):
+    """`softcap * tanh(scores / softcap)` in units of log2(e); tanh by exp2, exact at both ends."""
+    return softcap * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / softcap)) + 1.0))
+
+
+@triton.jit
+def lowest_key(position, window, chunk):
+    """First key that a query at `position` sees; `window` and `chunk` 0 mean none."""
+    lowest = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+    return tl.maximum(lowest, tl.where(chunk > 0, position // tl.maximum(chunk, 1) * chunk, 0))
+
+
+@triton.jit
+def cache_places(table_row, start, keys, mask, BLOCK_SIZE: tl.constexpr, ONE_BLOCK: tl.constexpr):
+    """Cache slots (int64) of a tile of `keys` that begins at `start`; ONE_BLOCK: the tile lies within one block."""
+    if ONE_BLOCK:
+        block = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64)
+        return block * BLOCK_SIZE + start % BLOCK_SIZE + (keys - start)
+    blocks = tl.load(table_row + keys // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
+    return blocks * BLOCK_SIZE + keys % BLOCK_SIZE
+
+
+@triton.jit
+def _scores(q, k, DOT: tl.constexpr):
+    if DOT:
+        return tl.dot(q, tl.trans(k), input_precision="ieee")
+    return tl.sum(q.to(tl.float32)[:, None, :] * k.to(tl.float32)[None, :, :], 2)
+
+
+@triton.jit
+def _weighted(weights, v, DOT: tl.constexpr):
+    if DOT:
+        return tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return tl.sum(weights[:, :, None] * v.to(tl.float32)[None, :, :], 1)
+
+
+@triton.jit
+def _combine(
+    out_row, partial, maxima, sums, first, used,
+    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
+):  # fmt: skip
+    """Merge `used` partial results `[split, GROUP, VALUE_DIM]` that begin at split `first` into `out_row`."""
+    split = tl.arange(0, SPLITS_PAD)
+    dim = tl.arange(0, VALUE_PAD)
+    mine = split < used
+    for head in tl.static_range(GROUP):
+        index = (first + split) * GROUP + head
+        maximum = tl.load(maxima + index, mask=mine, other=LOWEST, cache_modifier=".cg")
+        total = tl.load(sums + index, mask=mine, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            partial + index[:, None] * VALUE_DIM + dim[None, :],
+            mask=mine[:, None] & (dim < VALUE_DIM)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weight = tl.exp2(maximum - tl.max(maximum, 0))
+        result = tl.sum(values * weight[:, None], 0) / tl.sum(total * weight, 0)
+        tl.store(out_row + head * VALUE_DIM + dim, result.to(out_row.dtype.element_ty), mask=dim < VALUE_DIM)
+
+
+@triton.jit(do_not_specialize=["window", "chunk", "num_splits"])
+def paged_decode(
+    q, k_new, v_new, out, k_cache, v_cache,
+    slots, query_start, seq_lens, block_table, slot_mapping, sinks,
+    partial, maxima, sums, counters,
+    scale, softcap, window, chunk, num_splits,
+    table_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    DECODE_ONLY: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One row, one key head, one split. DECODE_ONLY: row i is token i, padding rows are zeroed and K/V are written here;
+    otherwise rows that do not have exactly one token are left to the prefill kernel, and K/V are in the cache already.
+    SPLITS_PAD: a power of two, at least `num_splits`; 1 leaves the combining out."""
+    head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(slots + row).to(tl.int64)
+    length = tl.load(seq_lens + row)
+    token = row.to(tl.int64)
+    if not DECODE_ONLY:
+        start = tl.load(query_start + row)
+        if tl.load(query_start + row + 1) - start != 1:
+            return
+        token = start.to(tl.int64)
+    group = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, HEAD_PAD)
+    value_dim = tl.arange(0, VALUE_PAD)
+    out_row = out + (token * KV_HEADS + head) * GROUP * VALUE_DIM
+    out_offsets = group[:, None] * VALUE_DIM + value_dim[None, :]
+    out_mask = (group < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
+    if slot < 0:
+        if split == 0:
+            tl.store(out_row + out_offsets, tl.zeros([GROUP_PAD, VALUE_PAD], out.dtype.element_ty), mask=out_mask)
+        return
+
+    position = length - 1  # of the new token; the cache holds the keys before it
+    lowest = lowest_key(position, window, chunk)
+    base = lowest // BLOCK_N * BLOCK_N
+    tiles = tl.cdiv(position - base, BLOCK_N)
+    tiles_per_split = tl.maximum(tl.cdiv(tiles, num_splits), 1)
+    used = tl.maximum(tl.cdiv(tiles, tiles_per_split), 1)
+    if split >= used:
+        return
+    begin = base + split * tiles_per_split * BLOCK_N
+    end = tl.minimum(begin + tiles_per_split * BLOCK_N, position)
+
+    query = tl.load(
+        q + token * q_stride + (head * GROUP + group)[:, None] * q_head_stride + dim[None, :],
+        mask=(group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    maximum = tl.full([GROUP_PAD], LOWEST, tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
+    if split == 0:
+        key = tl.load(k_new + token * k_stride + head * k_head_stride + dim, mask=dim < HEAD_DIM, other=0.0)
+        value = tl.load(
+            v_new + token * v_stride + head * v_head_stride + value_dim, mask=value_dim < VALUE_DIM, other=0.0
+        )
+        if DECODE_ONLY:
+            place = tl.load(slot_mapping + token)
+            tl.store(k_cache + (place * KV_HEADS + head) * HEAD_DIM + dim, key, mask=(dim < HEAD_DIM) & (place >= 0))
+            tl.store(
+                v_cache + (place * KV_HEADS + head) * VALUE_DIM + value_dim,
+                value,
+                mask=(value_dim < VALUE_DIM) & (place >= 0),
+            )
+        score = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
+        maximum = softcap_log2(score, softcap) if SOFTCAP else score * LOG2_E
+        total += 1.0
+        acc += value.to(tl.float32)[None, :]
+        if SINKS:
+            sink = tl.load(sinks + head * GROUP + group, mask=group < GROUP, other=0.0).to(tl.float32) * LOG2_E
+            higher = tl.maximum(maximum, sink)
+            total = tl.exp2(maximum - higher)
+            acc *= total[:, None]
+            total += tl.exp2(sink - higher)
+            maximum = higher
+
+    table_row = block_table + slot * table_stride
+    for tile in tl.range(begin, end, BLOCK_N):
+        keys = tile + tl.arange(0, BLOCK_N)
+        seen = (keys >= lowest) & (keys < end)
+        places = cache_places(table_row, tile, keys, seen, BLOCK_SIZE, BLOCK_SIZE % BLOCK_N == 0)
+        k_mask = seen[:, None] if HEAD_PAD == HEAD_DIM else seen[:, None] & (dim < HEAD_DIM)[None, :]
+        v_mask = seen[:, None] if VALUE_PAD == VALUE_DIM else seen[:, None] & (value_dim < VALUE_DIM)[None, :]
+        places = places[:, None] * KV_HEADS + head
+        k = tl.load(k_cache + places * HEAD_DIM + dim[None, :], mask=k_mask, other=0.0)
+        v = tl.load(v_cache + places * VALUE_DIM + value_dim[None, :], mask=v_mask, other=0.0)
+        scores = _scores(query, k, DOT) * scale
+        scores = softcap_log2(scores, softcap) if SOFTCAP else scores * LOG2_E
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        faded = tl.exp2(maximum - higher)
+        total = total * faded + tl.sum(weights, 1)
+        acc = acc * faded[:, None] + _weighted(weights, v, DOT)
+        maximum = higher
+
+    if SPLITS_PAD == 1 or used == 1:
+        tl.store(out_row + out_offsets, (acc / total[:, None]).to(out.dtype.element_ty), mask=out_mask)
+        return
+    first = (row * KV_HEADS + head) * num_splits
+    index = (first + split) * GROUP + group
+    tl.store(partial + index[:, None] * VALUE_DIM + value_dim[None, :], acc, mask=out_mask)
+    tl.store(maxima + index, maximum, mask=group < GROUP)
+    tl.store(sums + index, total, mask=group < GROUP)
+    tl.debug_barrier()  # every thread's partial result is written before the counter says so
+    arrived = tl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
+    if arrived == used - 1:
+        tl.store(counters + row * KV_HEADS + head, 0)
+        _combine(out_row, partial, maxima, sums, first, used, GROUP, VALUE_DIM, VALUE_PAD, SPLITS_PAD)
