@@ -7,23 +7,24 @@ was not replaced or some mask was built, which is refused.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import sys
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from torchweave.log import Report
 from torchweave.models import attention, experts
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.hooks import hook_attention
+from torchweave.models.hooks import hold_rope, hook_attention
 from torchweave.ops.attention import LayerSpec
 
 # Layers that keep a running state instead of keys and values, by the name that `config.layer_types` gives them.
-_RECURRENT_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe_mamba", "hybrid", "rwkv"})
+_RECURRENT_KINDS = frozenset(
+    {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe_mamba", "hybrid", "rwkv"}
+)
 # Operations that mix tokens outside attention. A decoder whose layers use them needs a state of its own per request.
 _MIXING_OPS = frozenset({"aten::convolution", "aten::cumsum", "aten::roll", "aten::_fft_r2c", "aten::cumprod"})
 _PROBE_TOKENS = 53
@@ -56,6 +57,7 @@ def install(model: PreTrainedModel) -> list[str]:
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = attention.NAME
     experts.use(model)
+    hold_rope(model)
     return hook_attention(model)
 
 
@@ -93,7 +95,9 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if name in _MIXING_OPS and first is not None and _PROBE_TOKENS in first.shape and first.is_floating_point():
-            raise UnsupportedModel(f"it mixes tokens outside attention ({name}); the engine serves attention layers only.")
+            raise UnsupportedModel(
+                f"it mixes tokens outside attention ({name}); the engine serves attention layers only."
+            )
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor) and sum(size == _PROBE_TOKENS for size in tensor.shape) >= 2:
                 raise UnsupportedModel(
@@ -112,7 +116,7 @@ def _call_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _watch(model: PreTrainedModel) -> list[dict[str, Any]]:
     watch = _Watch()
-    with torch.no_grad(), _on_meta(model), watch:
+    with torch.no_grad(), watch:
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
         index = torch.zeros(3, dtype=torch.int64, device="meta")
         try:
@@ -127,14 +131,7 @@ def _watch(model: PreTrainedModel) -> list[dict[str, Any]]:
     return watch.calls
 
 
-@contextlib.contextmanager
-def _on_meta(model: nn.Module) -> Iterator[None]:
-    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
-    assert devices <= {"meta"}, f"the model is examined before its weights are there, found tensors on {devices}"
-    yield
-
-
-def _layer_specs(model: nn.Module, calls: list[dict[str, Any]]) -> list[LayerSpec]:
+def _layer_specs(model: PreTrainedModel, calls: list[dict[str, Any]]) -> list[LayerSpec]:
     name = type(model).__name__
     if not calls:
         raise UnsupportedModel(
@@ -144,13 +141,28 @@ def _layer_specs(model: nn.Module, calls: list[dict[str, Any]]) -> list[LayerSpe
     for call in calls:
         layer = call["layer"]
         if layer in by_layer:
-            raise UnsupportedModel(f"{name} cannot be served: two attentions of one forward are both called layer {layer}.")
+            raise UnsupportedModel(
+                f"{name} cannot be served: two attentions of one forward are both called layer {layer}."
+            )
         by_layer[layer] = call
     if sorted(by_layer) != list(range(len(by_layer))):
         raise UnsupportedModel(
             f"{name} cannot be served: only layers {sorted(by_layer)} have attention, the others keep another kind of state."
         )
-    return [_layer_spec(name, layer, by_layer[layer]) for layer in range(len(by_layer))]
+    specs = [_layer_spec(name, layer, by_layer[layer]) for layer in range(len(by_layer))]
+    _check_window(model, specs)
+    return specs
+
+
+def _check_window(model: PreTrainedModel, specs: list[LayerSpec]) -> None:
+    """Refuse a window that only the model's own mask would have had: attention was not told of it."""
+    config = model.config
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "layer_types", None) is None
+    in_mask = hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask")
+    if windowed and in_mask and not any(spec.window for spec in specs):
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be served: its sliding window is in its mask alone, and the engine builds none."
+        )
 
 
 def _layer_spec(name: str, layer: int, call: dict[str, Any]) -> LayerSpec:

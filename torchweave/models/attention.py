@@ -61,9 +61,13 @@ def attend(
 def _check(module: nn.Module, attention_mask: Tensor | None, extra: dict[str, Any]) -> None:
     name = type(module).__name__
     if attention_mask is not None:
-        raise UnsupportedModel(f"{name} builds its own attention mask; the engine has causal, windowed and chunked masks only.")
+        raise UnsupportedModel(
+            f"{name} builds its own attention mask; the engine has causal, windowed and chunked masks only."
+        )
     if extra.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise UnsupportedModel(f"{name} attends to later tokens (it is not causal); only causal decoders can be served.")
+        raise UnsupportedModel(
+            f"{name} attends to later tokens (it is not causal); only causal decoders can be served."
+        )
     unknown = sorted(key for key, given in extra.items() if given is not None and key not in _HARMLESS)
     if unknown:
         raise UnsupportedModel(f"{name} passes {', '.join(unknown)} to its attention, which the engine does not have.")
@@ -76,14 +80,19 @@ def _locality(module: nn.Module, sliding_window: int | None) -> tuple[int, int]:
     """
     config, layer = getattr(module, "config", None), module.layer_idx
     kinds = getattr(config, "layer_types", None)
-    kind = kinds[layer] if kinds is not None and isinstance(layer, int) and layer < len(kinds) else None
-    if kind == "chunked_attention":
-        return 0, int(config.attention_chunk_size)  # type: ignore[union-attr]
+    if kinds is None or layer >= len(kinds):
+        return int(sliding_window or getattr(module, "torchweave_window", 0)), 0
+    kind = kinds[layer]
     if kind == "full_attention":
         return 0, 0
-    if kind == "sliding_attention" and not sliding_window:
-        sliding_window = getattr(config, "sliding_window", None)
-    return int(sliding_window or 0), 0
+    if kind == "chunked_attention":
+        return 0, int(config.attention_chunk_size)  # type: ignore[union-attr]
+    window = sliding_window or getattr(config, "sliding_window", None)
+    if kind != "sliding_attention" or not window:
+        raise UnsupportedModel(
+            f"layer {layer} of {type(module).__name__} is of kind {kind}, which the engine does not have."
+        )
+    return int(window), 0
 
 
 AttentionInterface.register(NAME, attend)

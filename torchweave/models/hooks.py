@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from torchweave.log import Report
-from torchweave.models.attention import UnsupportedModel, attend
+from torchweave.models.attention import attend
 
 # -- models whose attention is written out in the module ---------------------------------------------------------------
 
@@ -78,10 +78,17 @@ def _hook_gpt_neo(module: Any) -> None:
     _hook_scores(lambda _: 1.0)(module)
 
 
+def _hook_mask_window(module: Any) -> None:
+    """The window of these is only in their mask, in every layer."""
+    module.torchweave_window = module.config.sliding_window or 0
+
+
 _BY_CLASS: dict[str, Callable[[nn.Module], None]] = {
     "FalconAttention": _hook_falcon,
     "GPTJAttention": _hook_scores(lambda m: m.head_dim**-0.5),
     "CodeGenAttention": _hook_scores(lambda m: m.head_dim**-0.5),
+    "GPTNeoSelfAttention": _hook_gpt_neo,
+    "PhimoeAttention": _hook_mask_window,
     "GPTNeoXJapaneseAttention": _hook_scores(lambda m: 1.0 / float(m.norm_factor)),
 }
 
@@ -93,17 +100,29 @@ def hook_attention(model: nn.Module) -> list[str]:
         name = type(module).__name__
         if name in _BY_CLASS:
             _BY_CLASS[name](module)
-        elif name == "GPTNeoSelfAttention":
-            if not hasattr(module, "layer_id"):
-                raise UnsupportedModel("This GPT-Neo's attention does not know its layer; load it with a newer transformers.")
-            _hook_gpt_neo(module)
-        else:
-            continue
-        hooked.add(name)
+            hooked.add(name)
     return sorted(hooked)
 
 
 # -- rotary embeddings that look at the length -------------------------------------------------------------------------
+
+
+def _varying_rope(model: nn.Module) -> Iterator[tuple[str, Any, dict[str | None, str]]]:
+    """(name, module, kind by layer type) of rotary embeddings whose frequencies depend on the length."""
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is None or not hasattr(module, "config"):
+            continue
+        by_layer: dict[str | None, str] = dict(kinds) if isinstance(kinds, dict) else {None: kinds}
+        varying = {layer: kind for layer, kind in by_layer.items() if "dynamic" in kind or kind == "longrope"}
+        if varying:
+            yield name, module, varying
+
+
+def hold_rope(model: nn.Module) -> None:
+    """Stop rotary embeddings from choosing frequencies in each forward; `freeze_rope` says which they have."""
+    for _, module, _ in _varying_rope(model):
+        module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)
 
 
 def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
@@ -112,14 +131,7 @@ def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
     transformers chooses them anew in each forward from the longest sequence of the batch. In a batch of many requests that
     would let one request change another, and cached keys would have been rotated by other frequencies than new ones.
     """
-    for name, module in model.named_modules():
-        kinds = getattr(module, "rope_type", None)
-        if kinds is None or not hasattr(module, "config"):
-            continue
-        by_layer: dict[str | None, str] = dict(kinds) if isinstance(kinds, dict) else {None: kinds}
-        varying = {layer: kind for layer, kind in by_layer.items() if "dynamic" in kind or kind == "longrope"}
-        if not varying:
-            continue
+    for name, module, varying in _varying_rope(model):
         for layer, kind in varying.items():
             prefix = f"{layer}_" if layer is not None else ""
             buffer = getattr(module, f"{prefix}inv_freq")
@@ -129,5 +141,4 @@ def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
             )
             buffer.copy_(frequencies)
             setattr(module, f"{prefix}attention_scaling", scaling)
-        module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)
         report.event("rope_frozen", module=name, kinds=sorted(set(varying.values())), max_model_len=max_model_len)

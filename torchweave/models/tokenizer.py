@@ -16,6 +16,9 @@ _LONGEST_CHARACTER = 4
 """Bytes of the longest UTF-8 character: more undecodable tokens than this are no character that is still arriving."""
 
 
+_LONGEST_CONTEXT = 64
+
+
 class Tokenizer:
     """The tokenizer of a model folder.
 
@@ -75,7 +78,9 @@ class Tokenizer:
         """Whether `chat` can be used."""
         return getattr(self.hugging_face, "chat_template", None) is not None
 
-    def chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+    def chat(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
         """Token ids of a conversation, by the model's own chat template.
 
         Args:
@@ -142,10 +147,8 @@ class TextStream:
     def _give_out(self, text: str, end: int) -> str:
         """Settle the window's tokens up to `end`, whose text is `text`; returns what of it is new."""
         new = text[len(self._known_text) :]
-        begin = max(end - self._CONTEXT, 0)
-        if new:
-            # Start the context at the piece that was just given out: it begins with a whole character.
-            begin = max(begin, self._known) if end - self._known <= self._CONTEXT else self._known
+        # The piece that was just given out is the context of the next. One without text (special tokens) is no context.
+        begin = self._known if new or end > _LONGEST_CONTEXT else 0
         self._window = self._window[begin:]
         self._known = end - begin
         self._known_text = self._decode(self._window[: self._known]) if self._known else ""

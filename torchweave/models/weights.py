@@ -50,9 +50,7 @@ def checkpoint(folder: Path) -> dict[str, Stored]:
                     shape = tuple(part.get_shape())
                     stored[name] = Stored(file, name, shape, _num_bytes(shape, part.get_dtype()))
         except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{file} is damaged or cut short ({error}); copy or download it again."
-            ) from error
+            raise ValueError(f"{file} is damaged or cut short ({error}); copy or download it again.") from error
     return stored
 
 
@@ -193,7 +191,9 @@ def fill_random(model: PreTrainedModel, device: torch.device, report: Report, se
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     names = [name for name in wanted if name not in tied]
     generator = torch.Generator(device).manual_seed(seed)
-    with report.progress("random weights", sum(wanted[name].numel() * dtypes[name].itemsize for name in names)) as advance:
+    with report.progress(
+        "random weights", sum(wanted[name].numel() * dtypes[name].itemsize for name in names)
+    ) as advance:
         for name in names:
             shape, dtype = wanted[name].shape, dtypes[name]
             tensor = torch.zeros(shape, dtype=dtype, device=device)

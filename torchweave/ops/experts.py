@@ -58,7 +58,9 @@ def experts(
         rows = _grouped if x.dtype == torch.bfloat16 else _dense
     else:
         rows = _looped
-    rows(x, index, weight, up, down, up_bias, down_bias, out, (activation, gated, interleaved, transposed, alpha, limit))
+    rows(
+        x, index, weight, up, down, up_bias, down_bias, out, (activation, gated, interleaved, transposed, alpha, limit)
+    )
 
 
 _Form = tuple[str, bool, bool, bool, float, float]
