@@ -24,6 +24,7 @@ from torchweave.models.resolve import Source, read_json, resolve
 from torchweave.models.tokenizer import Tokenizer
 from torchweave.ops.attention import LayerSpec
 from torchweave.plan import ModelFacts
+from torchweave.plan import ModelFacts
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
@@ -127,6 +128,21 @@ def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code:
     return ModelFacts(source.name, _max_model_len(config, None), dtype)
 
 
+def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code: bool = False) -> ModelFacts:
+    """What the plan needs to know of a model, from its config alone.
+
+    Raises:
+        ValueError: as `load`, as far as a config shows it.
+    """
+    source = resolve(name_or_path, trust_remote_code)
+    config = read_config(source, trust_remote_code)
+    refuse_by_config(config)
+    stored = _stored_dtype(config)
+    return ModelFacts(
+        source.name, _max_model_len(config, None), None if stored is None else str(stored).removeprefix("torch.")
+    )
+
+
 def read_config(source: Source, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The config of a source; ValueError names an unknown architecture."""
     raw = source.config if source.folder is None else read_json(source.folder / "config.json")
@@ -180,13 +196,18 @@ def _choose_dtype(dtype: torch.dtype | str, config: PreTrainedConfig, device: to
     if dtype == "auto":
         if device.type == "cpu":
             return torch.float32
-        stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
-        stored = getattr(torch, stored) if isinstance(stored, str) else stored
+        stored = _stored_dtype(config)
         return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
     chosen = getattr(torch, dtype, None)
     if chosen not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise ValueError(f"dtype is {dtype!r}: expected auto, float32, bfloat16 or float16.")
     return chosen
+
+
+def _stored_dtype(config: PreTrainedConfig) -> torch.dtype | None:
+    """The dtype that a config gives its checkpoint; None where it gives none."""
+    stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    return getattr(torch, stored, None) if isinstance(stored, str) else stored
 
 
 def _max_model_len(config: Any, asked: int | None) -> int:

@@ -190,7 +190,7 @@ SPECIMENS: tuple[Specimen, ...] = (
             truncate=False,
             original_max_position_embeddings=64,
         ),
-    ),  # fmt: skip
+    ),
     Specimen(
         "deepseek_v2",
         "deepseek_v2",
