@@ -24,7 +24,6 @@ from torchweave.models.resolve import Source, read_json, resolve
 from torchweave.models.tokenizer import Tokenizer
 from torchweave.ops.attention import LayerSpec
 from torchweave.plan import ModelFacts
-from torchweave.plan import ModelFacts
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
@@ -121,14 +120,6 @@ def load(
 
 
 def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code: bool = False) -> ModelFacts:
-    """What the plan needs to know before the model is loaded. Raises ValueError as `load` does."""
-    source = resolve(name_or_path, trust_remote_code)
-    config = read_config(source, trust_remote_code)
-    dtype = str(_choose_dtype("auto", config, torch.device("cuda"))).removeprefix("torch.")
-    return ModelFacts(source.name, _max_model_len(config, None), dtype)
-
-
-def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code: bool = False) -> ModelFacts:
     """What the plan needs to know of a model, from its config alone.
 
     Raises:
@@ -197,7 +188,7 @@ def _choose_dtype(dtype: torch.dtype | str, config: PreTrainedConfig, device: to
         if device.type == "cpu":
             return torch.float32
         stored = _stored_dtype(config)
-        return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
+        return stored if stored in (torch.bfloat16, torch.float16, torch.float32) else torch.bfloat16
     chosen = getattr(torch, dtype, None)
     if chosen not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise ValueError(f"dtype is {dtype!r}: expected auto, float32, bfloat16 or float16.")
