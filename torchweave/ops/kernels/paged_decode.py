@@ -31,13 +31,22 @@ def lowest_key(position, window, chunk):
 
 
 @triton.jit
-def cache_places(table_row, start, keys, mask, BLOCK_SIZE: tl.constexpr, ONE_BLOCK: tl.constexpr):
-    """Cache slots (int64) of a tile of `keys` that begins at `start`; ONE_BLOCK: the tile lies within one block."""
-    if ONE_BLOCK:
-        block = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64)
-        return block * BLOCK_SIZE + start % BLOCK_SIZE + (keys - start)
-    blocks = tl.load(table_row + keys // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
-    return blocks * BLOCK_SIZE + keys % BLOCK_SIZE
+def load_blocks(table_row, tile, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Blocks that hold the keys of the tile that begins at `tile`: one number if a tile lies within a block, else one a
+    key. Loops load them one tile ahead: an address that waits for a load would halve the depth of the pipeline."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        return tl.load(table_row + tile // BLOCK_SIZE, mask=tile < end, other=0)
+    else:  # noqa: RET505 (Triton compiles only the branch that is taken when there are two)
+        keys = tile + tl.arange(0, BLOCK_N)
+        return tl.load(table_row + keys // BLOCK_SIZE, mask=keys < end, other=0)
+
+
+@triton.jit
+def cache_places(blocks, tile, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Cache slots (int64 `[BLOCK_N]`) of the keys of a tile, from what `load_blocks` gave."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        return blocks.to(tl.int64) * BLOCK_SIZE + tile % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+    return blocks.to(tl.int64) * BLOCK_SIZE + (tile + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
 
 
 @triton.jit
@@ -158,10 +167,12 @@ def paged_decode(
             maximum = higher
 
     table_row = block_table + slot * table_stride
+    blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
     for tile in tl.range(begin, end, BLOCK_N):
         keys = tile + tl.arange(0, BLOCK_N)
         seen = (keys >= lowest) & (keys < end)
-        places = cache_places(table_row, tile, keys, seen, BLOCK_SIZE, BLOCK_SIZE % BLOCK_N == 0)
+        places = cache_places(blocks, tile, BLOCK_SIZE, BLOCK_N)
+        blocks = load_blocks(table_row, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         k_mask = seen[:, None] if HEAD_PAD == HEAD_DIM else seen[:, None] & (dim < HEAD_DIM)[None, :]
         v_mask = seen[:, None] if VALUE_PAD == VALUE_DIM else seen[:, None] & (value_dim < VALUE_DIM)[None, :]
         places = places[:, None] * KV_HEADS + head

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchweave.ops.kernels.paged_decode import LOG2_E, LOWEST, cache_places, lowest_key, softcap_log2
+from torchweave.ops.kernels.paged_decode import LOG2_E, LOWEST, cache_places, load_blocks, lowest_key, softcap_log2
 
 
 @triton.jit
@@ -57,11 +57,13 @@ def _attend_tiles(
     """Attend keys `[begin, end)`, where `begin` is a multiple of BLOCK_N. Not MASKED: `end` is too, and all are seen."""
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
+    blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
     for tile in tl.range(begin, end, BLOCK_N):
         tile = tl.multiple_of(tile, BLOCK_N)
         keys = tile + tl.arange(0, BLOCK_N)
         there = keys < end
-        places = cache_places(table_row, tile, keys, there, BLOCK_SIZE, BLOCK_SIZE % BLOCK_N == 0)
+        places = cache_places(blocks, tile, BLOCK_SIZE, BLOCK_N)
+        blocks = load_blocks(table_row, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         places = places[:, None] * KV_HEADS + head
         k_at = k_cache + places * HEAD_DIM + dim[None, :]
         v_at = v_cache + places * VALUE_DIM + value_dim[None, :]

@@ -1,0 +1,84 @@
+"""Builds the kernels that a launch would use for a GPU that is not there, from the arguments of the launch itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with the grid and the arguments that it was launched with."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+class _Recorder:
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **kwargs: self.launches.append(Launch(self.kernel, grid, args, kwargs))
+
+
+@contextmanager
+def recorded(module: ModuleType, *names: str) -> Iterator[list[Launch]]:
+    """Launches of the named kernels of `module` are recorded, not carried out."""
+    launches: list[Launch] = []
+    kernels = {name: getattr(module, name) for name in names}
+    for name, kernel in kernels.items():
+        setattr(module, name, _Recorder(kernel, launches))
+    try:
+        yield launches
+    finally:
+        for name, kernel in kernels.items():
+            setattr(module, name, kernel)
+
+
+def compile_for_hopper(launch: Launch) -> Any:
+    """Triton's compiled kernel of `launch` for sm_90, specialised as Triton would specialise it there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = launch.kernel
+    parameters = list(inspect.signature(kernel.fn).parameters)
+    options = {name: value for name, value in launch.kwargs.items() if name not in parameters}
+    values = dict(zip(parameters, launch.args, strict=False)) | {
+        name: value for name, value in launch.kwargs.items() if name in parameters
+    }
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        special = not parameter.do_not_specialize
+        if parameter.is_constexpr or (special and isinstance(value, int) and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32"
+            if special and value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32"
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
