@@ -98,6 +98,10 @@ class _Watch(TorchDispatchMode):
             raise UnsupportedModel(
                 f"it mixes tokens outside attention ({name}); the engine serves attention layers only."
             )
+        if name.startswith("aten::arange") and out.shape == (_PROBE_TOKENS,):
+            raise UnsupportedModel(
+                "it counts the tokens of its input, where those of many requests stand side by side."
+            )
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor) and sum(size == _PROBE_TOKENS for size in tensor.shape) >= 2:
                 raise UnsupportedModel(

@@ -42,6 +42,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    token_positions: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
     """Attention over flattened tokens: query `[1, H, T, D]`, key `[1, KH, T, D]`, value `[1, KH, T, Dv]` -> `[1, T, H, Dv]`.
@@ -50,12 +51,22 @@ def attend(
         UnsupportedModel: the model brought its own mask, is bidirectional, or passed an argument of unknown effect.
     """
     _check(module, attention_mask, extra)
+    temperature = getattr(module, "torchweave_temperature", None)
+    if temperature is not None:
+        assert token_positions is not None, "the layer hands positions on"
+        query = _tempered(query, token_positions, *temperature)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = torch.empty(q.shape[0], q.shape[1], v.shape[-1], dtype=q.dtype, device=q.device)
     scale = float(scaling) if scaling is not None else q.shape[-1] ** -0.5
     window, chunk = _locality(module, sliding_window)
     torch.ops.torchweave.attention(q, k, v, out, module.layer_idx, scale, window, float(softcap or 0.0), s_aux, chunk)
     return out.unsqueeze(0), None
+
+
+def _tempered(query: Tensor, positions: Tensor, strength: float, floor: float) -> Tensor:
+    """Llama 4's temperature by position: query `[1, H, T, D]`, positions `[1, T]` (arXiv 2501.19399)."""
+    scale = torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * strength + 1.0
+    return (query * scale[:, None, :, None]).to(query.dtype)
 
 
 def _check(module: nn.Module, attention_mask: Tensor | None, extra: dict[str, Any]) -> None:

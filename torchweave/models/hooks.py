@@ -83,11 +83,27 @@ def _hook_mask_window(module: Any) -> None:
     module.torchweave_window = module.config.sliding_window or 0
 
 
+def _llama4_layer_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
+    """The layer as it is, with the tokens' positions handed on to its attention."""
+    positions = given["position_ids"]
+    return type(self).forward(self, hidden_states, *args, token_positions=positions, **given)
+
+
+def _hook_llama4_layer(module: Any) -> None:
+    """Llama 4 scales queries of layers without rotary embedding by their place in the input: give it their position."""
+    inner = module.self_attn
+    if inner.attn_temperature_tuning and not inner.use_rope:
+        inner.attn_temperature_tuning = False
+        inner.torchweave_temperature = (float(inner.attn_scale), float(inner.floor_scale))
+        module.forward = types.MethodType(_llama4_layer_forward, module)
+
+
 _BY_CLASS: dict[str, Callable[[nn.Module], None]] = {
     "FalconAttention": _hook_falcon,
     "GPTJAttention": _hook_scores(lambda m: m.head_dim**-0.5),
     "CodeGenAttention": _hook_scores(lambda m: m.head_dim**-0.5),
     "GPTNeoSelfAttention": _hook_gpt_neo,
+    "Llama4TextDecoderLayer": _hook_llama4_layer,
     "PhimoeAttention": _hook_mask_window,
     "GPTNeoXJapaneseAttention": _hook_scores(lambda m: 1.0 / float(m.norm_factor)),
 }

@@ -1,0 +1,84 @@
+"""A small engine for tests: continuous batching over a paged cache, in plain Python, around a `DecoderStep`.
+
+Prompts are read in chunks, rows of several requests share a step, tokens are padded, and each sequence's blocks lie
+scattered, so that a mistake in positions, windows or masks changes tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchweave.compile.broken import broken
+from torchweave.models import DecoderStep
+from torchweave.ops.attention import AttentionMetadata, carry_out, get_backend
+
+BLOCK = 16
+
+
+def paged_tokens(
+    step: DecoderStep, prompts: Sequence[Sequence[int]], num_tokens: int, chunk: int = 24, device: str = "cpu"
+) -> list[list[int]]:
+    """Greedy tokens of each prompt, all of them in flight together; the last one joins two steps late."""
+    dtype = next(step.parameters()).dtype
+    backend = get_backend("torch", device)
+    blocks_each = -(-(max(map(len, prompts)) + num_tokens) // BLOCK)
+    order = torch.randperm(blocks_each * len(prompts), generator=torch.Generator().manual_seed(1))
+    table = order.view(len(prompts), blocks_each).to(torch.int32)
+    caches = [
+        backend.allocate(spec, table.numel(), BLOCK, dtype, torch.device(device)) for spec in step.attention_layers
+    ]
+    for cache in caches:  # memory that was never written must never be read
+        cache.k.fill_(torch.nan)
+        cache.v.fill_(torch.nan)
+    forward = broken(step, {"torchweave::attention"})
+    sequences, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
+    answers: list[list[int]] = [[] for _ in prompts]
+    number = 0
+    while any(len(answer) < num_tokens for answer in answers):
+        rows = []
+        for i, sequence in enumerate(sequences):
+            late = i == len(sequences) - 1 and number < 2
+            if not late and len(answers[i]) < num_tokens:
+                rows.append((i, sequence[done[i] :][:chunk]))
+        rows.sort(key=lambda row: len(row[1]) > 1)
+        ids, positions, meta = _metadata(rows, done, table, number)
+        attention = backend.begin(meta)
+
+        def boundary(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attention: Any = attention) -> None:
+            carry_out(attention, caches, *args, **kwargs)
+
+        ends = torch.tensor([int(end) - 1 for end in meta.query_start[1:]])
+        chosen = forward(boundary, ids, positions, ends).argmax(-1).tolist()
+        for (i, given), token in zip(rows, chosen, strict=True):
+            done[i] += len(given)
+            if done[i] == len(sequences[i]):
+                sequences[i].append(token)
+                answers[i].append(token)
+        number += 1
+    return answers
+
+
+def _metadata(
+    rows: list[tuple[int, list[int]]], done: list[int], table: torch.Tensor, number: int
+) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
+    ids = [token for _, given in rows for token in given]
+    positions = [done[i] + offset for i, given in rows for offset in range(len(given))]
+    owners = [i for i, given in rows for _ in given]
+    slots = [int(table[i, p // BLOCK]) * BLOCK + p % BLOCK for i, p in zip(owners, positions, strict=True)]
+    padding = number % 3
+    start = torch.tensor([0, *(len(given) for _, given in rows)]).cumsum(0).to(torch.int32)
+    meta = AttentionMetadata(
+        slots=torch.tensor([i for i, _ in rows], dtype=torch.int32),
+        query_start=start,
+        seq_lens=torch.tensor([done[i] + len(given) for i, given in rows], dtype=torch.int32),
+        block_table=table,
+        slot_mapping=torch.tensor(slots + [-1] * padding),
+        num_rows=len(rows),
+        num_tokens=len(ids) + padding,
+        decode_only=False,
+        max_seq_len=max(done[i] + len(given) for i, given in rows),
+    )
+    return torch.tensor(ids + [0] * padding), torch.tensor(positions + [0] * padding), meta
