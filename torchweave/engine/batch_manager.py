@@ -6,12 +6,11 @@ The contract is that of TensorRT-LLM's batch manager ("GptManager"): callbacks, 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,7 +25,22 @@ PollStop = Callable[[], Collection[int]]
 ReturnStats = Callable[[str], None]
 
 _IDLE_SECONDS = (0.0005, 0.02)  # between two looks for requests when nothing runs: the first, and the longest
+_KEPT_TIMINGS = 4096
 _log = logging.getLogger("torchweave")
+
+
+class Timing(NamedTuple):
+    """Host seconds of one iteration: forming the step, launching it, waiting for an older one, taking that in."""
+
+    form: float
+    launch: float
+    wait: float
+    absorb: float
+
+    @property
+    def host(self) -> float:
+        """All but the waiting."""
+        return self.form + self.launch + self.absorb
 
 
 class StepRunner(Protocol):
@@ -93,8 +107,9 @@ class BatchManager:
         self._stopping: str | None = None  # "drain" or "abandon"
         self._wake = threading.Event()
         self.failure: BaseException | None = None
-        self.steps: queue.SimpleQueue[str] | None = None
         self.counts: dict[str, int] = {}
+        self.timings: deque[Timing] = deque(maxlen=_KEPT_TIMINGS)
+        self._forming = self._launching = 0.0
         self._thread = threading.Thread(target=self._main, name="torchweave-batch-manager", daemon=True)
         self._thread.start()
 
@@ -143,9 +158,12 @@ class BatchManager:
                 self._drop_in_flight()
                 self._answer(self._batch.abandon("The engine was shut down before the request had finished."))
                 return
+            begin = time.perf_counter()
             step = self._batch.next_step()
+            formed = time.perf_counter()
             if step is not None:
                 self._in_flight.append((step, self._runner.launch(step)))
+            self._forming, self._launching = formed - begin, time.perf_counter() - formed
             if self._in_flight:
                 self._collect(wait=step is None or len(self._in_flight) >= self._run_ahead)
                 idle = _IDLE_SECONDS[0]
@@ -181,7 +199,9 @@ class BatchManager:
         if not wait and not self._runner.ready(handle):
             return
         self._in_flight.popleft()
+        begin = time.perf_counter()
         result = self._runner.collect(handle)
+        collected = time.perf_counter()
         self._completed = step.index
         self.counts[result.how] = self.counts.get(result.how, 0) + 1
         responses = self._batch.absorb(step, result)
@@ -191,6 +211,8 @@ class BatchManager:
         if self._return_stats is not None:
             self._return_stats(self._statistics(step, sum(response.final for response in responses)))
         self._answer(responses)
+        absorbed = time.perf_counter() - collected
+        self.timings.append(Timing(self._forming, self._launching, collected - begin, absorbed))
 
     def _statistics(self, step: Step, num_completed: int) -> str:
         now = time.monotonic()

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from torchweave.compile import TraceError, broken, open_cache, weave
+from torchweave.compile.backend import weave
+from torchweave.compile.broken import broken
+from torchweave.compile.cache import open_cache
+from torchweave.compile.errors import TraceError
 from torchweave.compile.graphs import Forward, GraphPool
 from torchweave.config import EngineConfig
 from torchweave.engine.batch import Batch, Limits
