@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from torchweave.models import tasks
-
 CAUSAL = "torchweave_demo_causal"
 
 
@@ -116,80 +114,56 @@ def _compiled(
     return compiled
 
 
-def train(
-    recipe: Recipe,
-    *,
-    device: torch.device,
-    seed: int,
-    seconds: float,
-    max_steps: int | None,
-    workers: int,
-    compile_step: bool,
-    say: Callable[[str], None],
-    advance: Callable[[float, str], None],
-    names: Sequence[str] = tasks.TASKS,
-    quick_questions: int = 128,
-) -> Outcome:
-    """Train for `seconds` (or `max_steps`), the learning rate following the clock. Returns the best snapshot.
+@dataclass(frozen=True)
+class Run:
+    """Where and for how long a model is trained, and who hears of it."""
 
-    Compilation and the first batches come before the clock starts. Ctrl-C ends the training early and keeps what is there.
+    device: torch.device
+    seed: int
+    seconds: float
+    max_steps: int | None
+    workers: int
+    compile_step: bool
+    names: Sequence[str]
+    quick_questions: int
+    say: Callable[[str], None]
+    advance: Callable[[float, str], None]  # progress from 0 to 1, note
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def train(recipe: Recipe, run: Run) -> Outcome:
+    """Train for `run.seconds` (or `run.max_steps`), the learning rate following the clock. Returns the best snapshot.
+
+    Compilation and the first batch come before the clock starts. Ctrl-C ends the training early and keeps what is there.
     """
-    torch.manual_seed(seed)
-    model = build_model(recipe, device)
-    tokenizer = build_tokenizer()
-    optimizer = _optimizer(model, recipe, device)
+    torch.manual_seed(run.seed)
+    model = build_model(recipe, run.device)
+    optimizer = _optimizer(model, recipe, run.device)
     stream = DataLoader(
-        Stream(seed, recipe.tokens_per_step, recipe.row_lengths, names),
+        Stream(run.seed, recipe.tokens_per_step, recipe.row_lengths, run.names),
         batch_size=None,
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
-        prefetch_factor=4 if workers else None,
+        num_workers=run.workers,
+        pin_memory=run.on_gpu,
+        prefetch_factor=4 if run.workers else None,
     )
     batches: Iterator[tuple[Tensor, Tensor]] = iter(stream)
     next(batches)
 
-    def loss_of(tokens: Tensor, learnt: Tensor) -> Tensor:
+    def step_loss(tokens: Tensor, learnt: Tensor) -> Tensor:
         return answer_loss(model, tokens, learnt, recipe.prompt_weight)
 
-    step_loss = _compiled(loss_of, recipe, device, say) if compile_step else loss_of
+    compute = _compiled(step_loss, recipe, run.device, run.say) if run.compile_step else step_loss
     optimizer.zero_grad(set_to_none=True)
-
-    keeper = _Keeper(model, tokenizer, quick_questions, names, say)
-    steps, recent, history = 0, None, []
+    keeper = _Keeper(model, run)
     begin = time.monotonic()
-    next_log, next_check = 0.0, 0.25
-    with suppress(KeyboardInterrupt):
-        while True:
-            elapsed = time.monotonic() - begin
-            progress = max(elapsed / seconds, steps / max_steps if max_steps else 0.0)
-            if progress >= 1:
-                break
-            rate = learning_rate(recipe.learning_rate, progress, recipe.warmup)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            tokens, learnt = (tensor.to(device, non_blocking=True) for tensor in next(batches))
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                loss = step_loss(tokens, learnt)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            steps += 1
-            if progress >= next_log:
-                recent = loss.item()  # also keeps the host from running far ahead of the clock
-                history.append({"step": steps, "seconds": round(elapsed, 1), "loss": round(recent, 4)})
-                speed = steps * recipe.tokens_per_step / max(elapsed, 1e-9) / 1e6
-                advance(progress, f"step {steps}  loss {recent:.4f}  {speed:.2f} M tokens/s")
-                next_log = progress + 0.01
-            elif steps % 16 == 0 and device.type == "cuda":
-                torch.cuda.synchronize()
-            if progress >= next_check:
-                keeper.check(f"{progress:.0%} of the training, loss {recent:.4f}")
-                next_check = progress + (0.25 if progress < 0.7 else 0.1)
+    steps, history = _loop(recipe, run, model, optimizer, batches, compute, keeper)
     spent = time.monotonic() - begin
     del batches, stream
     keeper.check(f"the end, step {steps}")
-    advance(1.0, f"step {steps}")
+    run.advance(1.0, f"step {steps}")
     keeper.restore()
     facts = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -203,26 +177,66 @@ def train(
     return Outcome(model, facts)
 
 
+def _loop(
+    recipe: Recipe,
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    compute: Callable[[Tensor, Tensor], Tensor],
+    keeper: _Keeper,
+) -> tuple[int, list[dict[str, float]]]:
+    """Steps until the time or the steps are used up. Returns their number and the loss at every twentieth of the way."""
+    steps, history = 0, []
+    next_log, next_check = 0.0, 0.3
+    begin = time.monotonic()
+    with suppress(KeyboardInterrupt):
+        while True:
+            elapsed = time.monotonic() - begin
+            progress = max(elapsed / run.seconds, steps / run.max_steps if run.max_steps else 0.0)
+            if progress >= 1:
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(recipe.learning_rate, progress, recipe.warmup)
+            tokens, learnt = (tensor.to(run.device, non_blocking=True) for tensor in next(batches))
+            with torch.autocast(run.device.type, torch.bfloat16, enabled=run.on_gpu):
+                loss = compute(tokens, learnt)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            steps += 1
+            if run.on_gpu and steps % 16 == 0:
+                torch.cuda.synchronize()  # the clock is the host's: it must not run far ahead of the device
+            if progress >= next_log:
+                next_log = progress + 0.05
+                history.append({"step": steps, "seconds": round(elapsed, 1), "loss": round(loss.item(), 4)})
+                speed = steps * recipe.tokens_per_step / max(elapsed, 1e-9) / 1e6
+                run.advance(progress, f"step {steps}  loss {history[-1]['loss']:.4f}  {speed:.2f} M tokens/s")
+            if progress >= next_check:
+                next_check = progress + (0.3 if progress < 0.5 else 0.15)
+                keeper.check(f"{progress:.0%} of the training, loss {loss.item():.4f}")
+    return steps, history
+
+
 class _Keeper:
     """Asks a few held-out questions now and then, and keeps the weights that answered best."""
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, questions: int, names: Sequence[str], say: Callable[[str], None]
-    ) -> None:
-        self.model, self.tokenizer, self.questions, self.names, self.say = model, tokenizer, questions, names, say
+    def __init__(self, model: nn.Module, run: Run) -> None:
+        self.model, self.run = model, run
+        self.tokenizer = build_tokenizer()
         self.kept = ""
         self._best = -1.0
         self._weights: dict[str, Tensor] = {}
 
     def check(self, when: str) -> None:
         self.model.eval()
-        # Seed 1: the questions that choose a snapshot are not those that grade it.
-        accuracy = evaluate(self.model, self.tokenizer, self.questions, seed=1, names=self.names)["accuracy"]
+        # Seed 1: the questions that choose a snapshot are drawn apart from those that grade it.
+        found = evaluate(self.model, self.tokenizer, self.run.quick_questions, seed=1, names=self.run.names)["accuracy"]
         self.model.train()
-        found = score(accuracy)
-        self.say(f"{when}: " + "  ".join(f"{task} {min(forms.values()):.0%}" for task, forms in accuracy.items()))
-        if found >= self._best:
-            self._best, self.kept = found, when
+        self.run.say(f"{when}: " + "  ".join(f"{task} {min(forms.values()):.0%}" for task, forms in found.items()))
+        if score(found) >= self._best:
+            self._best, self.kept = score(found), when
             self._weights = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
     def restore(self) -> None:

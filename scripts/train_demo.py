@@ -26,7 +26,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 import torch
 from demo_eval import evaluate, missed, score
 from demo_folder import save_folder
-from demo_training import CAUSAL, Outcome, Recipe, train
+from demo_training import CAUSAL, Outcome, Recipe, Run, train
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -38,7 +38,7 @@ from torchweave.models import tasks
 PRESETS = {
     "full": {
         "demo": Recipe(192, 5, 8, 4, 512, learning_rate=2e-3, share=0.75),
-        "draft": Recipe(96, 3, 4, 2, 256, learning_rate=3e-3, share=0.25),
+        "draft": Recipe(96, 3, 4, 2, 256, learning_rate=3e-3, share=0.25, tokens_per_step=32768),
     },
     # For a CPU: minutes show that the loss falls and that the first tasks are learnt.
     "small": {
@@ -90,22 +90,22 @@ def train_one(name: str, recipe: Recipe, options: argparse.Namespace, report: Re
             moved = int(100 * min(progress, 1.0)) - int(done)
             done += moved
             step(moved, note)
-            if not CONSOLE.is_terminal and moved and int(done) % 5 == 0:
-                CONSOLE.print(f"[{name}] {int(done):3d}%  {note}", soft_wrap=True)
+            if not CONSOLE.is_terminal:
+                CONSOLE.print(f"[{name}] {int(done):3d}%  {note}", soft_wrap=True, markup=False)
 
-        return train(
-            recipe,
+        run = Run(
             device=device,
             seed=options.seed,
             seconds=options.seconds * (recipe.share if options.draft_out else 1.0),
             max_steps=options.steps,
             workers=workers,
             compile_step=device.type == "cuda" if options.compile is None else options.compile,
-            say=lambda text: CONSOLE.print(f"[{name}] {text}", soft_wrap=True, markup=False),
-            advance=advance,
             names=options.tasks,
             quick_questions=min(128, options.questions),
+            say=lambda text: CONSOLE.print(f"[{name}] {text}", soft_wrap=True, markup=False),
+            advance=advance,
         )
+        return train(recipe, run)
 
 
 def grade(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -134,6 +134,21 @@ def show(name: str, graded: dict[str, Any]) -> None:
         for example in examples:
             wrong = f"{example['prompt']!r} -> {example['got']!r}, not {example['expected']!r}"
             CONSOLE.print(f"  {task} ({example['form']}): {wrong}", markup=False, soft_wrap=True)
+
+
+def describe(options: argparse.Namespace, arguments: list[str] | None, seconds: float) -> dict[str, Any]:
+    """Where and how the models were trained, so that anyone can do it again."""
+    device = torch.device(options.device)
+    return {
+        "command": shlex.join(["python", "scripts/train_demo.py", *(sys.argv[1:] if arguments is None else arguments)]),
+        "seed": options.seed,
+        "seconds": round(seconds, 1),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers_version,
+        "held_out_one_in": tasks.HELD_OUT_ONE_IN,
+        "required": tasks.REQUIRED_ACCURACY,
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -166,22 +181,10 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{name}, {dtype}, {line}" for dtype, result in graded.items() for line in missed(result["accuracy"])
             ]
         CONSOLE.print(f"[{name}] {size / 1e6:.2f} MB, mean {score(graded['float32']['accuracy']):.2%}", markup=False)
-    device = torch.device(options.device)
-    facts = {
-        "command": shlex.join(["python", "scripts/train_demo.py", *(sys.argv[1:] if arguments is None else arguments)]),
-        "seed": options.seed,
-        "seconds": round(time.monotonic() - begin, 1),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "torch": torch.__version__,
-        "transformers": transformers_version,
-        "held_out_one_in": tasks.HELD_OUT_ONE_IN,
-        "required": tasks.REQUIRED_ACCURACY,
-        "missed": failures,
-        "models": models,
-    }
-    if options.report:
-        options.report.parent.mkdir(parents=True, exist_ok=True)
-        options.report.write_text(json.dumps(facts, indent=1) + "\n")
+        if options.report:  # after each model: what is done stays done when the next is cut off
+            facts = describe(options, arguments, time.monotonic() - begin)
+            options.report.parent.mkdir(parents=True, exist_ok=True)
+            options.report.write_text(json.dumps({**facts, "missed": failures, "models": models}, indent=1) + "\n")
     for line in failures:
         CONSOLE.print(f"missed: {line}", markup=False)
     return 1 if failures else 0
