@@ -1,0 +1,76 @@
+"""The compile stack: `torchweave.compile(module, inputs, dynamic=...)`, and the parts that an engine is built from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from torchweave.compile.backend import weave as weave
+    from torchweave.compile.cache import CompileCache as CompileCache
+    from torchweave.compile.cache import open_cache as open_cache
+    from torchweave.compile.eager import broken as broken
+    from torchweave.compile.errors import InvariantError as InvariantError
+    from torchweave.compile.errors import TraceError as TraceError
+    from torchweave.compile.passes.base import GraphPass as GraphPass
+    from torchweave.compile.passes.base import PassResult as PassResult
+    from torchweave.compile.woven import Woven as Woven
+
+    from torchweave.config import TorchCompileConfig
+    from torchweave.log import Report
+
+_HOME = {
+    "CompileCache": "cache",
+    "GraphPass": "passes.base",
+    "InvariantError": "errors",
+    "PassResult": "passes.base",
+    "TraceError": "errors",
+    "Woven": "woven",
+    "broken": "eager",
+    "open_cache": "cache",
+    "weave": "backend",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def compile(
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    config: TorchCompileConfig | None = None,
+    report: Report | None = None,
+) -> Callable[..., Any]:
+    """Compile a plain module: `compiled(*tensors)` computes what `module(*tensors)` does, without gradients.
+
+    Args:
+        inputs: example tensors by forward's parameter names, in forward's order; values are not read.
+        dynamic: names of the dimensions that vary, by input and dimension: `{"x": {0: "T"}}`.
+        config: how; see `torchweave.TorchCompileConfig`.
+        report: collects what was decided.
+
+    Returns:
+        A callable; `.woven` holds the pieces and the code. Boundary ops are called as they are.
+    """
+    from torchweave.compile.direct import Compiled
+
+    return Compiled(module, inputs, dynamic, config, report)
+
+
+class _CallableModule(ModuleType):
+    """`torchweave.compile` names a package and a function; importing the one must not hide the other."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return compile(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -1,0 +1,94 @@
+"""The backend on one page: capture, passes, split, build, stitch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from torchweave.compile.cache import CompileCache
+from torchweave.compile.capture import capture
+from torchweave.compile.graph import CapturedGraph
+from torchweave.compile.passes.base import Pass
+from torchweave.compile.passes.manager import PassManager
+from torchweave.compile.pieces import BuiltPiece, build_fx, build_inductor
+from torchweave.compile.split import Piece, split
+from torchweave.compile.symbols import DynamicDims
+from torchweave.compile.woven import Woven
+from torchweave.config import TorchCompileConfig
+from torchweave.log import Report
+
+
+def weave(
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    dynamic: DynamicDims | None = None,
+    *,
+    boundary_ops: Iterable[str] = (),
+    config: TorchCompileConfig | None = None,
+    cache: CompileCache | None = None,
+    report: Report | None = None,
+    passes: Sequence[Pass] | None = None,
+) -> Woven:
+    """Compile a module's forward: one captured graph, cut at boundary ops, each distinct piece built once.
+
+    Args:
+        module: must not change afterwards; its parameters and buffers are bound here, and passes may move their storage.
+        inputs: example tensors by forward's parameter names, in forward's order; values are not read.
+        dynamic: names of the dimensions that vary: `{"input_ids": {0: "T"}}`. All else is fixed to the examples.
+        boundary_ops: ops that are handed to the caller at each call, such as `torchweave::attention`.
+        cache: keeps captured graphs and built pieces between processes; None builds everything anew.
+        passes: what to run instead of the stack's own passes.
+
+    Raises:
+        TraceError: the forward cannot be captured, with the line and the cause.
+        InvariantError: the graph breaks a rule of pieces and graphs.
+    """
+    dynamic, config, report = dynamic or {}, config or TorchCompileConfig(), report or Report(show=False)
+    if report.select("ready"):
+        report.event("compile_after_ready", what=type(module).__name__)
+    graph = _captured(module, inputs, dynamic, config, cache, report)
+    PassManager(passes, config.disabled_passes).run(graph, report)
+    parts = split(graph, boundary_ops)
+    pieces = [part for part in parts if isinstance(part, Piece)]
+    return Woven(graph, parts, _build(pieces, config, cache, report), report)
+
+
+def _captured(
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    dynamic: DynamicDims,
+    config: TorchCompileConfig,
+    cache: CompileCache | None,
+    report: Report,
+) -> CapturedGraph:
+    """The module's graph, from the cache when this very module was captured before."""
+    begin = time.monotonic()
+    graph = capture(module, inputs, dynamic, config.dynamic_shapes)
+    report.event("capture", seconds=time.monotonic() - begin, nodes=graph.num_calls(), source="dynamo")
+    return graph
+
+
+def _build(
+    pieces: list[Piece], config: TorchCompileConfig, cache: CompileCache | None, report: Report
+) -> dict[str, BuiltPiece]:
+    """Each distinct piece, built once."""
+    distinct: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        distinct.setdefault(piece.digest, []).append(piece)
+    built: dict[str, BuiltPiece] = {}
+    with report.progress("building pieces", len(distinct)) as advance:
+        for digest, same in distinct.items():
+            built[digest] = build_inductor(same[0], config) if config.enable_inductor else build_fx(same[0])
+            report.event(
+                "piece",
+                hash=digest,
+                index=same[0].index,
+                nodes=sum(node.op.startswith("call") for node in same[0].module.graph.nodes),
+                shared_by=len(same),
+                built=built[digest].built,
+                seconds=built[digest].seconds,
+            )
+            advance(1, digest)
+    return built

@@ -1,0 +1,261 @@
+"""Capture: a module's forward as ONE graph of Torch IR with dynamic sizes, by Dynamo, without guards.
+
+No guard is kept: whoever weaves a module promises that it does not change, and the sizes that may change are declared.
+What the graph was specialised to by declaration (example dtypes, devices, every undeclared size) is checked at the call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from torchweave.compile.errors import InvariantError, TraceError, place, trace_error
+from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size, tidy
+from torchweave.compile.mutation import storage, written
+from torchweave.compile.sources import SourceError, resolve
+from torchweave.compile.symbols import DynamicDims, example, mark, pick_hints, shapes_mode, symbol_name, value
+from torchweave.config import DynamicShapes
+
+
+def capture(
+    module: nn.Module, inputs: Mapping[str, Tensor], dynamic: DynamicDims, mode: DynamicShapes
+) -> CapturedGraph:
+    """Trace `module(*inputs.values())` into one graph.
+
+    Args:
+        inputs: example tensors by forward's parameter names, in forward's order. Their values are not read.
+        dynamic: names of the dimensions that vary, by input and dimension: `{"input_ids": {0: "T"}}`.
+        mode: how these dimensions are kept symbolic.
+
+    Raises:
+        TraceError: the forward cannot be traced, with the line and the cause.
+    """
+    names = forward_parameters(module, inputs)
+    hints = pick_hints(inputs, dynamic, _static_sizes(module))
+    examples = [example(tensor, dynamic.get(name, {}), hints) for name, tensor in inputs.items()]
+    for name, tensor in zip(inputs, examples, strict=True):
+        mark(tensor, dynamic.get(name, {}), mode)
+    captured = _trace(module, examples, mode)
+    if captured.backend_input is None:
+        raise TraceError("forward computes no tensor, so there is nothing to compile")
+    gm = captured.backend_input.graph_module
+    roots = _roots(module, names, examples, captured)
+    bindings = _bind(gm, roots, dict(zip(names, examples, strict=True)))
+    graph = CapturedGraph(
+        module=_plain_module(gm),
+        inputs=names,
+        bindings=bindings,
+        output=_output_tree(captured, module, gm, dict(zip(names, examples, strict=True))),
+        symbols={},
+        sources=_traced_modules(captured),
+    )
+    graph.symbols = _name_symbols(graph, dynamic)
+    _lift_attributes(graph)
+    _refuse_mutated_constants(graph)
+    tidy(graph)
+    return graph
+
+
+def forward_parameters(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The names of `inputs`, checked to be the leading parameters of the module's forward."""
+    parameters = [
+        name
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    names = tuple(inputs)
+    if list(names) != parameters[: len(names)]:
+        raise ValueError(f"inputs must be named in forward's order: {parameters}, not {list(names)}")
+    return names
+
+
+def _static_sizes(module: nn.Module) -> set[int]:
+    return {size for tensor in [*module.parameters(), *module.buffers()] for size in tensor.shape}
+
+
+def _trace(module: nn.Module, examples: list[Tensor], mode: DynamicShapes) -> Any:
+    """Dynamo's capture of the whole forward. Sizes are dynamic only where they were marked."""
+    import torch._dynamo as dynamo
+    from torch._dynamo.convert_frame import fullgraph_capture
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    rules = dynamo.config.patch(
+        specialize_int=True, specialize_float=True, assume_static_by_default=True, automatic_dynamic_shapes=False
+    )
+    dynamo.reset()
+    try:
+        with torch.no_grad(), shapes_mode(mode), rules, get_metrics_context(), dynamo_timed("torchweave_capture"):
+            return fullgraph_capture(module, tuple(examples))
+    except Exception as error:
+        raise trace_error(error) from error
+
+
+def _roots(module: nn.Module, names: tuple[str, ...], examples: list[Tensor], captured: Any) -> dict[str, Any]:
+    """What Dynamo's sources start from. A module with hooks is traced through `__call__(self, *args)`."""
+    forward = getattr(module.forward, "__func__", module.forward)
+    myself = forward.__code__.co_varnames[0] if hasattr(module.forward, "__self__") else "self"
+    frame = {myself: module, "self": module, "args": tuple(examples), **dict(zip(names, examples, strict=True))}
+    output = captured.graph_capture_output
+    globals_ = dict(output.f_globals)
+    for alias, name in output.import_sources.items():
+        globals_.setdefault(alias, sys.modules.get(name))
+    return {"L": frame, "G": globals_}
+
+
+def _source(node: fx.Node) -> str:
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        source = node.meta["grapharg"].source
+    return source.name if isinstance(source.name, str) else source.name()
+
+
+def _bind(gm: fx.GraphModule, roots: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, Binding]:
+    """What each placeholder is: an input, a size of an input, or a tensor of the module."""
+    by_identity = {id(tensor): name for name, tensor in inputs.items()}
+    bindings: dict[str, Binding] = {}
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node in placeholders:
+        if isinstance(value(node), (torch.SymInt, int)):
+            continue
+        source = _source(node)
+        try:
+            found = resolve(source, roots)
+        except SourceError as error:
+            raise TraceError(f"forward reads a tensor that cannot be bound: {error}") from error
+        if not isinstance(found, Tensor):
+            raise TraceError(f"forward reads {source}, which is no tensor but {type(found).__name__}")
+        if id(found) in by_identity:
+            bindings[node.name] = Input(by_identity[id(found)])
+        else:
+            bindings[node.name] = Constant(found, source)
+    for node in placeholders:
+        if node.name not in bindings:
+            bindings[node.name] = _bind_size(node, placeholders, bindings)
+    return bindings
+
+
+def _bind_size(size: fx.Node, placeholders: list[fx.Node], bindings: dict[str, Binding]) -> Size:
+    wanted = str(value(size))
+    for node in placeholders:
+        binding = bindings.get(node.name)
+        if isinstance(binding, Input):
+            for dim, found in enumerate(value(node).shape):
+                if isinstance(found, torch.SymInt) and str(found) == wanted:
+                    return Size(binding.name, dim)
+    raise TraceError(f"the size {wanted} ({_source(size)}) is not a size of any input")
+
+
+def _name_symbols(graph: CapturedGraph, dynamic: DynamicDims) -> dict[str, str]:
+    """Symbols by the caller's names; a declared size that tracing turned into a number is refused."""
+    names: dict[str, str] = {}
+    used = {
+        binding.name: node for node in graph.placeholders() if isinstance(binding := graph.bindings[node.name], Input)
+    }
+    for input_name, dims in dynamic.items():
+        if input_name not in used:
+            continue
+        shape = value(used[input_name]).shape
+        for dim, size_name in dims.items():
+            symbol = symbol_name(shape[dim])
+            if symbol is None:
+                where, why = _specialisation(shape[dim], graph)
+                raise TraceError(f"{size_name} ({input_name} dimension {dim}) was fixed to {shape[dim]}{why}", where)
+            names[symbol] = size_name
+    return names
+
+
+def _specialisation(size: Any, graph: CapturedGraph) -> tuple[str, str]:
+    """Where and why a size became a number, as far as the shape environment remembers."""
+    shape_env = getattr(graph.fake_mode, "shape_env", None)
+    for guard in reversed(getattr(shape_env, "guards", [])):
+        if str(size) in str(guard.expr):
+            location = str(getattr(guard.sloc, "maybe_user_loc", None) or "")
+            code, _, where = location.partition("#")
+            return where.strip().split(" in ")[0], f" by a comparison ({guard.expr}) in `{code.strip()}`"
+    return "", ": forward needs this very size"
+
+
+def _plain_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph on a module of its own that holds no parameters, with flat outputs and only what later stages read."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            copy = graph.output(fx.node.map_arg(tuple(node.args[0]), copies.__getitem__))
+        else:
+            copy = graph.node_copy(node, copies.__getitem__)
+        copies[node] = copy
+        kept = ("example_value", "stack_trace")
+        copy.meta = {key: node.meta[key] for key in kept if key in node.meta}
+    return fx.GraphModule(gm, graph, "Captured")
+
+
+def _output_tree(captured: Any, module: nn.Module, gm: fx.GraphModule, inputs: dict[str, Tensor]) -> OutputTree:
+    """Run only Dynamo's own glue on marked tensors, and see where each of them lands in the return value."""
+    (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    marks = tuple(torch.empty(0) for _ in output.args[0])
+    glue = captured.forward_callable(compiled_fn=lambda *args: marks)
+    result = glue(module, *inputs.values())
+    index_of = {id(mark): index for index, mark in enumerate(marks)}
+    input_of = {id(tensor): name for name, tensor in inputs.items()}
+    flat, spec = pytree.tree_flatten(result)
+    leaves: list[Any] = []
+    for leaf in flat:
+        if id(leaf) in index_of:
+            leaves.append(index_of[id(leaf)])
+        elif id(leaf) in input_of:
+            leaves.append(Input(input_of[id(leaf)]))
+        elif isinstance(leaf, Tensor):
+            leaves.append(Constant(leaf))
+        elif leaf is None or isinstance(leaf, (bool, str, float)):
+            leaves.append(("value", leaf))
+        else:
+            raise TraceError(
+                f"forward returns a {type(leaf).__name__}; return tensors, or None, a bool, float or string"
+            )
+    return OutputTree(spec, tuple(leaves))
+
+
+def _lift_attributes(graph: CapturedGraph) -> None:
+    """Turn tensors that tracing stored on the graph module into constants."""
+    for node in list(graph.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        found = _get_attribute(graph.module, str(node.target))
+        if not isinstance(found, Tensor):
+            continue
+        placeholder = graph.add_constant(node.name, found)
+        node.replace_all_uses_with(placeholder)
+        graph.graph.erase_node(node)
+
+
+def _get_attribute(module: Any, path: str) -> Any:
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def _refuse_mutated_constants(graph: CapturedGraph) -> None:
+    """Constants are bound once: a forward that writes to a parameter or buffer, or to a view of one, is refused."""
+    owners = {storage(node): constant.source or node.name for node, constant in graph.constants()}
+    for node in graph.graph.nodes:
+        for argument in written(node):
+            if storage(argument) in owners:
+                raise InvariantError(
+                    f"forward writes to {owners[storage(argument)]}, but parameters and buffers are bound once and must "
+                    "stay as they are; pass the tensor in as an input, or write to it in a boundary op",
+                    place(node),
+                )
+
+
+def _traced_modules(captured: Any) -> tuple[str, ...]:
+    """Importable names of the files whose code was traced, without those that torch's version stands for."""
+    by_file = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
+    found = {by_file.get(code.co_filename) for code in captured.graph_capture_output.traced_code}
+    return tuple(sorted(name for name in found if name and not name.startswith("torch.")))

@@ -1,0 +1,36 @@
+"""A plain module, compiled: no engine, no boundary to hand ops to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchweave.compile.backend import weave
+from torchweave.compile.forward import call_as_is
+from torchweave.config import TorchCompileConfig
+from torchweave.log import Report
+
+
+class Compiled:
+    """`compiled(*tensors)`; see `torchweave.compile`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Mapping[str, Tensor],
+        dynamic: Mapping[str, Mapping[int, str]] | None,
+        config: TorchCompileConfig | None,
+        report: Report | None,
+    ) -> None:
+        self.woven = weave(module, inputs, dynamic, boundary_ops=_known_boundary_ops(), config=config, report=report)
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        return self.woven(call_as_is, *inputs)
+
+
+def _known_boundary_ops() -> frozenset[str]:
+    from torchweave.ops.registry import boundary_ops
+
+    return frozenset(boundary_ops())

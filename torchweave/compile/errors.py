@@ -1,0 +1,62 @@
+"""What can go wrong while a module is woven, each with the place and the cause."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+from torch import fx
+
+
+class WeaveError(ValueError):
+    """A module cannot be woven as asked.
+
+    Attributes:
+        where: `file:line` in the traced code, or "" when there is no one place.
+        cause: one sentence.
+    """
+
+    def __init__(self, cause: str, where: str = "") -> None:
+        super().__init__(f"{where}: {cause}" if where else cause)
+        self.where = where
+        self.cause = cause
+
+
+class TraceError(WeaveError):
+    """The module's forward cannot be captured as one graph of pieces. It can still be run as it is; see `broken`."""
+
+
+class InvariantError(TraceError):
+    """What was captured breaks a rule that pieces and recordings rest on."""
+
+
+def trace_error(error: BaseException) -> TraceError:
+    """`error`, raised while tracing, as one sentence and the user's line."""
+    stack = getattr(error, "real_stack", None)
+    where = ""
+    if stack:
+        frame = stack[-1]
+        where = f"{frame.filename}:{frame.lineno}"
+    else:
+        places = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+        if places:
+            where = ":".join(places[-1])
+        else:
+            frames = traceback.extract_tb(error.__traceback__)
+            where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return TraceError(_sentence(error), where)
+
+
+def _sentence(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    title = lines[0] if lines else type(error).__name__
+    for line in lines:
+        if line.startswith("Explanation:"):
+            return f"{title}: {line.removeprefix('Explanation:').strip()}"
+    return title if title.startswith(type(error).__name__) else f"{type(error).__name__}: {title}"
+
+
+def place(node: fx.Node) -> str:
+    """`file:line` of the user's code that made the node, as far as tracing kept it."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return ":".join(places[-1]) if places else ""

@@ -1,0 +1,228 @@
+"""The captured graph: one FX graph of Torch IR, and where each of its inputs comes from."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from torchweave.compile.symbols import symbol_name, value
+
+
+@dataclass(frozen=True)
+class Input:
+    """A placeholder that is one of forward's arguments."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Size:
+    """A placeholder that is a size of one of forward's arguments."""
+
+    input: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A placeholder that is a parameter, a buffer or another tensor of the module, bound when the module is woven.
+
+    Attributes:
+        tensor: the module's own object, so that a pass can move it into other storage.
+        source: how tracing reached it, from the frame's locals `L` or globals `G`; "" for a tensor made by a pass.
+    """
+
+    tensor: Tensor
+    source: str = ""
+
+
+Binding = Input | Size | Constant
+
+
+@dataclass(frozen=True)
+class OutputTree:
+    """How forward's return value is built from the graph's flat outputs.
+
+    `leaves` holds, for each leaf of `spec`, the index of a graph output, or an `Input`, or a plain Python constant.
+    """
+
+    spec: Any
+    leaves: tuple[Any, ...]
+
+    def is_single_tensor(self) -> bool:
+        return self.spec.is_leaf() and self.leaves == (0,)
+
+
+@dataclass
+class CapturedGraph:
+    """One graph of Torch IR over flat inputs.
+
+    Attributes:
+        module: holds the graph; every node's `meta["example_value"]` is its fake value.
+        inputs: forward's parameter names, in order.
+        bindings: what each placeholder is, by placeholder name.
+        output: how the return value is built.
+        symbols: symbol of the graph -> the caller's name of it, such as `s72 -> T`.
+        sources: importable names of the modules whose code was traced.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    bindings: dict[str, Binding]
+    output: OutputTree
+    symbols: dict[str, str]
+    sources: tuple[str, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    def constants(self) -> Iterator[tuple[fx.Node, Constant]]:
+        for node in self.placeholders():
+            binding = self.bindings[node.name]
+            if isinstance(binding, Constant):
+                yield node, binding
+
+    def constant(self, node: Any) -> Tensor | None:
+        """The tensor that a placeholder is bound to, or None when the node is anything else."""
+        if not isinstance(node, fx.Node) or node.op != "placeholder":
+            return None
+        binding = self.bindings[node.name]
+        return binding.tensor if isinstance(binding, Constant) else None
+
+    def move(self, node: fx.Node, storage: Tensor) -> None:
+        """Let a constant, and the module's parameter that it is, live in other storage of the same shape and values."""
+        binding = self.bindings[node.name]
+        assert isinstance(binding, Constant), "only a constant can be moved"
+        binding.tensor.data = storage
+
+    def add_constant(self, name: str, tensor: Tensor) -> fx.Node:
+        """A new placeholder behind the others, bound to `tensor`."""
+        *_, last = self.placeholders()
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(name)
+        node.meta["example_value"] = self.fake_mode.from_tensor(tensor, static_shapes=True)
+        self.bindings[node.name] = Constant(tensor)
+        return node
+
+    def drop_unused_constants(self) -> None:
+        for node in self.placeholders():
+            if not node.users and isinstance(self.bindings[node.name], Constant):
+                del self.bindings[node.name]
+                self.graph.erase_node(node)
+
+    @property
+    def fake_mode(self) -> Any:
+        for node in self.graph.nodes:
+            mode = getattr(value(node), "fake_mode", None)
+            if mode is not None:
+                return mode
+        raise AssertionError("a captured graph holds at least one tensor")
+
+    def num_calls(self) -> int:
+        """Operations in the graph: every node but inputs and the output."""
+        return sum(node.op not in ("placeholder", "output", "get_attr") for node in self.graph.nodes)
+
+
+def tidy(graph: CapturedGraph) -> None:
+    """Take out what tracing left behind and what would keep equal pieces from looking equal.
+
+    One node stands for each size; results of ops that return several tensors are unpacked where they are made, so that
+    only tensors and sizes ever cross from one piece to the next.
+    """
+    nodes = graph.graph
+    first: dict[str, fx.Node] = {}
+    for node in list(nodes.nodes):
+        name = symbol_name(value(node))
+        if name is not None and first.setdefault(name, node) is not node:
+            node.replace_all_uses_with(first[name])
+    for node in list(nodes.nodes):
+        if node.op == "call_function" and node.target is operator.getitem:
+            source = node.args[0]
+            if isinstance(source, fx.Node) and isinstance(value(source), (tuple, list)) and node.prev is not source:
+                source.append(node)
+    for node in reversed(list(nodes.nodes)):
+        if _is_noise(node):
+            nodes.erase_node(node)
+    for node in graph.placeholders():
+        if not node.users and not isinstance(graph.bindings[node.name], Input):
+            del graph.bindings[node.name]
+            nodes.erase_node(node)
+    nodes.lint()
+    graph.module.recompile()
+
+
+def _is_noise(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method") or node.users:
+        return False
+    if node.target in (torch._C._log_api_usage_once, torch._C._set_grad_enabled, operator.ge, operator.eq, operator.le):
+        return True
+    if node.target in (torch.ops.aten._assert_scalar.default, torch._check):
+        return True
+    return isinstance(value(node), (torch.SymInt, torch.SymBool, torch.SymFloat))
+
+
+def refresh(graph: CapturedGraph, changed: dict[fx.Node, Any], commit: bool = True) -> dict[fx.Node, Any]:
+    """Compute fake values again downstream of nodes whose value changed.
+
+    Args:
+        changed: nodes and their new fake values.
+        commit: store the values in the graph; off, only find out whether every reader can run on them.
+
+    Returns:
+        Every node whose geometry changed, with its new value. Raises what a reader raises when it cannot run.
+    """
+    changed = dict(changed)
+    with graph.fake_mode, torch.no_grad():
+        for node in graph.graph.nodes:
+            if node in changed or not any(reader in changed for reader in node.all_input_nodes):
+                continue
+            if node.op == "output":
+                continue
+            new = _run(graph, node, changed)
+            if not same_geometry(new, value(node)):
+                changed[node] = new
+    if commit:
+        for node, new in changed.items():
+            node.meta["example_value"] = new
+    return changed
+
+
+def _run(graph: CapturedGraph, node: fx.Node, changed: dict[fx.Node, Any]) -> Any:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: changed.get(arg, value(arg)))
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert node.op == "call_function" and callable(node.target), f"{node.op} {node.target} has no fake value"
+    return node.target(*args, **kwargs)
+
+
+def same_geometry(one: Any, other: Any) -> bool:
+    """Whether two fake values agree in type, shape, strides, offset and dtype."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return (
+            one.dtype == other.dtype
+            and one.device == other.device
+            and _exprs([*one.shape, *one.stride(), one.storage_offset()])
+            == _exprs([*other.shape, *other.stride(), other.storage_offset()])
+        )
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(same_geometry, one, other))
+    return _exprs([one]) == _exprs([other])
+
+
+def _exprs(sizes: list[Any]) -> list[str]:
+    return [str(size) for size in sizes]
+
+
+def single_output() -> OutputTree:
+    """The tree of a forward that returns one tensor."""
+    return OutputTree(pytree.tree_flatten(0)[1], (0,))

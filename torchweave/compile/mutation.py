@@ -1,0 +1,77 @@
+"""Which nodes of a Torch IR graph write to which of their arguments."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchweave.compile.symbols import value
+
+_IN_PLACE_OPERATORS = (
+    operator.setitem,
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ifloordiv,
+    operator.imod,
+    operator.ipow,
+    operator.imatmul,
+    operator.iand,
+    operator.ior,
+    operator.ixor,
+)
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that the node writes to, by torch's naming rules and by the schema of a custom op."""
+    if node.op == "call_method":
+        return _nodes(node.args[:1]) if _names_in_place(str(node.target)) else []
+    if node.op != "call_function":
+        return []
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    if isinstance(target, torch._ops.OpOverload):
+        return _by_schema(target, node)
+    if target in _IN_PLACE_OPERATORS or _names_in_place(getattr(target, "__name__", "")) or node.kwargs.get("inplace"):
+        return _nodes(node.args[:1])
+    return _nodes([node.kwargs["out"]]) if node.kwargs.get("out") is not None else []
+
+
+def writes_in_place(graph: fx.Graph) -> bool:
+    """Whether any operation of the graph may write to one of its arguments; a nested graph counts as one that does."""
+    return any(node.op == "get_attr" or written(node) for node in graph.nodes)
+
+
+def storage(node: fx.Node) -> int | None:
+    """Identity of the storage that a node's fake tensor lives in: equal for a tensor and its views."""
+    fake = value(node)
+    return fake.untyped_storage()._cdata if isinstance(fake, Tensor) else None
+
+
+def _names_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.startswith("_") and not name.endswith("__")
+
+
+def _by_schema(op: torch._ops.OpOverload, node: fx.Node) -> list[fx.Node]:
+    found = []
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        found += _nodes([given])
+    return found
+
+
+def _nodes(items: Any) -> list[fx.Node]:
+    flat: list[fx.Node] = []
+    for item in items:
+        if isinstance(item, fx.Node):
+            flat.append(item)
+        elif isinstance(item, (tuple, list)):
+            flat += _nodes(item)
+    return flat

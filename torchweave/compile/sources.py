@@ -1,0 +1,34 @@
+"""Where a value of the captured graph comes from: Dynamo's source expressions, read without `eval`.
+
+Dynamo names each placeholder by an expression over the frame that it traced, for instance
+`L['self']._modules['embed']._parameters['weight']`. Only names, attributes and constant subscripts are followed, so that
+a source that is read back from a cache can look things up and do nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+
+class SourceError(Exception):
+    """The expression does more than look something up, or looks up what is not there."""
+
+
+def resolve(source: str, roots: Mapping[str, Any]) -> Any:
+    """The object that `source` names, starting from `roots` (`L`: the frame's locals, `G`: its globals)."""
+    try:
+        return _walk(ast.parse(source, mode="eval").body, roots)
+    except (SyntaxError, KeyError, IndexError, AttributeError, TypeError) as error:
+        raise SourceError(f"{source} names nothing here ({type(error).__name__}: {error})") from error
+
+
+def _walk(tree: ast.expr, roots: Mapping[str, Any]) -> Any:
+    if isinstance(tree, ast.Name):
+        return roots[tree.id]
+    if isinstance(tree, ast.Attribute):
+        return getattr(_walk(tree.value, roots), tree.attr)
+    if isinstance(tree, ast.Subscript) and isinstance(tree.slice, ast.Constant):
+        return _walk(tree.value, roots)[tree.slice.value]
+    raise SourceError(f"{ast.unparse(tree)} is more than a look-up")

@@ -1,0 +1,214 @@
+"""Woven: a module as straight-line code that calls its built pieces and hands its boundary ops over."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from torchweave.compile.forward import Boundary
+from torchweave.compile.graph import CapturedGraph, Constant, Input, OutputTree, Size
+from torchweave.compile.pieces import BuiltPiece
+from torchweave.compile.split import BoundaryCall, Piece
+from torchweave.compile.symbols import is_size
+from torchweave.log import Report
+
+Parts = list[Piece | BoundaryCall]
+
+
+class Woven:
+    """A compiled forward: `woven(boundary, *inputs)`.
+
+    Attributes:
+        code: the Python that a call runs; `piece_<digest>` are the built pieces, `constants_<i>` what piece i reads.
+        pieces: pieces in the order in which they run; equal digests share one built piece.
+        built: the built pieces by digest.
+        inputs: names of the inputs, in order.
+    """
+
+    def __init__(self, graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece], report: Report) -> None:
+        self.report = report
+        self.inputs = graph.inputs
+        self.parts = parts
+        self.pieces = [part for part in parts if isinstance(part, Piece)]
+        self.built = dict(built)
+        self.code, namespace = stitch(graph, parts, built)
+        exec(compile(self.code, "<torchweave stitched>", "exec"), namespace)
+        self._run = namespace["forward"]
+
+    def __call__(self, boundary: Boundary, *inputs: Tensor) -> Any:
+        """Run a step. `inputs` in forward's order, of the example's dtypes, devices and static sizes, contiguous."""
+        return self._run(boundary, *inputs)
+
+    @property
+    def plan(self) -> str:
+        """The pieces and boundary ops in the order in which they run, as text."""
+        lines = []
+        for part in self.parts:
+            if isinstance(part, BoundaryCall):
+                lines.append(f"  boundary  {part.op._schema.name}")
+            else:
+                calls = sum(node.op.startswith("call") for node in part.module.graph.nodes)
+                how = self.built[part.digest].built
+                lines.append(f"piece {part.index:<4} {part.digest}  {calls} operations  {how}")
+        return "\n".join(lines)
+
+    def piece_code(self, digest: str) -> str:
+        """The FX code of a distinct piece."""
+        piece = next(piece for piece in self.pieces if piece.digest == digest)
+        return piece.module.code
+
+
+def stitch(graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece]) -> tuple[str, dict[str, Any]]:
+    """Straight-line code over the parts, and the namespace that it runs in. Each value is dropped after its last use."""
+    return _Stitcher(graph, parts, built).run()
+
+
+class _Stitcher:
+    def __init__(self, graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece]) -> None:
+        self.graph, self.parts, self.built = graph, parts, built
+        self.namespace: dict[str, Any] = {"no_grad": torch.no_grad}
+        self.names: dict[fx.Node, str] = {}
+        self.taken: set[str] = set()
+        self.lines: list[str] = []
+
+    def run(self) -> tuple[str, dict[str, Any]]:
+        header = [self._fresh(name) for name in ("boundary", *self.graph.inputs)]
+        self._bind_inputs()
+        last_use = self._last_uses()
+        for position, part in enumerate(self.parts):
+            if isinstance(part, Piece):
+                self._call_piece(part)
+            else:
+                self._call_boundary(part)
+            dead = [self.names[node] for node, last in last_use.items() if last == position and node in self.names]
+            if dead:
+                self.lines.append(f"del {', '.join(dead)}")
+        self.lines.append(f"return {self._result()}")
+        body = "".join(f"    {line}\n" for line in self.lines)
+        return f"@no_grad()\ndef forward({', '.join(header)}):\n{body}", self.namespace
+
+    def _fresh(self, wanted: str) -> str:
+        base = re.sub(r"\W", "_", wanted)
+        base = f"{base}_" if keyword.iskeyword(base) else base
+        name, count = base, 1
+        while name in self.taken:
+            count += 1
+            name = f"{base}_{count}"
+        self.taken.add(name)
+        return name
+
+    def _bind_inputs(self) -> None:
+        for node in self.graph.placeholders():
+            binding = self.graph.bindings[node.name]
+            if isinstance(binding, Input):
+                self.names[node] = binding.name
+            elif isinstance(binding, Size) and node.users:
+                symbol = str(node.meta["example_value"])
+                self.names[node] = self._fresh(self.graph.symbols.get(symbol, node.name))
+                self.lines.append(f"{self.names[node]} = {binding.input}.shape[{binding.dim}]")
+
+    def _last_uses(self) -> dict[fx.Node, int]:
+        """For every tensor that a piece makes, the last part that reads it; what is returned is left out."""
+        last: dict[fx.Node, int] = {}
+        for position, part in enumerate(self.parts):
+            if isinstance(part, Piece):
+                last.update(dict.fromkeys(part.outputs, position))
+                read = part.inputs
+            else:
+                read = part.node.all_input_nodes
+            last.update({node: position for node in read if node in last})
+        (output,) = (node for node in self.graph.graph.nodes if node.op == "output")
+        for node in output.all_input_nodes:
+            last.pop(node, None)
+        return last
+
+    def _call_piece(self, piece: Piece) -> None:
+        function = f"piece_{piece.digest}"
+        self.namespace[function] = self.built[piece.digest].call
+        arguments = [self._value(node) for node in piece.inputs]
+        if piece.constants:
+            constants = f"constants_{piece.index}"
+            self.namespace[constants] = tuple(self._tensor(node) for node in piece.constants)
+            arguments.append(f"*{constants}")
+        for node in piece.outputs:
+            self.names[node] = self._fresh(node.name)
+        targets = ", ".join(self.names[node] for node in piece.outputs)
+        call = f"{function}([{', '.join(arguments)}])"
+        self.lines.append(f"{targets}{',' if len(piece.outputs) == 1 else ''} = {call}" if targets else call)
+
+    def _call_boundary(self, call: BoundaryCall) -> None:
+        function = self._fresh(call.op._schema.name.split("::")[-1]) if call.op not in self.namespace.values() else ""
+        if function:
+            self.namespace[function] = call.op
+        function = next(name for name, item in self.namespace.items() if item is call.op)
+        args = "".join(f"{self._expression(argument)}, " for argument in call.args)
+        kwargs = ", ".join(f"{name!r}: {self._expression(argument)}" for name, argument in call.kwargs.items())
+        self.lines.append(f"boundary({function}, ({args}), {{{kwargs}}})")
+
+    def _value(self, node: fx.Node) -> str:
+        if node in self.names:
+            return self.names[node]
+        if self.graph.constant(node) is not None:
+            return self._bound(node.name, self._tensor(node), node)
+        assert is_size(node), f"{node} is not computed by any piece"
+        arguments = ", ".join(self._expression(argument) for argument in node.args)
+        self.names[node] = self._fresh(node.name)
+        self.lines.append(f"{self.names[node]} = {self._bound(node.name, node.target, None)}({arguments})")
+        return self.names[node]
+
+    def _tensor(self, node: fx.Node) -> Tensor:
+        constant = self.graph.constant(node)
+        assert constant is not None
+        return constant.detach()
+
+    def _bound(self, wanted: str, thing: Any, node: fx.Node | None) -> str:
+        name = self._fresh(f"const_{wanted}")
+        self.namespace[name] = thing
+        if node is not None:
+            self.names[node] = name
+        return name
+
+    def _expression(self, thing: Any) -> str:
+        if isinstance(thing, fx.Node):
+            return self._value(thing)
+        if isinstance(thing, (tuple, list)):
+            inner = "".join(f"{self._expression(item)}, " for item in thing)
+            return f"[{inner}]" if isinstance(thing, list) else f"({inner})"
+        if thing is None or (isinstance(thing, (bool, int, str)) or (isinstance(thing, float) and thing - thing == 0)):
+            return repr(thing)
+        return self._bound("value", thing, None)
+
+    def _result(self) -> str:
+        (output,) = (node for node in self.graph.graph.nodes if node.op == "output")
+        flat = [self._expression(item) for item in output.args[0]]
+        tree = self.graph.output
+        if tree.is_single_tensor():
+            return flat[0]
+        self.namespace["tree"] = _Tree(tree)
+        return f"tree(({''.join(f'{item}, ' for item in flat)}), {{{self._inputs_of(tree)}}})"
+
+    def _inputs_of(self, tree: OutputTree) -> str:
+        return ", ".join(f"{leaf.name!r}: {leaf.name}" for leaf in tree.leaves if isinstance(leaf, Input))
+
+
+class _Tree:
+    """Builds forward's return value from flat outputs."""
+
+    def __init__(self, tree: OutputTree) -> None:
+        self.tree = tree
+
+    def __call__(self, flat: tuple[Any, ...], inputs: dict[str, Tensor]) -> Any:
+        return pytree.tree_unflatten([self._leaf(leaf, flat, inputs) for leaf in self.tree.leaves], self.tree.spec)
+
+    def _leaf(self, leaf: Any, flat: tuple[Any, ...], inputs: dict[str, Tensor]) -> Any:
+        if isinstance(leaf, int):
+            return flat[leaf]
+        if isinstance(leaf, Input):
+            return inputs[leaf.name]
+        return leaf.tensor if isinstance(leaf, Constant) else leaf[1]
