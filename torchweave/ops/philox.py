@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import numpy as np
 
-LANES = 1024
+LANES = 64
 _MASK = np.uint64(0xFFFFFFFF)
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _ROUNDS = 10
+_SERIES_BELOW = 1 << 23
 
 
 def philox_4x32(
@@ -45,7 +46,12 @@ def random_words(seed_lo: np.ndarray, seed_hi: np.ndarray, position: np.ndarray,
 
 
 def gumbel(words: np.ndarray) -> np.ndarray:
-    """Standard Gumbel noise float32 from 32-bit words. Fine where it matters: the upper tail keeps 2**-32 of resolution."""
-    uniform = np.minimum((words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1 - 2.0**-24))
-    exponential = -np.log1p(-uniform)
-    return -np.log(exponential)
+    """Standard Gumbel noise float32 from 32-bit words: -log(-log(1 - u)) for u = word / 2**32.
+
+    Small u, whose noise is large, keep all 32 bits by the series of -log(1 - u); elsewhere 24 bits make 1 - u exact in float32. So
+    the kernel, which does the same, differs from this by the rounding of `log` only.
+    """
+    u = ((words & np.uint64(_SERIES_BELOW - 1)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    series = u * (np.float32(1) + u * (np.float32(0.5) + u * np.float32(1 / 3)))
+    complement = (np.uint64(1 << 24) - (words >> np.uint64(8))).astype(np.float32) * np.float32(2.0**-24)
+    return -np.log(np.where(words < _SERIES_BELOW, series, -np.log(complement)))

@@ -98,6 +98,7 @@ class SlotState:
             setattr(self, name, view)
             if self.device.type == "cpu":
                 self.host[name] = view.numpy()
+        self._flat = self.arena.numpy() if self.device.type == "cpu" else np.empty(0, np.int32)
         self._last_writer = np.empty(end, dtype=np.int32)
         self._uploader = _Uploader(self.arena) if self.device.type == "cuda" else None
 
@@ -121,7 +122,7 @@ class SlotState:
         if indices.size == 0:
             return 0
         if self._uploader is None:
-            self.arena.numpy()[indices] = values  # a repeated index takes its last value
+            self._flat[indices] = values  # a repeated index takes its last value
             return indices.size
         indices, values = self._deduplicate(indices, values)
         self._uploader.scatter(indices, values)

@@ -1,6 +1,7 @@
 """Triton kernels around the model in a step: prepare its inputs, advance its slots, scatter changed state.
 
-Integers that change from step to step are not specialised on, so that no kernel is compiled after start-up.
+Nothing that changes from step to step is specialised on (sizes, and the alignment of what is cut from a packed buffer), so that no
+kernel is compiled after start-up.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ INT_MIN = tl.constexpr(-(2**31))
 _TOKENS = 1024  # tokens that one program handles at a time
 _ROWS = 128
 _PAIRS = 256
+_CUT = ["slots", "query_start", "host_ids", "host_positions", "tokens", "emit", "out", "ids", "positions", "seq_lens", "slot_mapping"]
 
 
 @triton.jit
@@ -26,7 +28,7 @@ def _cache_slot(block_table, slot, position, max_blocks, valid, BLOCK_SIZE: tl.c
     return tl.where(valid & (block >= 0), mapped, -1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=_CUT)
 def prepare_kernel(
     last_token, position, block_table,
     slots, query_start, host_ids, host_positions,
@@ -67,7 +69,7 @@ def prepare_kernel(
         tl.store(position + slot, final_position, mask=filled)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_CUT)
 def prepare_decode_kernel(
     last_token, position, block_table, slots,
     ids, positions, seq_lens, slot_mapping,
@@ -87,7 +89,7 @@ def prepare_decode_kernel(
     tl.store(slot_mapping + row, mapped, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_CUT)
 def advance_kernel(
     tokens, slots, emit, last_token, position, min_position, stop_ids, out, num_rows,
     NUM_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr,

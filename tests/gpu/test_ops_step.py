@@ -1,0 +1,135 @@
+"""Step kernels, sampling and uploads on a GPU, alone and replayed from CUDA graphs, against the CPU versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ops.sampling_cases import PARAMETERS, build
+from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step
+from torchweave.ops.sampling import sample
+from torchweave.ops.step import advance, prepare, prepare_decode
+
+pytestmark = pytest.mark.gpu
+
+
+def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of `function`, which was run once before: its state then needs resetting by the caller."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("graphed", [False, True])
+def test_step_ops(seed: int, graphed: bool) -> None:
+    generator = np.random.default_rng(seed)
+    state = random_state(generator)
+    start = state.arena.clone()
+    twin = copy_state(state, "cuda")
+    step = random_step(generator, state)
+    rows, tokens = step.slots.numel(), step.host_ids.numel()
+    inputs = (step.slots, step.query_start, step.host_ids, step.host_positions)
+    sampled = torch.from_numpy(generator.integers(0, 6, rows).astype(np.int32))
+    emit = torch.from_numpy(generator.integers(0, 4, rows) > 0)
+
+    def run(on, mixed, decode, out, inputs, sampled, emit) -> None:
+        prepare(on, *inputs, **mixed.arguments(), block_size=BLOCK_SIZE)
+        advance(sampled, inputs[0], emit, on, out)
+        prepare_decode(on, inputs[0], **decode.arguments(), block_size=BLOCK_SIZE)
+
+    def outputs(device: str):
+        out = torch.empty(rows, dtype=torch.int32, device=device)
+        return Outputs.empty(rows, tokens, device), Outputs.empty(rows, rows, device), out
+
+    expected, got = outputs("cpu"), outputs("cuda")
+    run(state, *expected, inputs, sampled, emit)
+    on_device = [tensor.cuda() for tensor in inputs], sampled.cuda(), emit.cuda()
+    if graphed:
+        graph = captured(lambda: run(twin, *got, *on_device))
+        twin.arena.copy_(start)
+        graph.replay()
+    else:
+        run(twin, *got, *on_device)
+    assert got[0].lists() == expected[0].lists() and got[1].lists() == expected[1].lists()
+    assert got[2].tolist() == expected[2].tolist()
+    assert twin.arena.cpu().equal(state.arena)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [5, 1000, 4097, 32000, 128256, 262144])
+def test_sampling_equals_the_reference(vocab_size: int, dtype: torch.dtype) -> None:
+    logits, slots, state = build(vocab_size, dtype, repeats=2, seed=vocab_size)
+    expected = sample(logits, slots, state).tolist()
+    twin, on_device = copy_state(state, "cuda"), logits.cuda()
+    device_slots, out = slots.cuda(), torch.empty(len(slots), dtype=torch.int32, device="cuda")
+    graph = captured(lambda: sample(on_device, device_slots, twin, out))
+    out.fill_(-7)
+    graph.replay()
+    got = out.tolist()
+    wrong = [(i, PARAMETERS[i % len(PARAMETERS)], expected[i], got[i]) for i in range(len(got)) if got[i] != expected[i]]
+    assert not wrong
+    alone = [sample(on_device[i : i + 1], device_slots[i : i + 1], twin).item() for i in range(len(slots))]
+    assert alone == got, "a row's token must not depend on its batch"
+
+
+def test_uploads_do_not_overtake_each_other() -> None:
+    """Many updates behind a long-running kernel: staging buffers in flight must keep their contents."""
+    generator = np.random.default_rng(0)
+    state = copy_state(random_state(generator, max_batch=300, columns=64), "cuda")
+    expected = state.arena.cpu().numpy().copy()
+    updates = state.updates()
+    torch.cuda._sleep(50_000_000)
+    for _ in range(30):
+        size = int(generator.integers(1, 20_000))  # some need several copies
+        slots, columns = generator.integers(0, 300, size), generator.integers(0, 64, size)
+        blocks = generator.integers(0, 1000, size)
+        updates.set_blocks(slots, columns, blocks)
+        updates.set("temperature", slots[:5], 0.25)
+        state.apply(updates)
+        expected[state.layout["block_table"] + slots * 64 + columns] = blocks
+        expected[state.layout["temperature"] + slots[:5]] = np.float32(0.25).view(np.int32)
+    assert (state.arena.cpu().numpy() == expected).all()
+
+
+def test_steps_compile_nothing_new() -> None:
+    """Sizes differ from step to step; a kernel specialised on one would be compiled in the middle of serving."""
+    from torchweave.ops.kernels import sampling
+    from torchweave.ops.kernels import step as kernels
+
+    every = [kernels.prepare_kernel, kernels.prepare_decode_kernel, kernels.advance_kernel, kernels.scatter_kernel]
+    every += [sampling.partial_kernel, sampling.finish_kernel]
+
+    def run(seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        state = copy_state(random_state(generator), "cuda")
+        step = random_step(generator, copy_state(state))
+        rows, tokens = step.slots.numel(), step.host_ids.numel()
+        packed = [step.slots, step.query_start, step.host_ids, step.host_positions]
+        inputs = list(torch.cat(packed).cuda().split([value.numel() for value in packed]))  # of any alignment
+        prepare(state, *inputs, **Outputs.empty(rows, tokens, "cuda").arguments(), block_size=BLOCK_SIZE)
+        prepare_decode(state, inputs[0], **Outputs.empty(rows, rows, "cuda").arguments(), block_size=BLOCK_SIZE)
+        out = torch.empty(rows, dtype=torch.int32, device="cuda")
+        sample(torch.zeros(rows, 5000, device="cuda"), inputs[0], state, out)
+        advance(out, inputs[0], torch.ones_like(out), state, out)
+        updates = state.updates()
+        updates.set("position", np.arange(rows), 1)
+        state.apply(updates)
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for kernel in every for cache in kernel.device_caches.values())
+
+    run(0)
+    before = compiled()
+    for seed in range(1, 12):
+        run(seed)
+    assert compiled() == before

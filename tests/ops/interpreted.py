@@ -1,0 +1,20 @@
+"""Triton reads TRITON_INTERPRET when it is imported: interpreted kernels need a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run_interpreted(script: str) -> None:
+    """Run tests/ops/`script` in a process of its own, where Triton interprets its kernels on CPU tensors."""
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(root / "tests" / "ops" / script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

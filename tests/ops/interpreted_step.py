@@ -1,0 +1,50 @@
+"""Run by test_step with TRITON_INTERPRET=1: the step kernels against the CPU versions."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step
+from torchweave.ops.kernels import step as kernels
+from torchweave.ops.step import advance, prepare, prepare_decode
+
+
+def main() -> None:
+    for seed in range(8):
+        generator = np.random.default_rng(seed)
+        state = random_state(generator)
+        twin = copy_state(state)
+        step = random_step(generator, state)
+        rows, tokens = step.slots.numel(), step.host_ids.numel()
+        inputs = (step.slots, step.query_start, step.host_ids, step.host_positions)
+        expected, got = Outputs.empty(rows, tokens), Outputs.empty(rows, tokens)
+        prepare(state, *inputs, **expected.arguments(), block_size=BLOCK_SIZE)
+        views = (twin.last_token, twin.position, twin.block_table)
+        kernels.launch_prepare(*views, *inputs, *got.arguments().values(), BLOCK_SIZE)
+        assert expected.lists() == got.lists()
+
+        expected, got = Outputs.empty(rows, rows), Outputs.empty(rows, rows)
+        prepare_decode(state, step.slots, **expected.arguments(), block_size=BLOCK_SIZE)
+        kernels.launch_prepare_decode(*views, step.slots, *got.arguments().values(), BLOCK_SIZE)
+        assert expected.lists() == got.lists()
+
+        sampled = torch.from_numpy(generator.integers(0, 6, rows).astype(np.int32))
+        emit = torch.from_numpy(generator.integers(0, 4, rows) > 0)
+        out, other = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.int32)
+        advance(sampled, step.slots, emit, state, out)
+        kernels.launch_advance(
+            sampled, step.slots, emit, twin.last_token, twin.position, twin.min_position, twin.stop_ids, other
+        )
+        assert out.tolist() == other.tolist()
+        assert state.arena.tolist() == twin.arena.tolist()
+
+    arena, pairs = torch.arange(700, dtype=torch.int32), torch.randperm(700, dtype=torch.int32)[:600]
+    expected = arena.clone()
+    expected[pairs[:300].long()] = pairs[300:]
+    kernels.launch_scatter(arena, pairs, 300)
+    assert arena.equal(expected)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Random mixed steps, for the kernels in the interpreter and on a GPU against the CPU versions and a plain loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchweave.ops.state import SlotState
+
+BLOCK_SIZE = 4
+
+
+@dataclass
+class MixedStep:
+    """Inputs of `prepare`: generation rows, context rows, empty padding rows, and padded tokens behind."""
+
+    slots: Tensor
+    query_start: Tensor
+    host_ids: Tensor
+    host_positions: Tensor
+
+
+@dataclass
+class Outputs:
+    """What the step ops fill; starts as garbage."""
+
+    ids: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+    slot_mapping: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, tokens: int, device: str = "cpu") -> Outputs:
+        def garbage(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.full((size,), 77, dtype=dtype, device=device)
+
+        return cls(
+            garbage(tokens, torch.int64), garbage(tokens, torch.int64), garbage(rows, torch.int32), garbage(tokens, torch.int64)
+        )
+
+    def arguments(self) -> dict[str, Tensor]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def lists(self) -> dict[str, list[int]]:
+        return {name: value.tolist() for name, value in self.arguments().items()}
+
+
+def random_state(generator: np.random.Generator, max_batch: int = 9, columns: int = 6) -> SlotState:
+    state = SlotState(max_batch, columns, max_rows=12)
+    updates = state.updates()
+    every = np.arange(max_batch)
+    updates.set("last_token", every, generator.integers(0, 1000, max_batch))
+    updates.set("position", every, generator.integers(0, columns * BLOCK_SIZE + 2, max_batch))  # some beyond the table
+    updates.set("min_position", every, generator.integers(0, columns * BLOCK_SIZE, max_batch))
+    updates.set("stop_ids", every, generator.integers(-1, 6, (max_batch, 8)))
+    updates.set("block_table", every, generator.integers(-1, 50, (max_batch, columns)))
+    state.apply(updates)
+    return state
+
+
+def random_step(generator: np.random.Generator, state: SlotState) -> MixedStep:
+    slots = generator.permutation(state.max_batch)[: generator.integers(1, 7)].tolist()
+    generation = generator.integers(0, len(slots) + 1)
+    ids, positions, starts = [], [], [0]
+    for row in range(len(slots)):
+        if row < generation:
+            ids, positions = [*ids, -1], [*positions, 5]
+        else:
+            length = int(generator.integers(1, 9))
+            first = int(generator.integers(0, 12))
+            ids += generator.integers(0, 1000, length).tolist()
+            positions += range(first, first + length)
+        starts.append(len(ids))
+    padding_rows, padding_tokens = generator.integers(0, 3), generator.integers(0, 4)
+    slots += [-1] * padding_rows
+    starts += [starts[-1]] * padding_rows
+    int32 = torch.int32
+    return MixedStep(
+        torch.tensor(slots, dtype=int32), torch.tensor(starts, dtype=int32),
+        torch.tensor(ids + [9] * padding_tokens, dtype=int32), torch.tensor(positions + [9] * padding_tokens, dtype=int32),
+    )  # fmt: skip
+
+
+def copy_state(state: SlotState, device: str = "cpu") -> SlotState:
+    copy = SlotState(state.max_batch, state.max_blocks_per_seq, state.max_rows, device)
+    copy.arena.copy_(state.arena)
+    return copy
