@@ -82,7 +82,7 @@ def test_negative_graph_batch_size_means_none():
 
 
 def test_every_option_has_one_entry_in_the_order_of_the_config():
-    def names(config: object, prefix: str = "") -> list[str]:
+    def names(config: Any, prefix: str = "") -> list[str]:
         found: list[str] = []
         for item in fields(config):
             value = getattr(config, item.name)

@@ -1,0 +1,263 @@
+"""Options from YAML and the command line become dataclasses by annotation, or are refused with one sentence."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchweave.cli.arguments import Parser, engine_config, engine_parser, fill, normalised
+from torchweave.cli.options import build, convert, flatten, options_of, read_yaml
+from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.engine.request import SamplingParams
+
+
+@dataclass(frozen=True)
+class Inner:
+    depth: int = 1
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outer:
+    title: str
+    scale: float = 1.0
+    on: bool = False
+    limit: int | None = None
+    kind: Literal["plain", "fancy"] = "plain"
+    sizes: tuple[int, ...] | None = None
+    inner: Inner = field(default_factory=Inner)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("scale", "1e-3", 0.001),
+        ("scale", "2", 2.0),
+        ("scale", 2, 2.0),
+        ("on", "true", True),
+        ("on", "OFF", False),
+        ("on", True, True),
+        ("limit", "12", 12),
+        ("limit", "1_000", 1000),
+        ("limit", "null", None),
+        ("limit", "None", None),
+        ("limit", None, None),
+        ("limit", "-4", -4),
+        ("kind", "fancy", "fancy"),
+        ("sizes", "1,2, 4", (1, 2, 4)),
+        ("sizes", "[1, 2]", (1, 2)),
+        ("sizes", "[]", ()),
+        ("sizes", "8", (8,)),
+        ("sizes", 8, (8,)),
+        ("sizes", [1, 2], (1, 2)),
+        ("sizes", "null", None),
+        ("title", "none", "none"),
+        ("title", "12", "12"),
+        ("inner.depth", "3", 3),
+        ("inner.names", "a,b", ("a", "b")),
+    ],
+)
+def test_values_take_the_annotated_type(name: str, text: Any, value: Any):
+    built: Any = build(Outer, {"title": "x", name: text})
+    for part in name.split("."):
+        built = getattr(built, part)
+    assert built == value and type(built) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("scale", "fast", "scale='fast' is not valid: it takes a number"),
+        ("scale", True, "scale=True is not valid"),
+        ("scale", "nan", "it takes a number"),
+        ("on", "maybe", "it takes true or false"),
+        ("on", 1, "it takes true or false"),
+        ("limit", "3.5", "it takes a whole number or null"),
+        ("limit", 3.5, "it takes a whole number or null"),
+        ("limit", True, "it takes a whole number or null"),
+        ("kind", "facny", "one of plain, fancy; did you mean fancy?"),
+        ("sizes", "1,x", "a list of whole numbers or null"),
+        ("sizes", [1, True], "a list of whole numbers or null"),
+        ("title", 3, "it takes text"),
+        ("title", None, "it takes text"),
+        ("inner.depth", [3], "inner.depth=[3] is not valid"),
+        ("limt", "3", "unknown option limt; did you mean limit?"),
+        ("inner.dept", "3", "did you mean inner.depth?"),
+        ("depth", "3", "did you mean inner.depth?"),
+        ("wholly_else", "3", "`--help` lists"),
+        ("inner", 3, "unknown option inner; did you mean inner."),
+    ],
+)
+def test_other_values_and_names_are_refused(name: str, text: Any, sentence: str):
+    with pytest.raises(ValueError) as caught:
+        build(Outer, {"title": "x", name: text})
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_field_is_named():
+    with pytest.raises(ValueError, match="title must be given"):
+        build(Outer, {"scale": "2"})
+
+
+def test_later_sources_win_and_keep_what_they_do_not_name():
+    built = build(Outer, {"title": "a", "inner.depth": 2, "scale": 3}, {"title": "b"}, {"inner.names": ["q"]})
+    assert built == Outer("b", scale=3.0, inner=Inner(2, ("q",)))
+
+
+@given(st.dictionaries(st.sampled_from(["limit", "inner.depth"]), st.integers()), st.booleans(), st.floats(-9, 9))
+def test_text_and_value_build_the_same(numbers: dict[str, int], on: bool, scale: float):
+    values: dict[str, Any] = {"title": "t", "on": on, "scale": scale, **numbers}
+    texts = {name: str(value) for name, value in values.items()}
+    assert build(Outer, values) == build(Outer, texts)
+
+
+@given(st.text())
+def test_any_text_either_converts_or_is_one_sentence(text: str):
+    for option in options_of(Outer).values():
+        try:
+            convert(option.hint, text, option.name)
+        except ValueError as error:
+            assert str(error).startswith(f"{option.name}=")
+
+
+def test_every_annotation_of_the_real_configs_is_understood():
+    for config in (EngineConfig, SamplingParams):
+        for option in options_of(config).values():
+            assert "VALUE" not in option.metavar, option
+
+
+def test_yaml_nested_and_dotted_are_the_same(tmp_path: Path):
+    nested, dotted = tmp_path / "nested.yaml", tmp_path / "dotted.yaml"
+    nested.write_text("max_model_len: 64\ntorch_compile_config:\n  capture_num_tokens: [1, 2]\n  debug: true\n")
+    dotted.write_text(
+        "max_model_len: 64\ntorch_compile_config.capture_num_tokens: [1, 2]\ntorch_compile_config.debug: on\n"
+    )
+    assert read_yaml(nested) == read_yaml(dotted)
+    assert build(EngineConfig, {"model": "m"}, read_yaml(nested)) == EngineConfig(
+        "m", max_model_len=64, torch_compile_config=TorchCompileConfig(capture_num_tokens=(1, 2), debug=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"a: [1", "line 1 is not valid YAML"),
+        (b"- 1\n- 2\n", "must hold options as `name: value`, but holds a list"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_bad_file_is_one_sentence(tmp_path: Path, content: bytes | None, sentence: str):
+    path = tmp_path / "x.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        read_yaml(path)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_empty_file_holds_no_option(tmp_path: Path):
+    (tmp_path / "x.yaml").write_text("# nothing\n")
+    assert read_yaml(tmp_path / "x.yaml") == {} and flatten({"a": {}}) == {}
+
+
+def read(*argv: str) -> EngineConfig:
+    parser = engine_parser("explain", "")
+    args = parser.read(["demo", *argv])
+    return engine_config(args) if args.model == "demo" else pytest.fail("MODEL was swallowed")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--torch_compile_config.enable_inductor=false"],
+        ["--torch-compile-config.enable-inductor", "false"],
+        ["-cc.enable_inductor=false"],
+        ["-cc.enable_inductor", "false"],
+        ["--torch_compile_config.no_enable_inductor"],
+        ["-cc.no-enable-inductor"],
+    ],
+)
+def test_spellings_of_one_option(argv: list[str]):
+    assert read(*argv) == EngineConfig("demo", torch_compile_config=TorchCompileConfig(enable_inductor=False))
+
+
+def test_flags_do_not_swallow_the_prompt():
+    assert read("--trust-remote-code").trust_remote_code
+    parser = engine_parser("generate", "")
+    parser.add_argument("prompts", nargs="*")
+    args = parser.read(["demo", "--trust_remote_code", "1+1=", "--max-model-len", "64", "2+2="])
+    assert args.prompts == ["1+1=", "2+2="] and engine_config(args).max_model_len == 64
+
+
+def test_text_after_two_dashes_is_left_alone():
+    parser = engine_parser("generate", "")
+    parser.add_argument("prompts", nargs="*")
+    assert parser.read(["demo", "--", "--max-model-len", "-5+3="]).prompts == ["--max-model-len", "-5+3="]
+
+
+def test_levels_lie_under_what_is_asked(tmp_path: Path):
+    plain = read("-O0")
+    assert not plain.torch_compile_config.enable_fullgraph and plain.cuda_graph_config.max_batch_size == -1
+    assert read("-O1").torch_compile_config == TorchCompileConfig()
+    assert not read("-O1").cuda_graph_config.capture_mixed
+    assert read("-O2") == read() == EngineConfig("demo")
+    path = tmp_path / "x.yaml"
+    path.write_text("torch_compile_config: {enable_fullgraph: true, debug: true}\n")
+    mixed = read("-O0", "--config", str(path), "-cc.debug=false").torch_compile_config
+    assert mixed.enable_fullgraph and not mixed.enable_inductor and not mixed.debug
+
+
+def test_lists_may_be_repeated_and_vllm_names_work(tmp_path: Path):
+    assert read(
+        "--cudagraph-capture-sizes", "1,2", "-cc.capture_num_tokens=4"
+    ).torch_compile_config == TorchCompileConfig(capture_num_tokens=(1, 2, 4))
+    (tmp_path / "x.yaml").write_text("cudagraph_capture_sizes: [8]\n")
+    assert read("--config", str(tmp_path / "x.yaml")).torch_compile_config.capture_num_tokens == (8,)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--max_modle_len=5"], "unknown option --max_modle_len; did you mean --max_model_len?"),
+        (["--max_model"], "did you mean --max_model_len?"),
+        (["-cc.enable_inducter=false"], "did you mean --torch_compile_config.enable_inductor?"),
+        (["-O7"], "invalid choice: 7"),
+        (["--max_model_len"], "expected one argument"),
+        (["--max_model_len", "long"], "max_model_len='long' is not valid"),
+        (["-5+3="], "goes after `--`"),
+        (["extra"], "unexpected argument 'extra'"),
+    ],
+)
+def test_the_command_line_refuses_with_one_sentence(argv: list[str], sentence: str):
+    with pytest.raises(ValueError) as caught:
+        read(*argv)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_sampling_options_fill_the_dataclass():
+    parser = Parser(prog="x")
+    parser.add_config(SamplingParams, "sampling")
+    args = parser.read(["--stop", "a,b", "--stop", "c", "--temperature", "0.5", "--ignore-eos", "--stop_token_ids=1,2"])
+    params = fill(SamplingParams, args, max_tokens=99)
+    assert params.stop_strings == ("a,b", "c") and params.ignore_eos and params.max_tokens == 99
+    assert tuple(params.stop_token_ids or ()) == (1, 2) and params.temperature == 0.5
+    assert fill(SamplingParams, parser.read(["--stop", "a,b"])).stop_strings == ("a,b",)
+    with pytest.raises(ValueError, match="temperature"):
+        fill(SamplingParams, parser.read(["--temperature", "-1"]))
+
+
+def test_every_engine_option_is_on_the_command_line():
+    parser = engine_parser("explain", "")
+    assert set(parser.options) == set(options_of(EngineConfig)) - {"model"}
+    assert {item.name for item in fields(EngineConfig)} - {"model"} <= {name.split(".")[0] for name in parser.options}
+
+
+@given(st.lists(st.text(max_size=8), max_size=6))
+def test_normalising_twice_changes_nothing(argv: list[str]):
+    options = options_of(EngineConfig)
+    once = normalised(argv, options)
+    assert normalised(once, options) == once

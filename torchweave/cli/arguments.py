@@ -1,0 +1,182 @@
+"""The command line: one argparse parser a command, with an option for every field of the dataclasses that it fills.
+
+All spellings of an option are brought to one before argparse sees them, so that argparse's own guessing is not needed:
+`--max-model-len 512`, `--max_model_len=512`, `--ignore_eos`, `--no-ignore_eos`, `-cc.debug=true`, `-O1`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from torchweave.cli.options import Option, build, convert, options_of, read_yaml, unknown_option
+from torchweave.config import EngineConfig
+
+Config = TypeVar("Config")
+
+# What each level turns off, laid under everything else that is asked.
+LEVELS: dict[int, dict[str, Any]] = {
+    0: {
+        "torch_compile_config.enable_fullgraph": False,
+        "torch_compile_config.enable_inductor": False,
+        "torch_compile_config.enable_piecewise_cuda_graph": False,
+        "cuda_graph_config.max_batch_size": -1,
+        "cuda_graph_config.capture_mixed": False,
+    },
+    1: {"cuda_graph_config.max_batch_size": -1, "cuda_graph_config.capture_mixed": False},
+    2: {},
+}
+# Names that users of vLLM know.
+ALIASES = {"cudagraph_capture_sizes": "torch_compile_config.capture_num_tokens"}
+SHORT_PREFIX, LONG_PREFIX = "-cc.", "--torch_compile_config."
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose faults are `ValueError`s, so that `main` reports all faults in one way."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self.options: dict[str, Option] = {}
+        self.add_argument("--traceback", action="store_true", help="show where in the code a fault was found")
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+    def add_config(self, config: type, title: str, skip: Iterable[str] = ()) -> None:
+        """An option for every field of a dataclass, but for those in `skip`."""
+        group = self.add_argument_group(title)
+        for name, option in options_of(config).items():
+            if name in skip:
+                continue
+            assert name not in self.options, f"{name} is an option of two configs"
+            self.options[name] = option
+            action = "append" if option.is_list else "store"
+            group.add_argument(f"--{name}", dest=name, metavar=option.metavar, action=action, default=argparse.SUPPRESS)
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The arguments; a name that no option has is refused with the nearest one."""
+        args, unknown = self.parse_known_args(self._options_first(normalised(argv, self.options)))
+        for argument in unknown:
+            name = argument.partition("=")[0]
+            if name.startswith("--") and name != "--":
+                known = [text[2:] for action in self._actions for text in action.option_strings if text[:2] == "--"]
+                raise ValueError(unknown_option(name[2:], known, "--"))
+            if name.startswith("-") and name != "-":
+                raise ValueError(f"unknown option {name}; text that starts with a dash goes after `--`")
+        if unknown:
+            raise ValueError(f"unexpected argument {unknown[0]!r}")
+        return args
+
+    def _options_first(self, argv: Sequence[str]) -> list[str]:
+        """Options with their values, then `--`, then the rest: argparse would end a list of prompts at an option."""
+        actions = {text: action for action in self._actions for text in action.option_strings}
+        options: list[str] = []
+        rest: list[str] = []
+        remaining = iter(argv)
+        for argument in remaining:
+            if argument == "--":
+                rest.extend(remaining)
+            elif argument.startswith("-") and argument != "-":
+                options.append(argument)
+                if argument in actions and actions[argument].nargs != 0:
+                    options.extend([value] if (value := next(remaining, None)) is not None else [])
+            else:
+                rest.append(argument)
+        return [*options, "--", *rest]
+
+
+def engine_parser(name: str, description: str) -> Parser:
+    """A parser with MODEL, `--config`, `-O` and every option of the engine."""
+    parser = Parser(prog=f"torchweave {name}", description=description)
+    parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, a built-in model (demo) or shape:NAME")
+    add_engine_options(parser)
+    return parser
+
+
+def add_engine_options(parser: Parser) -> None:
+    """`--config`, `-O` and every option of the engine but the model."""
+    parser.add_argument("--config", metavar="FILE", help="read options from a YAML file; the command line wins")
+    parser.add_argument(
+        "-O",
+        dest="level",
+        type=int,
+        choices=sorted(LEVELS),
+        default=2,
+        help="0: no capture, no compiler, no CUDA graphs; 1: compiled pieces and piecewise CUDA graphs; 2: whole steps too",
+    )
+    parser.add_argument("--quiet", action="store_true", help="draw no progress bars")
+    parser.add_config(EngineConfig, "engine (-cc.NAME is short for --torch_compile_config.NAME)", skip=("model",))
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine's config: the level, then the file, then the command line; later ones win.
+
+    Raises:
+        ValueError: see `options.build`.
+    """
+    from_file = _renamed(read_yaml(args.config)) if args.config else {}
+    given = {name: value for name, value in vars(args).items() if name in options_of(EngineConfig)}
+    return build(EngineConfig, LEVELS[args.level], from_file, _joined(EngineConfig, given))
+
+
+def fill(config: type[Config], args: argparse.Namespace, **defaults: Any) -> Config:
+    """A dataclass from those of its options that were given, over `defaults`."""
+    given = {name: value for name, value in vars(args).items() if name in options_of(config)}
+    return build(config, defaults, _joined(config, given))
+
+
+def _joined(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that may be repeated, as argparse collected them: `--stop a --stop b`, `--sizes 1,2 --sizes 4`."""
+    known = options_of(config)
+    joined: dict[str, Any] = {}
+    for name, value in given.items():
+        if known[name].is_list and isinstance(value, list):
+            parts = [convert(known[name].hint, item, name) for item in value]
+            single = parts[0] if len(parts) == 1 else None
+            value = single if len(parts) == 1 else [item for part in parts for item in _as_items(part)]
+        joined[name] = value
+    return joined
+
+
+def _as_items(part: Any) -> Sequence[Any]:
+    return part if isinstance(part, tuple) else () if part is None else (part,)
+
+
+def _renamed(source: Mapping[str, Any]) -> dict[str, Any]:
+    return {ALIASES.get(name.rsplit(".", 1)[-1], name): value for name, value in source.items()}
+
+
+def normalised(argv: Sequence[str], options: Mapping[str, Option]) -> list[str]:
+    """`argv` with every option in one spelling, and a value with every flag. What follows `--` is left as it is."""
+    found: list[str] = []
+    index = 0
+    while index < len(argv):
+        argument = argv[index]
+        index += 1
+        if argument == "--":
+            return [*found, argument, *argv[index:]]
+        if argument.startswith(SHORT_PREFIX):
+            argument = LONG_PREFIX + argument[len(SHORT_PREFIX) :]
+        if not argument.startswith("--"):
+            found.append(argument)
+            continue
+        name, equals, value = argument[2:].partition("=")
+        name = name.replace("-", "_")
+        name = ALIASES.get(name.rsplit(".", 1)[-1], name)
+        if name in options and options[name].is_flag and not equals:
+            following = argv[index].lower() if index < len(argv) else ""
+            takes = following in ("true", "false")
+            index += takes
+            name, equals, value = name, "=", following if takes else "true"
+        negated = _without_no(name)
+        if not equals and negated in options and options[negated].is_flag:
+            name, equals, value = negated, "=", "false"
+        found.append(f"--{name}{equals}{value}")
+    return found
+
+
+def _without_no(name: str) -> str:
+    """`no_x.y` and `x.no_y` as `x.y`."""
+    head, dot, leaf = name.rpartition(".")
+    return head + dot + leaf.removeprefix("no_") if leaf.startswith("no_") else name.removeprefix("no_")

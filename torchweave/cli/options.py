@@ -1,0 +1,232 @@
+"""Read options for a frozen dataclass from YAML files and the command line, by its annotations alone.
+
+An option is a field, named by its dotted path (`torch_compile_config.enable_inductor`). Sources are laid over each other
+as flat dicts `{dotted name: value}`, later ones win, and `build` turns the result into the dataclass: each value is
+converted to the field's type, and whatever does not convert, or names no field, is refused with one sentence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+Config = TypeVar("Config")
+
+_TRUE, _FALSE, _NONE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}, {"null", "none", "~"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of a config: its dotted name and its annotation."""
+
+    name: str
+    hint: Any
+
+    @property
+    def is_flag(self) -> bool:
+        return self.hint is bool
+
+    @property
+    def is_list(self) -> bool:
+        return any(get_origin(hint) in (tuple, list) for hint in _alternatives(self.hint))
+
+    @property
+    def metavar(self) -> str:
+        """The values it takes, as a help text shows them."""
+        return "|".join(dict.fromkeys(_describe(hint) for hint in _alternatives(self.hint) if hint is not type(None)))
+
+
+def options_of(config: type, prefix: str = "") -> dict[str, Option]:
+    """Every option of a dataclass and of the dataclasses in it, by dotted name."""
+    found: dict[str, Option] = {}
+    for name, hint in get_type_hints(config).items():
+        if is_dataclass(hint) and isinstance(hint, type):
+            found.update(options_of(hint, f"{prefix}{name}."))
+        else:
+            found[prefix + name] = Option(prefix + name, hint)
+    return found
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The options in a YAML file as a flat dict; nested mappings and dotted keys mean the same."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"config file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"config file {path} is not UTF-8 text") from None
+    try:
+        loaded = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"config file {path}{where} is not valid YAML: {getattr(error, 'problem', error)}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ValueError(f"config file {path} must hold options as `name: value`, but holds a {type(loaded).__name__}")
+    return flatten(loaded)
+
+
+def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`; an empty mapping holds no option."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = prefix + str(key)
+        flat.update(flatten(value, name + ".") if isinstance(value, Mapping) else {name: value})
+    return flat
+
+
+def build(config: type[Config], *sources: Mapping[str, Any]) -> Config:
+    """A `config` from flat sources, later ones over earlier ones; fields that none of them names keep their default.
+
+    Raises:
+        ValueError: an unknown name (with the nearest known one), a value of the wrong type, or a missing field.
+    """
+    known = options_of(config)
+    merged: dict[str, Any] = {}
+    for source in sources:
+        for name, value in source.items():
+            if name not in known:
+                raise ValueError(unknown_option(name, known))
+            merged[name] = convert(known[name].hint, value, name)
+    return _assemble(config, merged, "")
+
+
+def _assemble(config: type[Config], values: Mapping[str, Any], prefix: str) -> Config:
+    arguments: dict[str, Any] = {}
+    for name, hint in get_type_hints(config).items():
+        if is_dataclass(hint) and isinstance(hint, type):
+            arguments[name] = _assemble(hint, values, f"{prefix}{name}.")
+        elif prefix + name in values:
+            arguments[name] = values[prefix + name]
+    try:
+        return config(**arguments)
+    except TypeError:
+        missing = [name for name in get_type_hints(config) if name not in arguments and not hasattr(config, name)]
+        raise ValueError(f"{prefix}{missing[0]} must be given" if missing else f"{prefix} is incomplete") from None
+
+
+def unknown_option(name: str, known: Iterable[str], dashes: str = "") -> str:
+    """A sentence that refuses a name, with the nearest known one: by its whole path, else by its last part."""
+    names = list(known)
+    guess = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if not guess:
+        by_leaf = {full.rsplit(".", 1)[-1]: full for full in reversed(names)}
+        guess = [by_leaf[leaf] for leaf in difflib.get_close_matches(name.rsplit(".", 1)[-1], list(by_leaf), n=1)]
+    hint = f"did you mean {dashes}{guess[0]}?" if guess else "`--help` lists those that are known"
+    return f"unknown option {dashes}{name}; {hint}"
+
+
+def convert(hint: Any, value: Any, name: str) -> Any:
+    """`value`, text from the command line or a YAML value, as the annotated type.
+
+    Raises:
+        ValueError: it does not convert; the sentence names the option, the value and what it takes.
+    """
+    alternatives = _alternatives(hint)
+    if type(None) in alternatives and (value is None or _says_none(value, str in alternatives)):
+        return None
+    for alternative in alternatives:
+        try:
+            return _convert(alternative, value)
+        except (ValueError, TypeError, OverflowError):
+            continue
+    raise ValueError(
+        f"{name}={_quoted(value)} is not valid: it takes {_expected(alternatives)}{_near(alternatives, value)}"
+    )
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    origin = get_origin(hint)
+    if origin is Literal:
+        if value in get_args(hint):
+            return value
+    elif origin in (tuple, list):
+        items = _items(value)
+        return tuple(_convert(get_args(hint)[0], item) for item in items)
+    elif hint is bool:
+        return _bool(value)
+    elif hint in (int, float) and not isinstance(value, bool):
+        return _number(hint, value)
+    elif (hint is str and isinstance(value, str)) or hint is Any:
+        return value
+    raise ValueError
+
+
+def _says_none(value: Any, is_text: bool) -> bool:
+    """Whether text stands for no value; where text itself is an answer, only `null` does."""
+    return isinstance(value, str) and value.strip().lower() in ({"null"} if is_text else _NONE)
+
+
+def _bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = value.strip().lower() if isinstance(value, str) else ""
+    if text in _TRUE or text in _FALSE:
+        return text in _TRUE
+    raise ValueError
+
+
+def _number(hint: type, value: Any) -> int | float:
+    if isinstance(value, str):
+        value = float(value) if hint is float else int(value.strip().replace("_", ""))
+    if hint is float and isinstance(value, int | float) and not math.isnan(value):
+        return float(value)
+    if hint is int and isinstance(value, int):
+        return value
+    raise ValueError
+
+
+def _items(value: Any) -> Sequence[Any]:
+    """The items of a list: a YAML list, `[1, 2]`, `1,2` or one item."""
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, str):
+        text = value.strip()
+        if text.startswith("[") and text.endswith("]"):
+            text = text[1:-1]
+        return [item.strip() for item in text.split(",") if item.strip()]
+    return [value]
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _describe(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "|".join(map(str, get_args(hint)))
+    if get_origin(hint) in (tuple, list):
+        return f"{_describe(get_args(hint)[0])},..."
+    return {bool: "true|false", int: "N", float: "X", str: "TEXT"}.get(hint, "VALUE")
+
+
+def _expected(alternatives: Sequence[Any]) -> str:
+    words: list[str] = []
+    for hint in alternatives:
+        if get_origin(hint) is Literal:
+            words.append("one of " + ", ".join(map(str, get_args(hint))))
+        elif get_origin(hint) in (tuple, list):
+            words.append("a list of " + {int: "whole numbers", float: "numbers"}.get(get_args(hint)[0], "names"))
+        else:
+            names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+            words.append(names.get(hint, "a value"))
+    return " or ".join(dict.fromkeys(words))
+
+
+def _near(alternatives: Sequence[Any], value: Any) -> str:
+    names = [str(item) for hint in alternatives if get_origin(hint) is Literal for item in get_args(hint)]
+    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _quoted(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value)
