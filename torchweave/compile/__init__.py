@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torchweave.compile.passes.base import GraphPass as GraphPass
     from torchweave.compile.passes.base import PassResult as PassResult
     from torchweave.compile.woven import Woven as Woven
-
     from torchweave.config import TorchCompileConfig
     from torchweave.log import Report
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from torchweave.compile.cache import CompileCache
@@ -12,8 +13,10 @@ from torchweave.compile.capture import capture
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.manager import PassManager
+from torchweave.compile.persist import code_folder
 from torchweave.compile.pieces import BuiltPiece, build_fx, build_inductor
 from torchweave.compile.split import Piece, split
+from torchweave.compile.stored import StoredGraph, StoredPiece
 from torchweave.compile.symbols import DynamicDims
 from torchweave.compile.woven import Woven
 from torchweave.config import TorchCompileConfig
@@ -52,7 +55,8 @@ def weave(
     PassManager(passes, config.disabled_passes).run(graph, report)
     parts = split(graph, boundary_ops)
     pieces = [part for part in parts if isinstance(part, Piece)]
-    return Woven(graph, parts, _build(pieces, config, cache, report), report)
+    device = next(iter(inputs.values())).device
+    return Woven(graph, parts, _build(pieces, config, cache, device, report), report)
 
 
 def _captured(
@@ -63,29 +67,41 @@ def _captured(
     cache: CompileCache | None,
     report: Report,
 ) -> CapturedGraph:
-    """The module's graph, from the cache when this very module was captured before."""
+    """The module's graph, from the cache when an equal module was captured before."""
     begin = time.monotonic()
-    graph = capture(module, inputs, dynamic, config.dynamic_shapes)
-    report.event("capture", seconds=time.monotonic() - begin, nodes=graph.num_calls(), source="dynamo")
+    stored = StoredGraph(cache, module, inputs, dynamic, config) if cache is not None else None
+    graph = stored.load() if stored is not None else None
+    source = "dynamo" if graph is None else "cache"
+    if graph is None:
+        graph = capture(module, inputs, dynamic, config.dynamic_shapes)
+        if stored is not None:
+            stored.store(graph)
+    report.event("capture", seconds=time.monotonic() - begin, operations=graph.num_calls(), source=source)
     return graph
 
 
 def _build(
-    pieces: list[Piece], config: TorchCompileConfig, cache: CompileCache | None, report: Report
+    pieces: list[Piece], config: TorchCompileConfig, cache: CompileCache | None, device: torch.device, report: Report
 ) -> dict[str, BuiltPiece]:
     """Each distinct piece, built once."""
     distinct: dict[str, list[Piece]] = {}
     for piece in pieces:
         distinct.setdefault(piece.digest, []).append(piece)
     built: dict[str, BuiltPiece] = {}
-    with report.progress("building pieces", len(distinct)) as advance:
+    folder = cache.folder if cache is not None else None
+    with code_folder(folder, device), report.progress("building pieces", len(distinct)) as advance:
         for digest, same in distinct.items():
-            built[digest] = build_inductor(same[0], config) if config.enable_inductor else build_fx(same[0])
+            if not config.enable_inductor:
+                built[digest] = build_fx(same[0])
+            elif cache is None:
+                built[digest] = build_inductor(same[0], config)
+            else:
+                built[digest] = StoredPiece(cache, same[0], config, device).load_or_build()
             report.event(
                 "piece",
                 hash=digest,
                 index=same[0].index,
-                nodes=sum(node.op.startswith("call") for node in same[0].module.graph.nodes),
+                operations=same[0].num_calls(),
                 shared_by=len(same),
                 built=built[digest].built,
                 seconds=built[digest].seconds,

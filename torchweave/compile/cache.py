@@ -1,15 +1,198 @@
-"""The compile cache: captured graphs and built pieces on disk. (First cut: nothing is kept yet.)"""
+"""The compile cache: captured graphs and built pieces, each a single file that says what it is and proves that it is whole.
+
+A file is named by the hash of its factors: everything that the entry depends on, and nothing else (no path, rank or device
+index), printed in its header. An entry that is damaged, foreign or unreadable is a miss with one warning. Entries hold code
+that is run when it is loaded, so a folder that other users can write to is refused.
+
+    torchweave-cache\\n | length of the header, 8 bytes | header, JSON | payload
+"""
 
 from __future__ import annotations
 
-from torchweave.config import TorchCompileConfig
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torchweave.config import TorchCompileConfig, cache_dir
 from torchweave.log import Report
+
+MAGIC = b"torchweave-cache\n"
+FORMAT = 1
+SUFFIX = ".weave"
+
+Kind = Literal["graph", "piece"]
+Factors = Mapping[str, Any]
+
+
+class DamagedEntry(Exception):
+    """A file in the cache is not an entry, or not the one that its name says."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a file holds: its factors, facts that are no factors, and the payload."""
+
+    kind: str
+    key: str
+    factors: dict[str, Any]
+    facts: dict[str, Any]
+    payload: bytes
+
+
+def key_of(kind: Kind, factors: Factors) -> str:
+    """The name of an entry: 64 hex digits of everything that it depends on."""
+    return hashlib.sha256(_json({"kind": kind, "format": FORMAT, "factors": dict(factors)})).hexdigest()
 
 
 class CompileCache:
-    """A folder of entries."""
+    """A folder of entries, safe to share between processes of one user.
+
+    Args:
+        folder: made, readable by its owner only, when it does not exist.
+        report: gets a `cache` event for every look-up and store, and a `warning` for every entry that cannot be used.
+
+    Raises:
+        ValueError: the folder belongs to, or can be written by, somebody else.
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path | str, report: Report) -> None:
+        self.folder = Path(folder).expanduser().absolute()
+        self.report = report
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _refuse_shared(self.folder)
+
+    def load(self, kind: Kind, factors: Factors) -> Entry | None:
+        """The entry with these factors, or None."""
+        key = key_of(kind, factors)
+        path = self._path(kind, key)
+        try:
+            entry = read_entry(path)
+            if (entry.kind, entry.key) != (kind, key):
+                raise DamagedEntry("it is another entry than its name says")
+        except FileNotFoundError:
+            self.miss(kind, key, "not there")
+            return None
+        except (OSError, DamagedEntry) as error:
+            self.reject(kind, key, str(error))
+            return None
+        return entry
+
+    def store(self, kind: Kind, factors: Factors, payload: bytes, facts: Factors | None = None) -> str:
+        """Write an entry, whole or not at all; returns its key. A folder that cannot be written is a warning."""
+        key = key_of(kind, factors)
+        header = {
+            "format": FORMAT,
+            "kind": kind,
+            "key": key,
+            "factors": dict(factors),
+            "facts": dict(facts or {}),
+            "sha256": hashlib.sha256(payload).hexdigest(),
+            "bytes": len(payload),
+        }
+        text = _json(header)
+        try:
+            path = self._path(kind, key)
+            path.parent.mkdir(exist_ok=True, mode=0o700)
+            write_atomic(path, MAGIC + len(text).to_bytes(8, "little") + text + payload)
+        except OSError as error:
+            self.report.event("warning", what="compile cache", why=f"cannot write {self.folder}: {error}")
+            return key
+        self.report.event("cache", outcome="stored", entry=kind, key=key[:12], bytes=len(payload))
+        return key
+
+    def hit(self, entry: Entry) -> None:
+        """Record that an entry was used."""
+        self.report.event("cache", outcome="hit", entry=entry.kind, key=entry.key[:12])
+
+    def miss(self, kind: str, key: str, why: str) -> None:
+        """Record that nothing could be used, as expected."""
+        self.report.event("cache", outcome="miss", entry=kind, key=key[:12], why=why)
+
+    def reject(self, kind: str, key: str, why: str) -> None:
+        """Record that there is an entry that cannot be used, and warn."""
+        self.miss(kind, key, why)
+        self.report.event("warning", what="compile cache", why=f"ignored the {kind} {key[:12]}: {why}")
+
+    def entries(self) -> Iterator[Path]:
+        """The files of the cache."""
+        yield from sorted(self.folder.glob(f"*/*{SUFFIX}"))
+
+    def _path(self, kind: str, key: str) -> Path:
+        return self.folder / kind / f"{key}{SUFFIX}"
 
 
 def open_cache(config: TorchCompileConfig, report: Report) -> CompileCache | None:
-    """The cache that a config asks for, or None."""
-    return None
+    """The cache that a config asks for; None when it is off, or, with a warning, when its folder cannot be made.
+
+    Raises:
+        ValueError: the folder belongs to, or can be written by, somebody else.
+    """
+    if not config.compile_cache:
+        return None
+    try:
+        return CompileCache(cache_dir(config.compile_cache_dir), report)
+    except OSError as error:
+        report.event("warning", what="compile cache", why=f"off: {error}")
+        return None
+
+
+def read_entry(path: Path) -> Entry:
+    """Read and check a file.
+
+    Raises:
+        DamagedEntry: it is no entry of this format, or not as it was written.
+        OSError: it cannot be read.
+    """
+    data = path.read_bytes()
+    if not data.startswith(MAGIC):
+        raise DamagedEntry("it is no file of this cache")
+    start = len(MAGIC) + 8
+    length = int.from_bytes(data[len(MAGIC) : start], "little")
+    try:
+        header = json.loads(data[start : start + length])
+        if header["format"] != FORMAT:
+            raise DamagedEntry(f"it has format {header['format']}, not {FORMAT}")
+        payload = data[start + length :]
+        if len(payload) != header["bytes"] or hashlib.sha256(payload).hexdigest() != header["sha256"]:
+            raise DamagedEntry("its payload is damaged")
+        if key_of(header["kind"], header["factors"]) != header["key"]:
+            raise DamagedEntry("its factors do not give its key")
+        return Entry(header["kind"], header["key"], header["factors"], header["facts"], payload)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedEntry(f"its header is damaged ({type(error).__name__})") from error
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file that is there whole or not at all, whoever else writes it at the same moment."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _refuse_shared(folder: Path) -> None:
+    facts = folder.stat()
+    if not hasattr(os, "getuid"):
+        return
+    if facts.st_uid not in (os.getuid(), 0):
+        raise ValueError(f"the compile cache {folder} belongs to another user; choose another folder")
+    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(
+            f"other users can write to the compile cache {folder}, and entries are code that is run; "
+            f"`chmod go-w {folder}` or choose another folder"
+        )
+
+
+def _json(thing: Any) -> bytes:
+    return json.dumps(thing, sort_keys=True, separators=(",", ":")).encode()

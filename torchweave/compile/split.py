@@ -41,6 +41,10 @@ class Piece:
         """The fake values of the piece's placeholders."""
         return [value(node) for node in self.module.graph.nodes if node.op == "placeholder"]
 
+    def num_calls(self) -> int:
+        """Operations in the piece."""
+        return sum(node.op.startswith("call") for node in self.module.graph.nodes)
+
 
 @dataclass(frozen=True)
 class BoundaryCall:

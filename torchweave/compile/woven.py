@@ -53,9 +53,8 @@ class Woven:
             if isinstance(part, BoundaryCall):
                 lines.append(f"  boundary  {part.op._schema.name}")
             else:
-                calls = sum(node.op.startswith("call") for node in part.module.graph.nodes)
                 how = self.built[part.digest].built
-                lines.append(f"piece {part.index:<4} {part.digest}  {calls} operations  {how}")
+                lines.append(f"piece {part.index:<4} {part.digest}  {part.num_calls()} operations  {how}")
         return "\n".join(lines)
 
     def piece_code(self, digest: str) -> str:

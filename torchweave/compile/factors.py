@@ -1,0 +1,155 @@
+"""What an entry of the compile cache depends on: an allow-list of printed factors.
+
+No path, rank or device index is among them, so that a folder of entries can be used on another machine of the same kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import platform
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchweave.compile.pieces import inductor_options
+from torchweave.compile.split import Piece, structure
+from torchweave.compile.symbols import DynamicDims
+from torchweave.config import TorchCompileConfig
+
+_PATH_LIKE = re.compile(r"(^|_)(path|paths|dir|file|folder)$")
+_DEPTH = 6
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Versions, the kind of device, and the switches of torch that change generated code."""
+    return {
+        "torch": torch.__version__,
+        "torch_git": torch.version.git_version,
+        "triton": _version("triton"),
+        "python": platform.python_version_tuple()[:2],
+        "device": device_kind(device),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def device_kind(device: torch.device) -> str:
+    """What generated code can rely on: a GPU's name and capability, or a CPU's architecture and vector instructions."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"cuda {torch.cuda.get_device_name(device)} sm_{major}{minor}"
+    return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def graph_factors(
+    module: nn.Module, inputs: Mapping[str, Tensor], dynamic: DynamicDims, config: TorchCompileConfig
+) -> dict[str, Any]:
+    """Factors of a captured graph. The source text of the traced files comes beside them, see `source_digests`."""
+    device = next(iter(inputs.values())).device
+    return {
+        **machine(device),
+        "module": type(module).__qualname__,
+        "module_config": _digest(describe_module(module)),
+        "inputs": {
+            name: [
+                str(tensor.dtype),
+                tensor.device.type,
+                [dynamic.get(name, {}).get(dim, size) for dim, size in enumerate(tensor.shape)],
+            ]
+            for name, tensor in inputs.items()
+        },
+        "dynamic_shapes": config.dynamic_shapes,
+        "capture": source_digests(["torchweave.compile.capture", "torchweave.compile.graph"]),
+    }
+
+
+def piece_factors(piece: Piece, config: TorchCompileConfig, device: torch.device) -> dict[str, Any]:
+    """Factors of a built piece."""
+    return {
+        **machine(device),
+        "piece": _digest(structure(piece.module, len(piece.inputs))),
+        "dynamic_shapes": config.dynamic_shapes,
+        "inductor": inductor_options(config),
+        "inductor_config": _digest(_inductor_config()),
+    }
+
+
+def source_digests(modules: Iterable[str]) -> dict[str, str]:
+    """Hash of the source text of each module; a module without a file hashes as missing."""
+    digests = {}
+    for name in modules:
+        try:
+            module = sys.modules.get(name) or importlib.import_module(name)
+            digests[name] = hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()[:16]
+        except (ImportError, OSError, AttributeError):
+            digests[name] = "missing"
+    return digests
+
+
+def describe_module(module: nn.Module) -> str:
+    """A module as text: its tree of classes, its plain attributes, and the geometry of its tensors. No values of weights."""
+    lines = []
+    for name, child in module.named_modules(remove_duplicate=False):
+        hooks = [_describe(hook, 1) for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())]
+        plain = {key: value for key, value in vars(child).items() if not key.startswith("_")}
+        forward = getattr(child.forward, "__func__", child.forward)
+        lines.append(f"{name}: {_name(type(child))} {_name(forward)} {hooks} {_describe(plain, 0)}")
+        tensors = {**child._parameters, **child._buffers}
+        lines += [f"  {key}: {_describe(tensor, 0)}" for key, tensor in tensors.items()]
+    return "\n".join(lines)
+
+
+def _describe(thing: Any, depth: int) -> str:
+    if thing is None or isinstance(thing, (bool, int, float, str, bytes, torch.dtype, torch.Size)):
+        return repr(thing)
+    if isinstance(thing, torch.device):
+        return thing.type
+    if isinstance(thing, Tensor):
+        return f"{type(thing).__name__}{tuple(thing.shape)}{tuple(thing.stride())}{thing.dtype}@{thing.device.type}"
+    if depth > _DEPTH:
+        return _name(type(thing))
+    if isinstance(thing, Mapping):
+        kept = {str(key): value for key, value in thing.items() if not _PATH_LIKE.search(str(key))}
+        return "{" + ", ".join(f"{key}: {_describe(kept[key], depth + 1)}" for key in sorted(kept)) + "}"
+    if isinstance(thing, (list, tuple)):
+        return "[" + ", ".join(_describe(item, depth + 1) for item in thing) + "]"
+    if isinstance(thing, (set, frozenset)):
+        return "{" + ", ".join(sorted(_describe(item, depth + 1) for item in thing)) + "}"
+    if isinstance(thing, nn.Module):
+        return _name(type(thing))
+    if callable(thing) and hasattr(thing, "__qualname__"):
+        return _name(thing)
+    facts = getattr(thing, "__dict__", None)
+    return f"{_name(type(thing))}{_describe(facts, depth + 1) if facts else ''}"
+
+
+def _name(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"
+
+
+def _inductor_config() -> str:
+    """Inductor's settings as the user changed them; folders and worker counts do not change code."""
+    import torch._inductor.config as inductor_config
+
+    settings = inductor_config.save_config_portable()
+    return _describe({key: value for key, value in settings.items() if "compile_threads" not in key}, 0)
+
+
+def _version(package: str) -> str:
+    module = sys.modules.get(package)
+    if module is None:
+        try:
+            module = importlib.import_module(package)
+        except ImportError:
+            return "none"
+    return str(getattr(module, "__version__", "unknown"))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

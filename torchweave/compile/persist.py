@@ -1,0 +1,141 @@
+"""Captured graphs and built pieces as bytes, for the compile cache."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size
+from torchweave.compile.pieces import BuiltPiece, callable_of
+from torchweave.compile.sources import SourceError, resolve
+from torchweave.compile.split import Piece
+from torchweave.compile.symbols import value
+
+
+class NotStorable(Exception):
+    """Something that cannot be written down, and why."""
+
+
+def dump_graph(graph: CapturedGraph) -> bytes:
+    """A captured graph, its constants by the sources that tracing reached them by.
+
+    Raises:
+        NotStorable: the graph holds a tensor that no source leads to, or an object that cannot be pickled.
+    """
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    if any(isinstance(leaf, Constant) for leaf in graph.output.leaves):
+        raise NotStorable("forward returns a tensor of the module")
+    bindings: dict[str, Any] = {}
+    for name, binding in graph.bindings.items():
+        if isinstance(binding, Constant) and not binding.source:
+            raise NotStorable(f"{name} is a tensor that tracing made")
+        bindings[name] = binding.source if isinstance(binding, Constant) else binding
+    try:
+        module = GraphPickler.dumps(_bare_copy(graph), Options(ops_filter=None))
+        rest = (module, graph.inputs, bindings, graph.output, graph.symbols, graph.sources)
+        return pickle.dumps(rest)
+    except Exception as error:  # the pickler raises what it likes
+        raise NotStorable(f"{type(error).__name__}: {error}") from error
+
+
+def load_graph(payload: bytes, module: nn.Module) -> CapturedGraph:
+    """The graph that `dump_graph` wrote, bound to `module`. Raises what unpickling raises, and SourceError."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx._graph_pickler import GraphPickler
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    pickled, inputs, stored, output, symbols, sources = pickle.loads(payload)
+    restored = GraphPickler.loads(pickled, FakeTensorMode(shape_env=ShapeEnv()))
+    assert isinstance(restored, fx.GraphModule) and isinstance(output, OutputTree)
+    roots = module_roots(module)
+    bindings: dict[str, Binding] = {}
+    fakes = {node.name: value(node) for node in restored.graph.nodes if node.op == "placeholder"}
+    for name, binding in stored.items():
+        if isinstance(binding, (Input, Size)):
+            bindings[name] = binding
+            continue
+        tensor = resolve(binding, roots)
+        fake = fakes[name]
+        if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (fake.shape, fake.dtype):
+            raise SourceError(f"{binding} is not the tensor that it was")
+        bindings[name] = Constant(tensor, binding)
+    return CapturedGraph(restored, inputs, bindings, output, symbols, sources)
+
+
+def module_roots(module: nn.Module) -> dict[str, Any]:
+    """What the sources of a module's constants start from."""
+    forward = getattr(module.forward, "__func__", module.forward)
+    return {"L": {"self": module, forward.__code__.co_varnames[0]: module}, "G": forward.__globals__}
+
+
+def _bare_copy(graph: CapturedGraph) -> fx.GraphModule:
+    """A copy whose fake tensors are geometry alone: views cannot be pickled, and stack traces hold paths."""
+    copy = fx.Graph()
+    result = copy.graph_copy(graph.graph, copies := {})
+    copy.output(result)
+    for old, new in copies.items():
+        new.meta = {"example_value": _bare(value(old))} if "example_value" in old.meta else {}
+    return fx.GraphModule(graph.module, copy, "Captured")
+
+
+def _bare(thing: Any) -> Any:
+    if isinstance(thing, Tensor):
+        mode: Any = getattr(thing, "fake_mode", None)
+        with mode:
+            return torch.empty_strided(thing.size(), thing.stride(), dtype=thing.dtype, device=thing.device)
+    return type(thing)(map(_bare, thing)) if isinstance(thing, (tuple, list)) else thing
+
+
+def dump_piece(built: BuiltPiece) -> bytes:
+    """What Inductor made of a piece.
+
+    Raises:
+        NotStorable: Inductor kept nothing that can be loaded again.
+    """
+    with _scratch() as path:
+        try:
+            built.artifact.save(path=str(path), format="binary")
+        except Exception as error:
+            raise NotStorable(f"{type(error).__name__}: {error}") from error
+        return path.read_bytes()
+
+
+def load_piece(payload: bytes, piece: Piece, seconds: float = 0.0) -> BuiltPiece:
+    """The piece that `dump_piece` wrote. Raises what Inductor raises."""
+    from torch._inductor import CompiledArtifact
+
+    with _scratch() as path:
+        path.write_bytes(payload)
+        artifact = CompiledArtifact.load(path=str(path), format="binary")
+    return BuiltPiece(piece.digest, callable_of(artifact, piece.module), "cache", seconds)
+
+
+@contextlib.contextmanager
+def code_folder(folder: Path | None, device: torch.device) -> Iterator[None]:
+    """Where Inductor keeps what it compiles meanwhile.
+
+    A CPU artifact holds C++ source and is compiled again when it is loaded, unless the shared object is still there: it is
+    kept beside the entries. A GPU artifact holds its kernels.
+    """
+    if folder is None or device.type != "cpu":
+        yield
+        return
+    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+
+    (folder / "inductor").mkdir(exist_ok=True, mode=0o700)
+    with temporary_cache_dir(str(folder / "inductor")):
+        yield
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="torchweave-") as folder:
+        yield Path(folder) / "artifact"

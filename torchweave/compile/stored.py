@@ -1,0 +1,100 @@
+"""What weaving keeps in the compile cache: the captured graph, so that Dynamo need not run, and each built piece."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from torchweave.compile.cache import CompileCache, key_of
+from torchweave.compile.factors import graph_factors, piece_factors, source_digests
+from torchweave.compile.graph import CapturedGraph
+from torchweave.compile.persist import NotStorable, dump_graph, dump_piece, load_graph, load_piece
+from torchweave.compile.pieces import BuiltPiece, build_inductor
+from torchweave.compile.split import Piece
+from torchweave.compile.symbols import DynamicDims
+from torchweave.config import TorchCompileConfig
+
+
+class StoredGraph:
+    """The entry of one module's captured graph.
+
+    Which files were traced is known only after tracing: their hashes are kept beside the graph and compared when it is
+    loaded, so that an edited model file is a miss.
+    """
+
+    def __init__(
+        self,
+        cache: CompileCache,
+        module: nn.Module,
+        inputs: Mapping[str, Tensor],
+        dynamic: DynamicDims,
+        config: TorchCompileConfig,
+    ) -> None:
+        self.cache, self.module = cache, module
+        self.factors = graph_factors(module, inputs, dynamic, config)
+
+    def load(self) -> CapturedGraph | None:
+        entry = self.cache.load("graph", self.factors)
+        if entry is None:
+            return None
+        traced = entry.facts["sources"]
+        if changed := [name for name, digest in source_digests(traced).items() if digest != traced[name]]:
+            self.cache.miss("graph", entry.key, f"the source of {', '.join(changed)} changed")
+            return None
+        try:
+            graph = load_graph(entry.payload, self.module)
+        except Exception as error:  # unpickling raises what it likes; a damaged entry must never stop a start
+            self.cache.reject("graph", entry.key, f"cannot be loaded ({type(error).__name__}: {error})")
+            return None
+        self.cache.hit(entry)
+        return graph
+
+    def store(self, graph: CapturedGraph) -> None:
+        try:
+            payload = dump_graph(graph)
+        except NotStorable as error:
+            self.cache.miss("graph", key_of("graph", self.factors), f"not stored: {error}")
+            return
+        self.cache.store("graph", self.factors, payload, {"sources": source_digests(graph.sources)})
+
+
+class StoredPiece:
+    """The entry of one distinct piece."""
+
+    def __init__(self, cache: CompileCache, piece: Piece, config: TorchCompileConfig, device: torch.device) -> None:
+        self.cache, self.piece, self.config = cache, piece, config
+        self.factors = piece_factors(piece, config, device)
+        self.facts = {"device_index": device.index or 0}
+
+    def load_or_build(self) -> BuiltPiece:
+        """The piece from the cache, else built and stored."""
+        return self._load() or self._build()
+
+    def _load(self) -> BuiltPiece | None:
+        begin = time.monotonic()
+        entry = self.cache.load("piece", self.factors)
+        if entry is None:
+            return None
+        if entry.facts != self.facts:
+            # Generated code names its device; what differs only in that is built again rather than run elsewhere.
+            self.cache.miss("piece", entry.key, f"built for device {entry.facts.get('device_index')}")
+            return None
+        try:
+            built = load_piece(entry.payload, self.piece)
+        except Exception as error:  # Inductor raises what it likes; a damaged entry must never stop a start
+            self.cache.reject("piece", entry.key, f"cannot be loaded ({type(error).__name__}: {error})")
+            return None
+        self.cache.hit(entry)
+        return replace(built, seconds=time.monotonic() - begin)
+
+    def _build(self) -> BuiltPiece:
+        built = build_inductor(self.piece, self.config)
+        try:
+            self.cache.store("piece", self.factors, dump_piece(built), self.facts)
+        except NotStorable as error:
+            self.cache.miss("piece", key_of("piece", self.factors), f"not stored: {error}")
+        return built
