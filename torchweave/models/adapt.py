@@ -127,7 +127,7 @@ def _watch(model: PreTrainedModel) -> list[dict[str, Any]]:
             model(input_ids=ids, position_ids=ids.clone(), use_cache=False, logits_to_keep=index)
         except UnsupportedModel as refusal:
             raise UnsupportedModel(f"{type(model).__name__} cannot be served: {refusal}") from refusal
-        except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as error:
+        except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
             raise UnsupportedModel(
                 f"{type(model).__name__} cannot be served: its forward does not run over flat tokens without a cache "
                 f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})."

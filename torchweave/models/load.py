@@ -113,8 +113,7 @@ def load(
         weights.fill_random(model, device, report)
         weights.rebuild_buffers(model, device)
     else:
-        assert source.folder is not None
-        model = _fill(model, source.folder, stored, chosen, device, trust_remote_code, report)
+        model = _fill(model, source, stored, chosen, device, trust_remote_code, report)
     freeze_rope(model, length, report)
     return _loaded(source, model, specs, chosen, device, length, report)
 
@@ -153,10 +152,25 @@ def read_config(source: Source, trust_remote_code: bool = False) -> PreTrainedCo
         )
     try:
         if source.folder is None:
-            return AutoConfig.for_model(model_type, **raw)
-        return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+            config = AutoConfig.for_model(model_type, **raw)
+        else:
+            config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     except (ValueError, TypeError, KeyError, OSError, AttributeError) as error:
-        raise ValueError(f"The config of {source.name!r} is not a valid {model_type} config: {error}") from error
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(f"The config of {source.name!r} is not a valid {model_type} config: {why}") from error
+    return _text_part(config)
+
+
+def _text_part(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The decoder's config of a model that also sees or hears; only its text part is served."""
+    text = config.get_text_config()
+    if text is config or not any(hasattr(config, name) for name in ("vision_config", "audio_config")):
+        return config
+    if type(text) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModel(
+            f"{config.model_type} takes images or sound, and transformers has no decoder for its text part alone."
+        )
+    return text
 
 
 def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -215,7 +229,7 @@ def _max_model_len(config: Any, asked: int | None) -> int:
 
 def _fill(
     model: PreTrainedModel,
-    folder: Path,
+    source: Source,
     stored: dict[str, weights.Stored],
     dtype: torch.dtype,
     device: torch.device,
@@ -223,6 +237,8 @@ def _fill(
     report: Report,
 ) -> PreTrainedModel:
     """The model with its weights on the device: the one given, or a new one where transformers must convert them."""
+    folder = source.folder
+    assert folder is not None
     if not weights.needs_conversion(model, stored):
         renamed = weights.rename(model, stored)
         weights.check_names(model, stored, renamed, folder)
@@ -235,6 +251,7 @@ def _fill(
     with report.stage("weights"):
         converted, info = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=read_config(source, trust_remote_code),
             dtype=dtype,
             attn_implementation="eager",
             output_loading_info=True,

@@ -12,11 +12,8 @@ from typing import Any
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_LONGEST_CHARACTER = 4
-"""Bytes of the longest UTF-8 character: more undecodable tokens than this are no character that is still arriving."""
-
-
-_LONGEST_CONTEXT = 64
+_LONGEST_WINDOW = 64
+"""Ids that are decoded together at most, so that bytes which never become text cost no more and more."""
 
 
 class Tokenizer:
@@ -112,9 +109,10 @@ class Tokenizer:
 class TextStream:
     """Text of token ids that arrive one after the other; the pieces joined are the text of all ids.
 
-    A token alone has no certain text: a character may be spread over several byte tokens, and a SentencePiece token's
-    leading space depends on what stands before it. So a few tokens before the new ones are decoded with and without
-    them, and the difference is given out once it ends in a whole character.
+    A token alone has no certain text: a character may be spread over several tokens, a token may end one and begin
+    the next, and a SentencePiece token's leading space depends on what stands before it. So the ids since the last
+    certain place are decoded together with the piece before them, and what that adds is given out, less the U+FFFD
+    at its end that stand for a character still in the making.
     """
 
     _CONTEXT = 6
@@ -122,34 +120,30 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._window = list(prompt_ids[-self._CONTEXT :])
-        self._known = len(self._window)
-        self._known_text = self._decode(self._window) if self._window else ""
+        self._settled = len(self._window)  # ids of the window whose text was given out and is certain
+        self._given = len(self._decode(self._window)) if self._window else 0  # characters of the window's text
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; empty while a character is still in the making."""
         self._window.extend(ids)
         text = self._decode(self._window)
-        if not text.endswith(_REPLACEMENT):
-            return self._give_out(text, len(self._window))
-        for held in range(1, _LONGEST_CHARACTER):
-            whole = len(self._window) - held
-            if whole <= self._known:
-                return ""
-            text_before = self._decode(self._window[:whole])
-            if not text_before.endswith(_REPLACEMENT):
-                return self._give_out(text_before, whole)
-        return self._give_out(text, len(self._window))
+        certain = text.rstrip(_REPLACEMENT)
+        if len(certain) == len(text) or len(self._window) > _LONGEST_WINDOW:
+            return self._settle(text)
+        new = certain[self._given :]
+        self._given += len(new)
+        return new
 
     def finish(self) -> str:
         """What is left, with U+FFFD where a character never became whole."""
-        return self._give_out(self._decode(self._window), len(self._window))
+        return self._settle(self._decode(self._window)) if self._window else ""
 
-    def _give_out(self, text: str, end: int) -> str:
-        """Settle the window's tokens up to `end`, whose text is `text`; returns what of it is new."""
-        new = text[len(self._known_text) :]
-        # The piece that was just given out is the context of the next. One without text (special tokens) is no context.
-        begin = self._known if new or end > _LONGEST_CONTEXT else 0
+    def _settle(self, text: str) -> str:
+        """All ids of the window are certain, and `text` is theirs; returns what of it is new."""
+        new = text[self._given :]
+        # What came since the last certain place is the context of what follows, unless it has no text (special tokens).
+        begin = self._settled if new or len(self._window) > _LONGEST_WINDOW else 0
         self._window = self._window[begin:]
-        self._known = end - begin
-        self._known_text = self._decode(self._window[: self._known]) if self._known else ""
+        self._settled = len(self._window)
+        self._given = len(self._decode(self._window)) if self._window else 0
         return new

@@ -23,6 +23,7 @@ from torchweave.models.resolve import read_json
 INDEX = "model.safetensors.index.json"
 # Buffers of old releases that are computed now: rotary frequencies and causal masks.
 _OBSOLETE = re.compile(r"(rotary_emb\.inv_freq|(attn|attention|self_attention)\.(masked_)?bias|position_ids)$")
+_TEXT_PART = re.compile(r"^(?P<base>model\.)?language_model\.")
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,16 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def rename(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Checkpoint name -> model name, for the names that the model has, with or without its base model's prefix."""
+    """Checkpoint name -> model name, for the names that the model has.
+
+    Names may come with or without the base model's prefix, and with that of the text part of a multimodal model.
+    """
     wanted = targets(model).keys()
     prefix = f"{model.base_model_prefix}."
     renamed = {}
     for name in names:
-        for candidate in (name, prefix + name, name.removeprefix(prefix)):
+        text = _TEXT_PART.sub(lambda found: found["base"] or "", name)
+        for candidate in (name, prefix + name, name.removeprefix(prefix), text):
             if candidate in wanted:
                 renamed[name] = candidate
                 break

@@ -1,0 +1,97 @@
+"""What a model needs of the engine, found by watching it; and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchweave.log import Report
+from torchweave.models import UnsupportedModel, load, zoo
+from torchweave.models.adapt import adapt, install
+from torchweave.models.attention import attend
+from torchweave.models.decoder import DecoderStep
+from torchweave.models.hooks import freeze_rope
+from torchweave.models.load import build_on_meta
+
+
+def examined(name: str) -> list[Any]:
+    return adapt(build_on_meta(zoo.specimen(name).config(), torch.float32), Report(show=False))
+
+
+def test_specs_say_what_each_layer_keeps() -> None:
+    gemma = examined("gemma2")
+    assert [spec.window for spec in gemma] == [16, 0, 16]
+    assert gemma[0].softcap == 50.0
+    latent = examined("deepseek_v3")[0]
+    assert (latent.num_heads, latent.num_kv_heads, latent.head_dim, latent.value_dim) == (4, 4, 48, 32)
+    assert [spec.chunk for spec in examined("llama4")] == [32, 32, 32, 0]
+    assert examined("gpt_oss")[0].sinks
+    assert (examined("llama")[0].num_heads, examined("llama")[0].num_kv_heads) == (4, 2)
+
+
+class Layer(nn.Module):
+    layer_idx = 0
+
+
+def call(**options: Any) -> None:
+    q = torch.zeros(1, 2, 5, 4)
+    attend(Layer(), q, q, q, options.pop("attention_mask", None), **options)
+
+
+def test_what_attention_does_not_know_is_refused() -> None:
+    call(dropout=0.0, output_attentions=False, position_ids=None)
+    for options, part in (
+        ({"attention_mask": torch.zeros(5, 5)}, "own attention mask"),
+        ({"is_causal": False}, "not causal"),
+        ({"position_bias": torch.zeros(5)}, "position_bias"),
+    ):
+        with pytest.raises(UnsupportedModel, match=part):
+            call(**options)
+
+
+def test_a_kind_of_layer_that_is_not_known_is_refused() -> None:
+    config = zoo.specimen("qwen3").config()
+    config.layer_types = ["full_attention", "sparse_attention", "full_attention"]
+    with pytest.raises(UnsupportedModel, match="sparse_attention"):
+        adapt(build_on_meta(config, torch.float32), Report(show=False))
+
+
+def test_long_rope_is_frozen_for_the_longest_sequence() -> None:
+    entry = zoo.specimen("phi3-longrope")
+    model = zoo.build(entry)
+    ids = torch.arange(3, 203)  # beyond the original 128: transformers takes the long factors
+    expected = model(input_ids=ids[None], use_cache=False).logits[0]
+    install(model)
+    report = Report(show=False)
+    freeze_rope(model, 512, report)
+    assert report.select("rope_frozen")[0]["max_model_len"] == 512
+    step = DecoderStep(model, [], 1, 1)
+    got = step(ids, torch.arange(200), torch.arange(200))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    # A short sequence does not change what a long one computed.
+    first = step(ids[:9], torch.arange(9), torch.arange(9))
+    torch.testing.assert_close(first, expected[:9], atol=1e-4, rtol=1e-4)
+
+
+def test_dynamic_rope_grows_with_the_length_that_is_served() -> None:
+    config = zoo.specimen("llama-rope-dynamic").config().to_dict() | {"max_position_embeddings": 64}
+    short, long = load(config, load_format="dummy"), zoo.build(zoo.specimen("llama-rope-dynamic"))
+    install(long)
+    before = long.model.rotary_emb.inv_freq.clone()
+    freeze_rope(long, 512, Report(show=False))
+    assert torch.equal(before, long.model.rotary_emb.inv_freq)  # 512 is its own limit
+    freeze_rope(long, 1024, Report(show=False))
+    assert (long.model.rotary_emb.inv_freq[1:] < before[1:]).all()
+    assert short.max_model_len == 64
+
+
+def test_padded_logits_index_and_positions_are_taken_as_given() -> None:
+    loaded = load(zoo.specimen("llama").config().to_dict(), load_format="dummy")
+    ids, positions = torch.arange(5, 15), torch.arange(10)
+    whole = loaded.module(ids, positions, torch.arange(10))
+    torch.testing.assert_close(loaded.module(ids, positions, torch.tensor([9, 0, 0])), whole[[9, 0, 0]])
+    doubled = loaded.module(ids, positions * 2, torch.arange(10))
+    assert (doubled - whole)[1:].abs().max() > 1e-3

@@ -1,0 +1,277 @@
+"""Loading from folders, and what users see when a folder is not what it should be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from torchweave.log import Report
+from torchweave.models import load, zoo
+from torchweave.models.load import model_facts
+from torchweave.models.resolve import SHAPES
+
+
+def save(name: str, folder: Path, **options: Any) -> Any:
+    model = zoo.build(zoo.specimen(name))
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def logits_of(loaded: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return loaded.module(ids, torch.arange(len(ids)), torch.arange(len(ids)))
+
+
+IDS = torch.arange(3, 33)
+
+
+def test_shards_are_streamed_bit_equal_and_counted_in_bytes(tmp_path: Path) -> None:
+    model = save("llama", tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    report = Report(show=False)
+    loaded = load(tmp_path, report=report)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.module.model.get_parameter(name), parameter), name
+    progress = [event for event in report.select("progress") if event["title"] == "weights"]
+    assert progress[-1]["done"] == progress[-1]["total"] == sum(p.numel() * 4 for p in model.parameters())
+    assert not report.select("weights_converted")
+
+
+def test_tied_weights_are_one_tensor(tmp_path: Path) -> None:
+    save("llama-tied", tmp_path)
+    model = load(tmp_path).module.model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_dtype_is_the_one_asked_for_and_frequencies_stay_float32(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    loaded = load(tmp_path, "bfloat16")
+    assert {p.dtype for p in loaded.module.parameters()} == {torch.bfloat16}
+    fresh = LlamaForCausalLM(zoo.specimen("llama").config())
+    assert torch.equal(loaded.module.model.model.rotary_emb.inv_freq, fresh.model.rotary_emb.inv_freq)
+
+
+def test_what_must_stay_float32_stays(tmp_path: Path) -> None:
+    save("deepseek_v3", tmp_path)
+    gate = load(tmp_path, "bfloat16").module.model.model.layers[1].mlp.gate
+    assert gate.e_score_correction_bias.dtype == torch.float32
+
+
+def test_checkpoint_of_the_base_model_without_its_prefix(tmp_path: Path) -> None:
+    model = save("gpt2", tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}, file)
+    torch.testing.assert_close(logits_of(load(tmp_path), IDS), model(IDS[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_experts_go_through_the_conversion_of_transformers(tmp_path: Path) -> None:
+    model = save("qwen3_moe", tmp_path)
+    report = Report(show=False)
+    loaded = load(tmp_path, report=report)
+    assert len(report.select("weights_converted")) == 1
+    torch.testing.assert_close(logits_of(loaded, IDS), model(IDS[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_dummy_needs_a_config_only_and_gives_finite_logits(tmp_path: Path) -> None:
+    zoo.specimen("llama-tied").config().save_pretrained(tmp_path)
+    first, second = (load(tmp_path, load_format="dummy") for _ in range(2))
+    assert first.module.model.lm_head.weight is first.module.model.model.embed_tokens.weight
+    assert first.tokenizer is None
+    assert torch.isfinite(logits_of(first, IDS)).all()
+    assert torch.equal(logits_of(first, IDS), logits_of(second, IDS))
+
+
+def test_config_dict_and_benchmark_shapes() -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"intermediate_size": 96, "vocab_size": 99}
+    assert load(config, load_format="dummy").module.vocab_size == 99
+    assert model_facts("shape:llama-8b").max_model_len == SHAPES["shape:llama-8b"]["max_position_embeddings"]
+    with pytest.raises(ValueError, match="load_format=dummy"):
+        load("shape:llama-1b")
+    with pytest.raises(ValueError, match="shape:llama-1b"):
+        load("shape:llama-2b", load_format="dummy")
+
+
+def test_generation_defaults(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    defaults = {"eos_token_id": [2, 7], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
+    generation = load(tmp_path).generation
+    assert generation.eos_token_ids == (2, 7)
+    assert (generation.temperature, generation.top_p, generation.top_k) == (0.6, 0.9, None)
+    (tmp_path / "generation_config.json").write_text(json.dumps(defaults | {"do_sample": False}))
+    assert load(tmp_path).generation.temperature is None
+
+
+def test_the_file_may_change_after_loading(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    loaded = load(tmp_path)
+    before = logits_of(loaded, IDS)
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 2)
+        stream.write(b"\xff" * 4096)
+    assert torch.equal(logits_of(loaded, IDS), before)
+
+
+def test_other_models_of_the_process_stay_as_they_are(tmp_path: Path) -> None:
+    model = save("falcon", tmp_path)
+    forward = type(model.transformer.h[0].self_attention).forward
+    expected = model(IDS[None]).logits
+    load(tmp_path)
+    assert type(model.transformer.h[0].self_attention).forward is forward
+    assert torch.equal(model(IDS[None]).logits, expected)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert torch.equal(again(IDS[None]).logits, expected)
+
+
+def test_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+    model = save("gemma3", tmp_path)
+    edit(tmp_path, lambda tensors: [tensors.update({_multimodal(n): tensors.pop(n)}) for n in list(tensors)])
+    edit(tmp_path, lambda tensors: tensors.update({"vision_tower.patch.weight": torch.zeros(3, 3)}))
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}})
+    )
+    loaded = load(tmp_path)
+    assert loaded.architecture == "Gemma3ForCausalLM"
+    torch.testing.assert_close(logits_of(loaded, IDS), model(IDS[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def _multimodal(name: str) -> str:
+    return f"language_model.{name}"
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def refused(folder: Path | str, *parts: str, **options: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        load(folder, **options)
+    message = str(error.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    for part in parts:
+        assert part in message, message
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    refused(str(tmp_path / "nothing"), "nothing", "expected a folder")
+
+
+def test_a_file_instead_of_a_folder(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    refused(tmp_path / "model.safetensors", "model.safetensors", "folder")
+
+
+def test_hub_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def unreachable(*_: Any, **__: Any) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    refused("organisation/model", "organisation/model", "cannot be reached")
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    refused(tmp_path, "no config.json")
+
+
+def test_config_that_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    refused(tmp_path, "config.json", "not valid JSON")
+
+
+def test_folder_without_weights(tmp_path: Path) -> None:
+    zoo.specimen("llama").config().save_pretrained(tmp_path)
+    refused(tmp_path, "no weights", "load_format=dummy")
+
+
+def test_unknown_architecture(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "blahblah"}))
+    refused(tmp_path, "'blahblah'", "docs/models.md")
+
+
+@pytest.mark.parametrize("size", [4, 100, 50_000])
+def test_truncated_file(tmp_path: Path, size: int) -> None:
+    save("llama", tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    refused(tmp_path, str(file), "download")
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    save("llama", tmp_path, max_shard_size="100KB")
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    refused(tmp_path, gone.name)
+
+
+def edit(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_missing_tensor(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    edit(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    refused(tmp_path, "lacks model.layers.1.mlp.up_proj.weight")
+
+
+def test_missing_expert(tmp_path: Path) -> None:
+    save("qwen3_moe", tmp_path)
+    edit(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1.mlp.experts" in name])
+    refused(tmp_path, "lacks model.layers.1.mlp.experts")
+
+
+def test_tensor_that_the_config_would_ignore(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
+    refused(tmp_path, "model.layers.0.self_attn.q_proj.bias")
+
+
+def test_tensors_of_modules_that_are_not_there_are_left(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({"mtp.layers.0.weight": torch.zeros(4)}))
+    assert torch.isfinite(logits_of(load(tmp_path), IDS)).all()
+
+
+def test_tensor_of_another_shape(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(63)}))
+    refused(tmp_path, "model.norm.weight", "[63]", "[64]")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "t5", "d_model": 64}, "encoder-decoder"),
+        ({"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4}, "not causal"),
+        ({"model_type": "vit"}, "no causal language model"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized (gptq)"),
+        ({"model_type": "qwen2_vl"}, "images"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_models_that_are_no_plain_decoders(config: dict[str, Any], reason: str) -> None:
+    refused(config, reason, load_format="dummy")  # type: ignore[arg-type]
+
+
+def test_options_out_of_range(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    refused(tmp_path, "513", "512", max_model_len=513)
+    refused(tmp_path, "int8", "bfloat16", dtype="int8")
+    refused(tmp_path, "gguf", load_format="gguf")
+
+
+def test_llama_config_of_transformers_is_read_as_it_is(tmp_path: Path) -> None:
+    LlamaConfig(vocab_size=77, hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path)
+    assert load(tmp_path, load_format="dummy").config["vocab_size"] == 77

@@ -1,0 +1,142 @@
+"""Text as it arrives is the text of all tokens, whatever the pieces, and no character is ever shown broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Rust
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from torchweave.models import Tokenizer
+
+TEXT = ["Hello world, don't panic .", "naïve café — 日本語のテキスト 🎉👩‍👩‍👧 done", "  two spaces\n\ttab"] * 3
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_level() -> Rust:
+    rust = Rust(models.BPE())
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    rust.train_from_iterator(
+        TEXT, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"])
+    )
+    return rust
+
+
+def sentence_piece() -> Rust:
+    special = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    rust = Rust(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    rust.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    rust.train_from_iterator(
+        ["Hello world, don't panic . two spaces"],
+        trainers.BpeTrainer(vocab_size=340, special_tokens=special[:3], initial_alphabet=[]),
+    )
+    vocab = rust.get_vocab()
+    merged = models.BPE(
+        vocab=vocab | {piece: len(vocab) + i for i, piece in enumerate(special[3:])},
+        merges=[],
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    rust.model = merged
+    rust.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return rust
+
+
+@pytest.fixture(scope="module", params=[byte_level, sentence_piece], ids=["byte_level", "sentence_piece"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    fast = PreTrainedTokenizerFast(tokenizer_object=request.param(), bos_token="<s>", eos_token="</s>")
+    fast.chat_template = CHAT
+    fast.save_pretrained(folder)
+    found = Tokenizer.find(folder)
+    assert found is not None
+    return found
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int], size: int = 1, prompt: list[int] | None = None) -> list[str]:
+    stream = tokenizer.stream(prompt or [])
+    given = [stream.feed(ids[i : i + size]) for i in range(0, len(ids), size)]
+    return [*given, stream.finish()]
+
+
+@pytest.mark.parametrize("text", TEXT[:3])
+@pytest.mark.parametrize("size", [1, 3])
+def test_pieces_joined_are_the_text_and_never_broken(tokenizer: Tokenizer, text: str, size: int) -> None:
+    ids = tokenizer.encode(text)
+    given = pieces(tokenizer, ids, size)
+    assert "".join(given) == tokenizer.decode(ids) == text
+    assert not any("\ufffd" in piece for piece in given)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(alphabet=st.sampled_from("ab .é日🎉\n"), max_size=24), sizes=st.integers(1, 5))
+def test_any_text(tokenizer: Tokenizer, text: str, sizes: int) -> None:
+    ids = tokenizer.encode(text)
+    assert "".join(pieces(tokenizer, ids, sizes)) == tokenizer.decode(ids)
+
+
+def test_characters_show_as_soon_as_they_are_whole(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a🎉b")
+    given = pieces(tokenizer, ids)
+    assert "".join(given[:-2]).endswith("🎉")
+    assert given[-1] == ""
+
+
+def test_the_first_token_keeps_its_space_behind_a_prompt(tokenizer: Tokenizer) -> None:
+    prompt, both = tokenizer.encode("Hello"), tokenizer.encode("Hello world")
+    assert both[: len(prompt)] == prompt
+    assert "".join(pieces(tokenizer, both[len(prompt) :], prompt=prompt)) == " world"
+
+
+def test_bytes_that_are_no_text_come_out_in_the_end(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a🎉b")
+    half = ids[: len(ids) - 2]
+    given = pieces(tokenizer, half)
+    assert not any("\ufffd" in piece for piece in given[:-1])
+    assert "\ufffd" in given[-1]
+    long = ids[1:2] * 9 + tokenizer.encode("b")
+    assert "".join(pieces(tokenizer, long)).rstrip().endswith("b")
+
+
+def test_special_tokens_are_silent_unless_asked_for(tokenizer: Tokenizer) -> None:
+    eos = tokenizer.eos_token_id
+    assert eos is not None
+    ids = [*tokenizer.encode("a b"), eos, *tokenizer.encode(" c", add_special_tokens=False)]
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+    stream = tokenizer.stream([], skip_special_tokens=False)
+    assert "</s>" in "".join([*(stream.feed([token]) for token in ids), stream.finish()])
+    silent = tokenizer.stream([])
+    assert "".join(silent.feed([eos]) for _ in range(500)) == ""
+    assert len(silent._window) < 100
+
+
+def test_chat_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    assert tokenizer.chat(messages) == tokenizer.encode("<|user|>Hello<|assistant|>", add_special_tokens=False)
+    plain = PreTrainedTokenizerFast(tokenizer_object=byte_level())
+    plain.save_pretrained(tmp_path)
+    without = Tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="no chat template"):
+        without.chat(messages)
+
+
+def test_files_are_read_at_the_first_use_only(tmp_path: Path) -> None:
+    assert Tokenizer.find(tmp_path) is None
+    assert Tokenizer.find(None) is None
+    (tmp_path / "tokenizer.json").write_text("{")
+    found = Tokenizer.find(tmp_path)
+    assert found is not None
+    with pytest.raises(ValueError, match="cannot be read"):
+        found.encode("a")
