@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torchweave.compile import broken
 
-from torchweave.compile.broken import broken
 from torchweave.models import DecoderStep
 from torchweave.ops.attention import AttentionMetadata, carry_out, get_backend
 

@@ -54,10 +54,8 @@ def experts(
         alpha, limit: where alpha > 0, `(up + 1) * gate * sigmoid(alpha * gate)`; where limit > 0, gate is clamped from above
             and up on both sides by it before.
     """
-    if x.is_cuda:
-        rows = _grouped if x.dtype == torch.bfloat16 else _dense
-    else:
-        rows = _looped
+    on_gpu = _grouped if x.dtype == torch.bfloat16 else _dense
+    rows = on_gpu if x.is_cuda else _looped
     rows(
         x, index, weight, up, down, up_bias, down_bias, out, (activation, gated, interleaved, transposed, alpha, limit)
     )
