@@ -15,7 +15,8 @@ INT_MIN = tl.constexpr(-(2**31))
 _TOKENS = 1024  # tokens that one program handles at a time
 _ROWS = 128
 _PAIRS = 256
-_CUT = ["slots", "query_start", "host_ids", "host_positions", "tokens", "emit", "out", "ids", "positions", "seq_lens", "slot_mapping"]
+_CUT = ["slots", "query_start", "host_ids", "host_positions", "tokens", "emit"]
+_CUT += ["out", "ids", "positions", "seq_lens", "slot_mapping"]
 
 
 @triton.jit

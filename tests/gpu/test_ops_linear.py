@@ -1,0 +1,101 @@
+"""Both linear kernels on a GPU against float64, alone, in CUDA graphs and as dependent launches of one another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchweave.ops.linear import MAX_TOKENS, LinearConfig, choose, linear
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(2048, 2048), (3072, 2048), (2048, 8192), (5000, 4104), (1001, 2880)]
+
+
+def check(got: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, cublas: bool = False) -> None:
+    """The kernels sum in float32 and round once; cuBLAS may add partial sums in the low precision."""
+    expected = x.double() @ w.double().T + (0 if bias is None else bias.double())
+    unit = torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.double(), expected, rtol=unit, atol=unit * (2 if cublas else 0.05))
+
+
+def operands(tokens: int, outputs: int, width: int, dtype: torch.dtype):
+    torch.manual_seed(outputs + width)
+    x = torch.randn(tokens, width, device="cuda", dtype=dtype)
+    return x, torch.randn(outputs, width, device="cuda", dtype=dtype) / width**0.5, torch.randn(outputs, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_op_at_every_small_number_of_tokens(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    for tokens in (0, 1, 2, 3, 17):
+        x, w, bias = operands(tokens, *shape, dtype)
+        for added in (None, bias):
+            check(linear(x, w, added), x, w, added, cublas=choose(tokens, *shape, dtype) is None)
+    x = torch.randn(1, 1, shape[1], device="cuda", dtype=dtype)
+    assert linear(x, w).shape == (1, 1, shape[0])
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_configs(shape: tuple[int, int], dependent: bool) -> None:
+    configs = [LinearConfig("row", n, k, 4, 4, dependent) for n, k in ((4, 1024), (8, 512), (2, 2048))]
+    configs += [LinearConfig("dot", 16, 256, 4, 3, dependent), LinearConfig("dot", 64, 128, 4, 4, dependent)]
+    for config in configs:
+        for tokens in (1, 2) if config.kernel == "row" else (1, 5, 16):
+            x, w, bias = operands(tokens, *shape, torch.bfloat16)
+            out = torch.full((tokens, shape[0]), torch.nan, device="cuda", dtype=torch.bfloat16)
+            config.run(x, w, bias, out)
+            check(out, x, w, bias)
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_chain_in_a_graph(dependent: bool) -> None:
+    """Layers that read what the one before wrote: a dependent launch that did not wait would read stale numbers."""
+    config = LinearConfig("row", 4, 1024, 4, 4, dependent)
+    weights = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 2048**0.5 for _ in range(24)]
+    x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
+    outs = [torch.empty_like(x) for _ in weights]
+
+    def chain() -> None:
+        value = x
+        for weight, out in zip(weights, outs, strict=True):
+            config.run(value, weight, None, out)
+            value = F.silu(out) if out is outs[7] else out  # an ordinary kernel between dependent ones
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(20):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        value = x
+        for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
+            check(out, value, weight, None)
+            value = F.silu(out) if i == 7 else out
+
+
+def test_what_the_kernels_cannot_read_goes_to_cublas() -> None:
+    x, w, _ = operands(1, 2048, 2048, torch.bfloat16)
+    shifted = torch.empty(2048 * 2048 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2048, 2048)
+    shifted.copy_(w)
+    check(linear(x, shifted), x, w, None, cublas=True)
+    transposed = w.T.contiguous().T
+    check(linear(x, transposed), x, w, None, cublas=True)
+    assert linear(x.float(), w.float()).dtype == torch.float32
+
+
+def test_rows_of_a_merged_weight() -> None:
+    merged = torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16) / 2048**0.5
+    x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
+    check(linear(x, merged[1024:3072]), x, merged[1024:3072], None)
+
+
+def test_the_choice_covers_the_decode_shapes() -> None:
+    assert all(choose(tokens, 3072, 2048, torch.bfloat16) for tokens in range(1, MAX_TOKENS + 1))
