@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from ops.attention_cases import CASES, Case, build, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ops.attention_cases import CASES, Case, build, reference
 from torchweave.ops.attention import (
     LayerSpec,
     attention,
@@ -73,7 +73,7 @@ def test_decode_dispatches_do_not_grow_with_rows() -> None:
             step.forward(built.q, built.k, built.v, built.out, built.cache, **built.arguments)
         return begin.calls, layer.calls
 
-    few, many = count(2), count(64)
+    few, many = count(2), count(32)
     assert few == many
     assert many[1] <= 26, "a decode layer takes more torch calls than it should"
 
@@ -85,9 +85,9 @@ def test_mixed_steps_need_few_groups() -> None:
     assert len(step.groups) == 1
 
 
-@pytest.mark.parametrize("spec", [CASES[n].spec for n in ("context", "mixed_window", "mixed_softcap", "mixed_sinks", "mixed_chunk")])  # fmt: skip
-def test_op_is_one_causal_sequence(spec: LayerSpec) -> None:
-    built = build(Case(((19, 0),), spec))
+@pytest.mark.parametrize("name", ["context", "mixed_window", "mixed_softcap", "mixed_sinks", "mixed_chunk"])
+def test_op_is_one_causal_sequence(name: str) -> None:
+    built = build(Case(((19, 0),), CASES[name].spec))
     args = (built.q, built.k, built.v, built.out, 0)
     attention(*args, **built.arguments)
     expected = reference(built.q, built.k, built.v, built.arguments)

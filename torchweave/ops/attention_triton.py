@@ -59,7 +59,7 @@ def default_prefill_config(head_dim: int, group: int, dtype: torch.dtype) -> Pre
     """As `default_decode_config`. A tile holds at least one token, so `block_m` is at least `group`."""
     least = triton.next_power_of_2(group)
     if dtype == torch.float32:
-        return PrefillConfig(max(32, least), 32, 4, 2)
+        return PrefillConfig(max(32, least), 32, 4 if head_dim <= 64 else 8, 2)
     if head_dim > 128:
         return PrefillConfig(max(64, least), 32, 4, 2)
     return PrefillConfig(max(128, least), 64, 4 if head_dim <= 64 else 8, 3)
@@ -136,7 +136,9 @@ class TritonBackend:
                 return torch.empty(*shape, dtype=torch.float32, device=self.device)
 
             counters = torch.zeros(programs, dtype=torch.int32, device=self.device)
-            found = _Workspace(empty(programs, group, value_dim), empty(programs, group), empty(programs, group), counters)
+            found = _Workspace(
+                empty(programs, group, value_dim), empty(programs, group), empty(programs, group), counters
+            )
             self._workspaces[group * value_dim] = found
         return found
 
@@ -168,7 +170,7 @@ class TritonStep:
         if self.meta.decode_only:
             self._decode(q, k, v, out, cache, scale, window, softcap, sinks, chunk)
             return
-        _write(k, v, cache, self.meta)
+        write(k, v, cache, self.meta)
         self._prefill(q, out, cache, scale, window, softcap, sinks, chunk)
         self._decode(q, k, v, out, cache, scale, window, softcap, sinks, chunk)
 
@@ -238,7 +240,8 @@ def pad(dim: int) -> int:
     return max(triton.next_power_of_2(dim), 16)
 
 
-def _write(k: Tensor, v: Tensor, cache: KVLayer, meta: AttentionMetadata) -> None:
+def write(k: Tensor, v: Tensor, cache: KVLayer, meta: AttentionMetadata) -> None:
+    """Put the step's keys and values into their places in the cache; a padded token has none."""
     kv_heads, head_dim, value_dim = k.shape[1], k.shape[2], v.shape[2]
     numbers = kv_heads * max(head_dim, value_dim)
     block = min(triton.next_power_of_2(numbers), 2048)

@@ -72,19 +72,23 @@ def _combine(
     split = tl.arange(0, SPLITS_PAD)
     dim = tl.arange(0, VALUE_PAD)
     mine = split < used
-    for head in tl.static_range(GROUP):
-        index = (first + split) * GROUP + head
-        maximum = tl.load(maxima + index, mask=mine, other=LOWEST, cache_modifier=".cg")
-        total = tl.load(sums + index, mask=mine, other=0.0, cache_modifier=".cg")
-        values = tl.load(
-            partial + index[:, None] * VALUE_DIM + dim[None, :],
-            mask=mine[:, None] & (dim < VALUE_DIM)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        weight = tl.exp2(maximum - tl.max(maximum, 0))
-        result = tl.sum(values * weight[:, None], 0) / tl.sum(total * weight, 0)
-        tl.store(out_row + head * VALUE_DIM + dim, result.to(out_row.dtype.element_ty), mask=dim < VALUE_DIM)
+    for some in tl.range(0, GROUP, 4):
+        for nth in tl.static_range(4 if GROUP > 4 else GROUP):  # unrolled, so that their loads are in flight together
+            head = some + nth
+            known = mine & (head < GROUP)
+            index = (first + split) * GROUP + head
+            maximum = tl.load(maxima + index, mask=known, other=LOWEST, cache_modifier=".cg")
+            total = tl.load(sums + index, mask=known, other=0.0, cache_modifier=".cg")
+            values = tl.load(
+                partial + index[:, None] * VALUE_DIM + dim[None, :],
+                mask=known[:, None] & (dim < VALUE_DIM)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            weight = tl.exp2(maximum - tl.max(maximum, 0))
+            result = tl.sum(values * weight[:, None], 0) / tl.sum(total * weight, 0)
+            at = out_row + head * VALUE_DIM + dim
+            tl.store(at, result.to(out_row.dtype.element_ty), mask=(dim < VALUE_DIM) & (head < GROUP))
 
 
 @triton.jit(do_not_specialize=["window", "chunk", "num_splits"])

@@ -74,10 +74,7 @@ def _attend_tiles(
         else:
             k = tl.load(k_at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
-        if SOFTCAP:
-            scores = softcap_log2(scores * scale, softcap)
-        else:
-            scores = scores * (scale * LOG2_E)
+        scores = softcap_log2(scores * scale, softcap) if SOFTCAP else scores * (scale * LOG2_E)
         if MASKED:
             seen = keys[None, :] <= positions[:, None]
             if LOCAL:

@@ -1,0 +1,255 @@
+"""Time the attention kernels inside CUDA graphs, over a KV cache that the L2 cache cannot hold.
+
+    python -m bench.attention --out attention.json [--only decode|prefill] [--defaults]
+
+Each number is one layer's call, KV write included. Decode is held against the bytes of the keys and values and the GPU's copy
+bandwidth, prefill against causal operations per second. Every launch configuration is compared in the one run; `--defaults`
+takes only what the backend would choose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from torchweave.ops.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    KVLayer,
+    LayerSpec,
+    available_backends,
+    get_backend,
+)
+from torchweave.ops.attention_triton import (
+    DecodeConfig,
+    PrefillConfig,
+    TritonBackend,
+    default_decode_config,
+    default_prefill_config,
+)
+
+COPY_GB_PER_S = 3020.0  # measured on an H100 80GB HBM3
+COLD_BYTES = 256 << 20  # of KV between two reads of the same bytes: five times the L2 cache
+HEADS = {"llama-1b": LayerSpec(8, 64, 64, 32), "llama-8b": LayerSpec(8, 128, 128, 32)}
+BATCHES = (1, 8, 32, 128, 256)
+CONTEXTS = (192, 1024, 8192)
+PREFILLS = ((16, 1024), (4, 8192), (1, 1000), (1, 16))
+DECODE_CONFIGS = (
+    DecodeConfig(64, 4, 3, 4),
+    DecodeConfig(64, 4, 3, 2),
+    DecodeConfig(64, 4, 3, 8),
+    DecodeConfig(64, 4, 2, 4),
+    DecodeConfig(64, 4, 4, 4),
+    DecodeConfig(64, 2, 3, 4),
+    DecodeConfig(32, 4, 4, 4),
+    DecodeConfig(32, 2, 4, 8),
+    DecodeConfig(128, 4, 2, 4),
+    DecodeConfig(128, 8, 3, 2),
+    DecodeConfig(64, 4, 3, 4, dot=False),
+    DecodeConfig(32, 4, 4, 4, dot=False),
+)
+PREFILL_CONFIGS = (
+    PrefillConfig(128, 64, 4, 3),
+    PrefillConfig(128, 64, 4, 2),
+    PrefillConfig(128, 64, 8, 3),
+    PrefillConfig(128, 64, 8, 2),
+    PrefillConfig(128, 128, 8, 2),
+    PrefillConfig(128, 128, 8, 3),
+    PrefillConfig(64, 64, 4, 3),
+    PrefillConfig(64, 64, 4, 2),
+    PrefillConfig(256, 64, 8, 3),
+)
+
+
+@dataclass
+class Bench:
+    """A step and the inputs of one layer; `caches` are the layers that take turns."""
+
+    meta: AttentionMetadata
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    caches: list[KVLayer]
+    scale: float
+
+
+def make(spec: LayerSpec, rows: int, new: int, length: int, block_size: int, layers: int) -> Bench:
+    """`rows` sequences of `length` keys, of which `new` are this step's, in shuffled blocks."""
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    per_row = -(-length // block_size)
+    table = torch.randperm(rows * per_row, device=device).view(rows, per_row).int()
+    positions = torch.arange(length - new, length, device=device)
+    slots = table.long()[:, positions // block_size] * block_size + positions % block_size
+    meta = AttentionMetadata(
+        slots=torch.arange(rows, dtype=torch.int32, device=device),
+        query_start=torch.arange(0, rows * new + 1, new, dtype=torch.int32, device=device),
+        seq_lens=torch.full((rows,), length, dtype=torch.int32, device=device),
+        block_table=table,
+        slot_mapping=slots.flatten(),
+        num_rows=rows,
+        num_tokens=rows * new,
+        decode_only=new == 1,
+        max_seq_len=length,
+    )
+
+    def draw(heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(rows * new, heads, dim, device=device, dtype=dtype)
+
+    backend = TritonBackend(device)
+    caches = [backend.allocate(spec, rows * per_row, block_size, dtype, device) for _ in range(layers)]
+    for cache in caches:
+        cache.k.normal_()
+        cache.v.normal_()
+    q, k, v = (
+        draw(spec.num_heads, spec.head_dim),
+        draw(spec.num_kv_heads, spec.head_dim),
+        draw(spec.num_kv_heads, spec.value_dim),
+    )
+    return Bench(meta, q, k, v, caches, spec.head_dim**-0.5)
+
+
+def time_us(backend: AttentionBackend, bench: Bench) -> float:
+    """Microseconds of one layer's call: the median over replays of a graph of all layers."""
+    out = torch.empty_like(bench.q)
+
+    def run() -> None:
+        step = backend.begin(bench.meta)
+        for cache in bench.caches:
+            step.forward(bench.q, bench.k, bench.v, out, cache, scale=bench.scale)
+
+    return graph_us(run) / len(bench.caches)
+
+
+def graph_us(run: Callable[[], None], replays: int = 20) -> float:
+    """Median microseconds of a graph of `run`."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(3):
+        graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    times = sorted(a.elapsed_time(b) * 1e3 for a, b in pairwise(events))
+    return times[len(times) // 2]
+
+
+def decode_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
+    """One result per heads, batch, context and configuration."""
+    for model, spec in HEADS.items():
+        chosen = default_decode_config(spec.head_dim, torch.bfloat16)
+        configs = [chosen] if defaults else list(dict.fromkeys((chosen, *DECODE_CONFIGS)))
+        for context in CONTEXTS:
+            for batch in BATCHES:
+                kv_bytes = batch * context * spec.bytes_per_token(torch.bfloat16)
+                bench = make(spec, batch, 1, context, block_size, max(2, min(48, COLD_BYTES // kv_bytes)))
+                for config in configs:
+                    us = _try(lambda c=config, b=bench: time_us(TritonBackend(torch.device("cuda"), decode=c), b))
+                    facts = {"model": model, "batch": batch, "context": context, "default": config == chosen}
+                    yield {"kind": "decode", **facts, "config": asdict(config), **_speed(us, kv_bytes)}
+                del bench
+
+
+def prefill_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
+    """One result per heads, shape and configuration, and FlashAttention 3 where it is installed."""
+    fa3 = available_backends("cuda")["fa3"] is None
+    for model, spec in HEADS.items():
+        chosen = default_prefill_config(spec.head_dim, spec.num_heads // spec.num_kv_heads, torch.bfloat16)
+        configs = [chosen] if defaults else list(dict.fromkeys((chosen, *PREFILL_CONFIGS)))
+        for rows, length in PREFILLS:
+            operations = 4 * spec.num_heads * spec.head_dim * rows * length * (length + 1) / 2
+            bench = make(spec, rows, length, length, block_size, 4)
+            facts = {"kind": "prefill", "model": model, "rows": rows, "length": length}
+            for config in configs:
+                us = _try(lambda c=config, b=bench: time_us(TritonBackend(torch.device("cuda"), prefill=c), b))
+                rate = {"us": us, "tflops": operations / us / 1e6} if isinstance(us, float) else {"error": us}
+                yield {**facts, "default": config == chosen, "config": asdict(config), **rate}
+            if fa3:
+                bench = make(spec, rows, length, length, 128, 4)
+                us = _try(lambda b=bench: time_us(get_backend("fa3", "cuda", torch.bfloat16), b))
+                rate = {"us": us, "tflops": operations / us / 1e6} if isinstance(us, float) else {"error": us}
+                yield {**facts, "default": False, "config": "fa3", **rate}
+            del bench
+
+
+def _try(run: Callable[[], float]) -> float | str:
+    """A configuration that does not fit (shared memory) is a result too."""
+    try:
+        return run()
+    except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError) as error:
+        return str(error)[:200]
+
+
+def _speed(us: float | str, kv_bytes: int) -> dict[str, Any]:
+    if isinstance(us, str):
+        return {"error": us}
+    rate = kv_bytes / us / 1e3
+    return {"us": us, "gb_per_s": rate, "of_copy_bandwidth": rate / COPY_GB_PER_S}
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    """A line per shape: the default, and the fastest configuration where it is another one."""
+    shapes: dict[tuple, list[dict[str, Any]]] = {}
+    for result in results:
+        if "us" in result:
+            key = tuple(
+                result[name] for name in ("kind", "model", "batch", "rows", "context", "length") if name in result
+            )
+            shapes.setdefault(key, []).append(result)
+    lines = []
+    for key, found in shapes.items():
+        best = min(found, key=lambda result: result["us"])
+        chosen = next((result for result in found if result["default"]), best)
+        speed = f"{chosen['tflops']:.0f} TFLOP/s" if "tflops" in chosen else f"{chosen['gb_per_s']:.0f} GB/s"
+        config = best["config"] if isinstance(best["config"], str) else tuple(best["config"].values())
+        faster = "" if best is chosen else f"; fastest {best['us']:.1f} us {config}"
+        lines.append(f"{' '.join(map(str, key)):<34} {chosen['us']:>9.1f} us  {speed:>12}{faster}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the benchmark and write its JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="where the results go, as JSON")
+    parser.add_argument("--only", choices=("decode", "prefill"))
+    parser.add_argument("--block-size", type=int, default=TritonBackend.block_size)
+    parser.add_argument("--defaults", action="store_true", help="only the configurations that the backend chooses")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench.attention needs a CUDA GPU")
+    torch.manual_seed(0)
+    results: list[dict[str, Any]] = []
+    for kind, run in (("prefill", prefill_results), ("decode", decode_results)):
+        if args.only in (None, kind):
+            for result in run(args.block_size, args.defaults):
+                results.append(result)
+                record = {
+                    "command": " ".join(["python -m bench.attention", *sys.argv[1:]]),
+                    "gpu": torch.cuda.get_device_name(),
+                    "torch": torch.__version__,
+                    "triton": triton.__version__,
+                    "block_size": args.block_size,
+                    "results": results,
+                }
+                args.out.write_text(json.dumps(record, indent=1))
+    print(summary(results))
+
+
+if __name__ == "__main__":
+    main()
