@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -282,6 +283,11 @@ def specimen(name: str) -> Specimen:
         if entry.name == name:
             return entry
     raise ValueError(f"No specimen {name!r}: the zoo has {', '.join(entry.name for entry in SPECIMENS)}.")
+
+
+def transformers_version() -> str:
+    """The version whose models these are."""
+    return transformers.__version__
 
 
 def build(entry: Specimen, seed: int = 0) -> PreTrainedModel:

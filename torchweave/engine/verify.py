@@ -1,0 +1,178 @@
+"""The proof against transformers: tiny models of every architecture, through the whole engine, token by token.
+
+Each architecture of the zoo is saved as a folder, loaded from it, woven, and served with prompts of different lengths in
+flight together, long ones in chunks. Its greedy tokens must be those of transformers' own eager float32 model.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.engine.llm import LLM
+from torchweave.engine.request import SamplingParams
+from torchweave.log import Report
+from torchweave.models import load, zoo
+
+PROMPT_LENGTHS = (3, 70, 21, 40)
+NUM_TOKENS = 16
+_BUDGET = 32  # tokens in a step: the longer prompts are read in chunks, beside others that generate
+
+
+@dataclass(frozen=True)
+class Row:
+    """One architecture of the table.
+
+    Attributes:
+        name: of the zoo.
+        architecture: transformers' class.
+        passed: every token is transformers' own.
+        how: `captured` as one graph, or `broken` at boundary ops and run without the compiler.
+        distinct_pieces, pieces: what the graph was cut into.
+        seconds: of loading, weaving and serving.
+        reason: why it did not pass, or why it was not captured.
+    """
+
+    name: str
+    architecture: str
+    passed: bool
+    how: str = ""
+    distinct_pieces: int = 0
+    pieces: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+
+def verify(names: Sequence[str] | None = None, report: Report | None = None) -> dict[str, Any]:
+    """Verify architectures of the zoo; None takes all, and also shows what is refused.
+
+    Returns:
+        `{"passed": N, "total": M, "results": [Row as a dict, ...], "refused": [{"name", "reason"}, ...]}`.
+
+    Raises:
+        ValueError: a name that the zoo does not have.
+    """
+    report = report if report is not None else Report(show=False)
+    entries = zoo.SPECIMENS if names is None else tuple(zoo.specimen(name) for name in names)
+    rows = []
+    with report.progress("verifying", len(entries)) as advance:
+        for entry in entries:
+            rows.append(verify_one(entry))
+            report.event("verified", **asdict(rows[-1]))
+            advance(1, entry.name)
+    refused = [{"name": entry.name, "reason": refusal(entry)} for entry in (zoo.REFUSED if names is None else ())]
+    return {
+        "passed": sum(row.passed for row in rows),
+        "total": len(rows),
+        "transformers": zoo.transformers_version(),
+        "torch": torch.__version__,
+        "results": [asdict(row) for row in rows],
+        "refused": refused,
+    }
+
+
+def prompts() -> list[list[int]]:
+    """The same random prompts for every architecture, without special tokens."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, zoo.VOCAB, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+
+
+def verify_one(entry: zoo.Specimen) -> Row:
+    """One architecture through the engine. An error of any kind is a row that did not pass."""
+    report, begin = Report(show=False), time.monotonic()
+    architecture = entry.model_type
+    try:
+        model = zoo.build(entry)
+        architecture = type(model).__name__
+        expected = zoo.reference_tokens(model, prompts(), NUM_TOKENS)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            begin = time.monotonic()
+            answers = _serve(entry, folder, report)
+        reason = _difference(answers, expected)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    pieces = [event["shared_by"] for event in report.select("piece")]
+    fallback = report.select("fallback")
+    return Row(
+        name=entry.name,
+        architecture=architecture,
+        passed=not reason,
+        how="broken" if fallback else "captured" if pieces else "",
+        distinct_pieces=len(pieces),
+        pieces=sum(pieces),
+        seconds=round(time.monotonic() - begin, 2),
+        reason=reason or " ".join(" ".join(event["why"] for event in fallback).split())[:300],
+    )
+
+
+def _serve(entry: zoo.Specimen, folder: str, report: Report) -> list[list[int]]:
+    loaded = load(folder, torch.float32, report=report, max_model_len=entry.max_model_len)
+    config = EngineConfig(
+        model=entry.name,
+        dtype="float32",
+        device="cpu",
+        max_model_len=entry.max_model_len,
+        max_batch_size=len(PROMPT_LENGTHS),
+        max_num_tokens=_BUDGET,
+        num_kv_blocks=64,
+        # The pieces run as they were cut: what Inductor makes of them is tested elsewhere, and would take minutes here.
+        torch_compile_config=TorchCompileConfig(enable_inductor=False, compile_cache=False),
+    )
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM.from_loaded(loaded, config, report) as llm:
+        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts(), greedy)]
+
+
+def _difference(answers: list[list[int]], expected: list[list[int]]) -> str:
+    """Where the answers first differ, as a sentence; empty where they do not."""
+    for length, answer, right in zip(PROMPT_LENGTHS, answers, expected, strict=True):
+        for place, (token, wanted) in enumerate(zip(answer, right, strict=True)):
+            if token != wanted:
+                return f"prompt of {length} tokens: token {place} is {token}, transformers gives {wanted}"
+    return ""
+
+
+def refusal(entry: zoo.Specimen) -> str:
+    """Why an architecture is refused at load; empty if it is not."""
+    try:
+        load(entry.config().to_dict(), torch.float32, load_format="dummy")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result of `verify` as the page `docs/models.md`."""
+    lines = [
+        "# Models",
+        "",
+        f"{result['passed']} of {result['total']} architectures give the greedy tokens of transformers' own eager float32 "
+        f"model (transformers {result['transformers']}, torch {result['torch']}, CPU).",
+        "",
+        "Generated by `torchweave models verify --all --write docs/models.md`: tiny models with random weights, saved and "
+        f"loaded from a folder, prompts of {', '.join(map(str, PROMPT_LENGTHS))} tokens in flight together, read in chunks "
+        f"within a budget of {_BUDGET} tokens a step, {NUM_TOKENS} tokens generated. *Pieces* are distinct / all.",
+        "",
+        "| name | architecture | tokens equal | pieces | how | s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["results"]:
+        how = row["how"] + (f": {_cell(row['reason'])}" if row["reason"] else "")
+        pieces = f"{row['distinct_pieces']} / {row['pieces']}" if row["pieces"] else ""
+        equal = "yes" if row["passed"] else "**no**"
+        lines.append(f"| {row['name']} | {row['architecture']} | {equal} | {pieces} | {how} | {row['seconds']:.1f} |")
+    if result["refused"]:
+        lines += ["", "## Refused at load, with the reason", "", "| name | reason |", "|---|---|"]
+        lines += [f"| {row['name']} | {_cell(row['reason'])} |" for row in result["refused"]]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
