@@ -30,7 +30,7 @@ def document(rng: random.Random, chat_turns: int, names: Sequence[str] = tasks.T
     """One plain question with its answer, or half of the time a conversation of up to `chat_turns` questions."""
     if rng.random() < 0.5:
         asked = tasks.training_question(rng, names)
-        return [(_BOS + asked.prompt, asked.answer + _EOS)]
+        return [(_BOS + tasks.plain_prompt(asked), asked.answer + _EOS)]
     turns = 1 if rng.random() < 0.5 else 1 + int(rng.random() * chat_turns)
     start = _BOS
     if rng.random() < 0.1:

@@ -55,7 +55,7 @@ def greedy(
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, asked: tasks.Question, form: str, rng: random.Random) -> list[int]:
     """The prompt in a form; the earlier turns of a dialogue are answered right and come from the training side."""
     if form == "plain":
-        return tokenizer.encode(asked.prompt)
+        return tokenizer.encode(tasks.plain_prompt(asked))
     messages = []
     for _ in range(1 + rng.randrange(3) if form == "dialogue" else 0):
         earlier = tasks.training_question(rng)

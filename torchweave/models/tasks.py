@@ -134,6 +134,18 @@ def held_out_questions(task: str, count: int, seed: int = 0) -> list[Question]:
     return list(found.values())
 
 
+def plain_prompt(asked: Question) -> str:
+    """The prompt as text that stands alone, without a chat's marks.
+
+    A sum or a list of numbers then needs a sign that it has ended: the answer's digits would read on as the prompt's.
+    """
+    if asked.task not in ("add", "sub", "count") or not asked.prompt.rstrip()[-1].isdigit():
+        return asked.prompt
+    if asked.task == "count":
+        return asked.prompt.rstrip() + (":" if "from" in asked.prompt else " ...")
+    return asked.prompt.rstrip() + "="
+
+
 def _below(rng: random.Random, bound: int) -> int:
     return int(
         rng.random() * bound
