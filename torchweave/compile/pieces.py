@@ -96,6 +96,13 @@ def callable_of(artifact: Any, module: fx.GraphModule) -> Boxed:
     return call
 
 
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a cell that was never filled
+        return None
+
+
 def innermost(artifact: Any) -> Boxed | None:
     """The function that Inductor generated, found behind the wrappers of an artifact; None when it is not there."""
     from torch._inductor.output_code import CompiledFxGraph
@@ -109,8 +116,7 @@ def innermost(artifact: Any) -> Boxed | None:
         seen.add(id(thing))
         if isinstance(thing, CompiledFxGraph):
             return thing.current_callable
-        cells = getattr(thing, "__closure__", None) or ()
-        held = [cell.cell_contents for cell in cells if cell.cell_contents is not None]
+        held = [_content(cell) for cell in getattr(thing, "__closure__", None) or ()]
         held += [getattr(thing, "__wrapped__", None), getattr(thing, "__self__", None)]
         queue += [item for item in held if callable(item)]
     return None
