@@ -91,6 +91,71 @@ def _combine(
             tl.store(at, result.to(out_row.dtype.element_ty), mask=(dim < VALUE_DIM) & (head < GROUP))
 
 
+@triton.jit
+def _new_token(
+    query, token, head, k_new, v_new, k_cache, v_cache, slot_mapping, sinks, scale, softcap,
+    k_stride, k_head_stride, v_stride, v_head_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+    STORE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """The running softmax (maximum, total, sum of values) after the sinks and the new token; STORE: also cache the token."""
+    group = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, HEAD_PAD)
+    value_dim = tl.arange(0, VALUE_PAD)
+    key = tl.load(k_new + token * k_stride + head * k_head_stride + dim, mask=dim < HEAD_DIM, other=0.0)
+    value = tl.load(v_new + token * v_stride + head * v_head_stride + value_dim, mask=value_dim < VALUE_DIM, other=0.0)
+    if STORE:
+        place = tl.load(slot_mapping + token)
+        there = place >= 0
+        place = place * KV_HEADS + head
+        tl.store(k_cache + place * HEAD_DIM + dim, key, mask=(dim < HEAD_DIM) & there)
+        tl.store(v_cache + place * VALUE_DIM + value_dim, value, mask=(value_dim < VALUE_DIM) & there)
+    score = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
+    maximum = softcap_log2(score, softcap) if SOFTCAP else score * LOG2_E
+    total = tl.full([GROUP_PAD], 1.0, tl.float32)
+    acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32) + value.to(tl.float32)[None, :]
+    if SINKS:
+        sink = tl.load(sinks + head * GROUP + group, mask=group < GROUP, other=0.0).to(tl.float32) * LOG2_E
+        higher = tl.maximum(maximum, sink)
+        total = tl.exp2(maximum - higher)
+        acc *= total[:, None]
+        total += tl.exp2(sink - higher)
+        maximum = higher
+    return maximum, total, acc
+
+
+@triton.jit
+def _cached_tokens(
+    maximum, total, acc, query, table_row, k_cache, v_cache, head, lowest, begin, end, scale, softcap,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Go on with a running softmax over the cached keys `[begin, end)` from `lowest` on; `begin` is a multiple of BLOCK_N."""
+    dim = tl.arange(0, HEAD_PAD)
+    value_dim = tl.arange(0, VALUE_PAD)
+    blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
+    for tile in tl.range(begin, end, BLOCK_N):
+        keys = tile + tl.arange(0, BLOCK_N)
+        seen = (keys >= lowest) & (keys < end)
+        places = cache_places(blocks, tile, BLOCK_SIZE, BLOCK_N)[:, None] * KV_HEADS + head
+        blocks = load_blocks(table_row, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        k_mask = seen[:, None] if HEAD_PAD == HEAD_DIM else seen[:, None] & (dim < HEAD_DIM)[None, :]
+        v_mask = seen[:, None] if VALUE_PAD == VALUE_DIM else seen[:, None] & (value_dim < VALUE_DIM)[None, :]
+        k = tl.load(k_cache + places * HEAD_DIM + dim[None, :], mask=k_mask, other=0.0)
+        v = tl.load(v_cache + places * VALUE_DIM + value_dim[None, :], mask=v_mask, other=0.0)
+        scores = _scores(query, k, DOT) * scale
+        scores = softcap_log2(scores, softcap) if SOFTCAP else scores * LOG2_E
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        faded = tl.exp2(maximum - higher)
+        total = total * faded + tl.sum(weights, 1)
+        acc = acc * faded[:, None] + _weighted(weights, v, DOT)
+        maximum = higher
+    return maximum, total, acc
+
+
 @triton.jit(do_not_specialize=["window", "chunk", "num_splits"])
 def paged_decode(
     q, k_new, v_new, out, k_cache, v_cache,
@@ -146,51 +211,15 @@ def paged_decode(
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
     if split == 0:
-        key = tl.load(k_new + token * k_stride + head * k_head_stride + dim, mask=dim < HEAD_DIM, other=0.0)
-        value = tl.load(
-            v_new + token * v_stride + head * v_head_stride + value_dim, mask=value_dim < VALUE_DIM, other=0.0
-        )
-        if DECODE_ONLY:
-            place = tl.load(slot_mapping + token)
-            tl.store(k_cache + (place * KV_HEADS + head) * HEAD_DIM + dim, key, mask=(dim < HEAD_DIM) & (place >= 0))
-            tl.store(
-                v_cache + (place * KV_HEADS + head) * VALUE_DIM + value_dim,
-                value,
-                mask=(value_dim < VALUE_DIM) & (place >= 0),
-            )
-        score = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
-        maximum = softcap_log2(score, softcap) if SOFTCAP else score * LOG2_E
-        total += 1.0
-        acc += value.to(tl.float32)[None, :]
-        if SINKS:
-            sink = tl.load(sinks + head * GROUP + group, mask=group < GROUP, other=0.0).to(tl.float32) * LOG2_E
-            higher = tl.maximum(maximum, sink)
-            total = tl.exp2(maximum - higher)
-            acc *= total[:, None]
-            total += tl.exp2(sink - higher)
-            maximum = higher
-
-    table_row = block_table + slot * table_stride
-    blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
-    for tile in tl.range(begin, end, BLOCK_N):
-        keys = tile + tl.arange(0, BLOCK_N)
-        seen = (keys >= lowest) & (keys < end)
-        places = cache_places(blocks, tile, BLOCK_SIZE, BLOCK_N)
-        blocks = load_blocks(table_row, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
-        k_mask = seen[:, None] if HEAD_PAD == HEAD_DIM else seen[:, None] & (dim < HEAD_DIM)[None, :]
-        v_mask = seen[:, None] if VALUE_PAD == VALUE_DIM else seen[:, None] & (value_dim < VALUE_DIM)[None, :]
-        places = places[:, None] * KV_HEADS + head
-        k = tl.load(k_cache + places * HEAD_DIM + dim[None, :], mask=k_mask, other=0.0)
-        v = tl.load(v_cache + places * VALUE_DIM + value_dim[None, :], mask=v_mask, other=0.0)
-        scores = _scores(query, k, DOT) * scale
-        scores = softcap_log2(scores, softcap) if SOFTCAP else scores * LOG2_E
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(maximum, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        faded = tl.exp2(maximum - higher)
-        total = total * faded + tl.sum(weights, 1)
-        acc = acc * faded[:, None] + _weighted(weights, v, DOT)
-        maximum = higher
+        maximum, total, acc = _new_token(
+            query, token, head, k_new, v_new, k_cache, v_cache, slot_mapping, sinks, scale, softcap,
+            k_stride, k_head_stride, v_stride, v_head_stride,
+            KV_HEADS, GROUP, GROUP_PAD, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, DECODE_ONLY, SOFTCAP, SINKS,
+        )  # fmt: skip
+    maximum, total, acc = _cached_tokens(
+        maximum, total, acc, query, block_table + slot * table_stride, k_cache, v_cache, head, lowest, begin, end,
+        scale, softcap, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N, SOFTCAP, DOT,
+    )  # fmt: skip
 
     if SPLITS_PAD == 1 or used == 1:
         tl.store(out_row + out_offsets, (acc / total[:, None]).to(out.dtype.element_ty), mask=out_mask)
