@@ -52,8 +52,9 @@ def weave(
     if report.select("ready"):
         report.event("compile_after_ready", what=type(module).__name__)
     graph = _captured(module, inputs, dynamic, config, cache, report)
+    graph.boundary_ops = frozenset(boundary_ops)
     PassManager(passes, config.disabled_passes).run(graph, report)
-    parts = split(graph, boundary_ops)
+    parts = split(graph)
     pieces = [part for part in parts if isinstance(part, Piece)]
     device = next(iter(inputs.values())).device
     return Woven(graph, parts, _build(pieces, config, cache, device, report), report)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from torchweave.compile.errors import InvariantError, TraceError, place, trace_error
@@ -187,7 +188,7 @@ def _plain_module(gm: fx.GraphModule) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         if node.op == "output":
-            copy = graph.output(fx.node.map_arg(tuple(node.args[0]), copies.__getitem__))
+            copy = graph.output(map_arg(tuple(node.args[0]), copies.__getitem__))
         else:
             copy = graph.node_copy(node, copies.__getitem__)
         copies[node] = copy

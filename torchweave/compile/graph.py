@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from torchweave.compile.symbols import symbol_name, value
@@ -70,6 +71,7 @@ class CapturedGraph:
         output: how the return value is built.
         symbols: symbol of the graph -> the caller's name of it, such as `s72 -> T`.
         sources: importable names of the modules whose code was traced.
+        boundary_ops: names of the ops at which the graph will be split.
     """
 
     module: fx.GraphModule
@@ -78,6 +80,7 @@ class CapturedGraph:
     output: OutputTree
     symbols: dict[str, str]
     sources: tuple[str, ...] = ()
+    boundary_ops: frozenset[str] = frozenset()
 
     @property
     def graph(self) -> fx.Graph:
@@ -198,7 +201,7 @@ def refresh(graph: CapturedGraph, changed: dict[fx.Node, Any], commit: bool = Tr
 
 
 def _run(graph: CapturedGraph, node: fx.Node, changed: dict[fx.Node, Any]) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: changed.get(arg, value(arg)))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda arg: changed.get(arg, value(arg)))
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert node.op == "call_function" and callable(node.target), f"{node.op} {node.target} has no fake value"

@@ -248,8 +248,8 @@ def record(
 
     def cut(op: Any, args: tuple, kwargs: dict) -> None:
         steps.append(_Segment(pool.end()))
-        kept = pytree.tree_map_only(Tensor, pool.by_address, (args, kwargs))
-        steps.append(_BoundaryStep(op, *kept, debug))
+        args, kwargs = pytree.tree_map_only(Tensor, pool.by_address, (args, kwargs))
+        steps.append(_BoundaryStep(op, args, kwargs, debug))
         pool.begin()
 
     with torch.no_grad(), pool.recording():

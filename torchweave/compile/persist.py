@@ -90,7 +90,12 @@ def _bare(thing: Any) -> Any:
     if isinstance(thing, Tensor):
         mode: Any = getattr(thing, "fake_mode", None)
         with mode:
-            return torch.empty_strided(thing.size(), thing.stride(), dtype=thing.dtype, device=thing.device)
+            storage = torch.empty_strided(thing.size(), thing.stride(), dtype=thing.dtype, device=thing.device)
+            if isinstance(offset := thing.storage_offset(), int) and offset == 0:
+                return storage
+            whole = torch.empty(offset + storage.untyped_storage().nbytes() // thing.element_size(), dtype=thing.dtype)
+            bare = torch.empty(0, dtype=thing.dtype, device=thing.device)
+            return bare.set_(whole.to(thing.device).untyped_storage(), offset, thing.size(), thing.stride())
     return type(thing)(map(_bare, thing)) if isinstance(thing, (tuple, list)) else thing
 
 
@@ -110,7 +115,7 @@ def dump_piece(built: BuiltPiece) -> bytes:
 
 def load_piece(payload: bytes, piece: Piece, seconds: float = 0.0) -> BuiltPiece:
     """The piece that `dump_piece` wrote. Raises what Inductor raises."""
-    from torch._inductor import CompiledArtifact
+    from torch._inductor.standalone_compile import CompiledArtifact
 
     with _scratch() as path:
         path.write_bytes(payload)

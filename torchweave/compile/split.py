@@ -7,7 +7,6 @@ are derived from others are computed again in each piece that needs them, or equ
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,12 +55,11 @@ class BoundaryCall:
     kwargs: dict[str, Any]
 
 
-def split(graph: CapturedGraph, boundary_ops: Iterable[str]) -> list[Piece | BoundaryCall]:
+def split(graph: CapturedGraph) -> list[Piece | BoundaryCall]:
     """The parts of the graph in the order in which they run."""
-    names = frozenset(boundary_ops)
     segments: list[list[fx.Node] | BoundaryCall] = [[]]
     for node in graph.graph.nodes:
-        op = boundary_op(node.target, names) if node.op == "call_function" else None
+        op = boundary_op(node.target, graph.boundary_ops) if node.op == "call_function" else None
         if op is not None:
             segments += [_boundary_call(op, node), []]
         elif node.op not in ("placeholder", "output") and not is_size(node):

@@ -94,7 +94,9 @@ def mark(tensor: Tensor, dims: Mapping[int, str], mode: DynamicShapes) -> None:
 @contextlib.contextmanager
 def shapes_mode(mode: DynamicShapes) -> Iterator[None]:
     """Trace and build under the rules of one `dynamic_shapes` mode."""
-    import torch.fx.experimental._config as symbolic_config
+    from torch.fx.experimental import _config
+
+    symbolic_config: Any = _config
 
     with symbolic_config.patch(backed_size_oblivious=mode == "backed_size_oblivious"):
         yield

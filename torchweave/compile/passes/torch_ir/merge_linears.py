@@ -5,9 +5,9 @@ Before                                  After
     k = linear(x, Wk)                       q, k, v = split(y, [...], -1)
     v = linear(x, Wv)
 
-When      weights (and biases) are constants of one dtype, all have a bias or none has, nothing writes to x and no boundary
-          op lies between the calls, and every reader of q, k, v takes a strided view.
-Numerics  exact: each output element is the same dot product.
+When      weights (and biases) are parameters of one dtype and a multiple of 8 rows, all have a bias or none has, nothing writes to x between the
+          calls, no boundary op lies between them, and every reader of q, k, v takes a strided view.
+Numerics  exact: each output element is the same dot product (a BLAS may choose another order of summation).
 Memory    none: the module's parameters become views of the merged weight.
 Pays      at every token count: one matmul reads x once and fills the device better than three.
 """
@@ -17,17 +17,21 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from torchweave.compile.graph import CapturedGraph, refresh
-from torchweave.compile.mutation import written
+from torchweave.compile.mutation import storage, written
 from torchweave.compile.passes.base import GraphPass, Mismatch, NearMiss, PassResult
+from torchweave.compile.split import boundary_op
 from torchweave.compile.symbols import value
 
-LINEAR = torch._C._nn.linear
+LINEAR = torch.nn.functional.linear  # the builtin itself, which is what tracing records
+
+_ALIGNED = 8  # rows of a weight, columns of the result: 16 bytes of bfloat16, what fast matmuls want
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,6 @@ class MergeLinears(GraphPass):
     """See the module's text."""
 
     name = "merge_linears"
-    stage = "torch_ir"
-    numerics = "exact"
 
     def run(self, graph: CapturedGraph) -> PassResult:
         near_misses: list[NearMiss] = []
@@ -62,62 +64,84 @@ class MergeLinears(GraphPass):
 
 
 def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[_Linear]]:
-    """Linears over constants by the tensor they read, two or more, in the graph's order."""
-    by_input: dict[fx.Node, list[_Linear]] = {}
+    """Linears over parameters that read one tensor and agree in kind, two or more, in the graph's order."""
+    by_input: dict[fx.Node, dict[_Kind, list[_Linear]]] = {}
+    for node, x, weight, bias in _linears(graph, near_misses):
+        tensor = graph.constant(weight)
+        if tensor is None or (bias is not None and graph.constant(bias) is None):
+            near_misses.append(NearMiss(node.name, "its weight or bias is computed, not a parameter"))
+            continue
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            near_misses.append(NearMiss(node.name, f"its weight is a {type(tensor).__name__}"))
+            continue
+        if tensor.ndim != 2 or tensor.shape[0] % _ALIGNED:
+            near_misses.append(NearMiss(node.name, f"its {tensor.shape[0]} rows would misalign those behind it"))
+            continue
+        kind = _Kind(bias is not None, tensor.dtype, tensor.device)
+        by_input.setdefault(x, {}).setdefault(kind, []).append(_Linear(node, x, weight, bias))
+    for x, kinds in by_input.items():
+        most = max(kinds.values(), key=len)
+        for group in kinds.values():
+            if group is not most:
+                beside = ", ".join(item.node.name for item in most)
+                near_misses.append(
+                    NearMiss(group[0].node.name, f"reads {x.name} like {beside}, but differs in bias or dtype")
+                )
+            yield from _stretches(graph, group, near_misses)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    has_bias: bool
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _linears(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[tuple[fx.Node, Any, Any, Any]]:
     for node in graph.graph.nodes:
-        if node.op != "call_function" or node.target is not LINEAR:
-            continue
-        try:
-            x, weight, bias = GraphPass.bind(node, "input", "weight", bias=None)
-        except Mismatch as mismatch:
-            near_misses.append(NearMiss(node.name, str(mismatch)))
-            continue
-        by_input.setdefault(x, []).append(_Linear(node, x, weight, bias))
-    for group in by_input.values():
-        if len(group) < 2:
-            continue
-        usable = [item for item in group if _is_constant(graph, item.weight) and _is_constant(graph, item.bias, True)]
-        for item in group:
-            if item not in usable:
-                near_misses.append(NearMiss(item.node.name, "its weight or bias is computed, not a parameter"))
-        if len(usable) >= 2:
-            yield usable
+        if node.op == "call_function" and node.target is LINEAR:
+            try:
+                yield node, *GraphPass.bind(node, "input", "weight", bias=None)
+            except Mismatch as mismatch:
+                near_misses.append(NearMiss(node.name, str(mismatch)))
 
 
-def _is_constant(graph: CapturedGraph, node: Any, optional: bool = False) -> bool:
-    return (optional and node is None) or graph.constant(node) is not None
+def _stretches(graph: CapturedGraph, group: list[_Linear], near_misses: list[NearMiss]) -> Iterator[list[_Linear]]:
+    """The group, divided where a boundary op or a write to what they read lies between two of them."""
+    stretch = group[:1]
+    for last, item in pairwise(group):
+        barrier = _barrier(graph, last.node, item.node, storage(item.x))
+        if barrier is not None:
+            near_misses.append(NearMiss(item.node.name, f"reads {item.x.name} like {last.node.name}, but {barrier}"))
+            if len(stretch) > 1:
+                yield stretch
+            stretch = []
+        stretch.append(item)
+    if len(stretch) > 1:
+        yield stretch
+
+
+def _barrier(graph: CapturedGraph, node: fx.Node, last: fx.Node, read: int | None) -> str | None:
+    """What keeps a call at `last` from moving up to `node`, or None."""
+    while node is not last:
+        node = node.next
+        if node.op == "call_function" and boundary_op(node.target, graph.boundary_ops) is not None:
+            return f"the boundary op {node.name} lies between them"
+        if any(storage(argument) == read for argument in written(node)):
+            return f"{node.name} writes to it between them"
+    return None
 
 
 def _refusal(graph: CapturedGraph, group: list[_Linear], merged: dict) -> str | None:
     """Why a group cannot be merged, or None."""
-    weights = [graph.constant(item.weight) for item in group]
-    assert all(weight is not None for weight in weights)
-    if len({(weight.dtype, weight.device, weight.ndim) for weight in weights if weight is not None}) > 1:
-        return "the weights differ in dtype or device"
-    if any(type(weight) not in (Tensor, torch.nn.Parameter) for weight in weights):
-        return "a weight is a tensor subclass"
-    if len({item.bias is None for item in group}) > 1:
-        return "some have a bias and some have none"
     key = tuple(item.weight for item in group)
     parts = {weight for known in merged for weight in known}
     if key not in merged and (len(set(key)) < len(key) or parts & set(key)):
         return "a weight is already part of another merged weight"
-    if (writer := _writer_between(group)) is not None:
-        return f"{writer.name} lies between them and writes to a tensor"
     try:
         _fake_outputs(graph, group)
     except Exception as error:  # whatever a reader raises when it cannot take a strided view
         return f"a reader needs a contiguous result ({str(error).splitlines()[0]})"
-    return None
-
-
-def _writer_between(group: list[_Linear]) -> fx.Node | None:
-    """A node from the first to the last linear that writes to a tensor; every boundary op is one."""
-    node, last = group[0].node, group[-1].node
-    while node is not last:
-        node = node.next
-        if written(node):
-            return node
     return None
 
 
