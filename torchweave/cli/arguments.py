@@ -44,12 +44,14 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
     def add_config(self, config: type, title: str, skip: Iterable[str] = ()) -> None:
-        """An option for every field of a dataclass, but for those in `skip`."""
+        """An option for every field of a dataclass, but for those in `skip`. A name that is there already serves both."""
         group = self.add_argument_group(title)
         for name, option in options_of(config).items():
             if name in skip:
                 continue
-            assert name not in self.options, f"{name} is an option of two configs"
+            if name in self.options:  # `seed`: of the engine and of a request; one number serves both
+                assert self.options[name].hint == option.hint, f"{name} means two things"
+                continue
             self.options[name] = option
             action = "append" if option.is_list else "store"
             group.add_argument(f"--{name}", dest=name, metavar=option.metavar, action=action, default=argparse.SUPPRESS)
@@ -83,7 +85,7 @@ class Parser(argparse.ArgumentParser):
                     options.extend([value] if (value := next(remaining, None)) is not None else [])
             else:
                 rest.append(argument)
-        return [*options, "--", *rest]
+        return [*options, "--", *rest] if rest else options
 
 
 def engine_parser(name: str, description: str) -> Parser:
@@ -115,9 +117,14 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     Raises:
         ValueError: see `options.build`.
     """
+    return build(EngineConfig, given_options(args))
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's options as far as they were given, by dotted name, not yet converted."""
     from_file = _renamed(read_yaml(args.config)) if args.config else {}
     given = {name: value for name, value in vars(args).items() if name in options_of(EngineConfig)}
-    return build(EngineConfig, LEVELS[args.level], from_file, _joined(EngineConfig, given))
+    return {**LEVELS[args.level], **from_file, **_joined(EngineConfig, given)}
 
 
 def fill(config: type[Config], args: argparse.Namespace, **defaults: Any) -> Config:

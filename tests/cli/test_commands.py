@@ -1,0 +1,167 @@
+"""The commands, run as a user runs them, on a tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchweave.cli import generate
+from torchweave.cli.main import main
+from torchweave.engine.request import CompletionOutput
+
+Lines = pytest.MonkeyPatch
+
+
+def test_one_prompt_prints_its_answer_alone(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", *tiny_args, "ab", "--max_tokens", "5", "--ignore_eos"]) == 0
+    alone = capsys.readouterr().out
+    assert alone.endswith("\n") and len(alone.rstrip("\n")) == 5
+    assert main(["generate", *tiny_args, "ab", "cd", "--max_tokens", "5", "--ignore_eos"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "ab" + alone.rstrip("\n") and second.startswith("cd")
+
+
+def test_json_and_stdin(tiny_args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Lines):
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\n\ncd\n"))
+    assert main(["generate", *tiny_args, "--json", "--max_tokens", "4", "--ignore_eos", "-n", "2"][:-2]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sorted(row["prompt"] for row in rows) == ["ab", "cd"]
+    assert all(len(row["outputs"][0]["token_ids"]) == 4 for row in rows)
+    assert all(row["outputs"][0]["finish_reason"] == "length" for row in rows)
+
+
+def test_several_answers_of_one_prompt(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+    options = ["--n", "3", "--temperature", "1", "--seed", "5", "--max_tokens", "3", "--json"]
+    assert main(["generate", *tiny_args, *options, "ab"]) == 0
+    (row,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [output["index"] for output in row["outputs"]] == [0, 1, 2]
+    first = row
+    assert main(["generate", *tiny_args, *options, "ab"]) == 0
+    assert json.loads(capsys.readouterr().out) == first
+
+
+def test_chat_keeps_the_turns(tiny_args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Lines):
+    turns = iter(["ab", "", "cd", "/new", "ab", "/bye"])
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(turns))
+    assert main(["chat", *tiny_args, "--max_tokens", "4", "--ignore_eos"]) == 0
+    first, second, again = capsys.readouterr().out.splitlines()
+    assert first == again != second
+
+
+def test_chat_survives_a_turn_that_is_too_long(
+    tiny_args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Lines
+):
+    def turns(prompt: str = "") -> str:
+        if not texts:
+            raise EOFError
+        return texts.pop(0)
+
+    texts = ["a" * 600, "ab"]
+    monkeypatch.setattr("builtins.input", turns)
+    assert main(["chat", *tiny_args, "--max_tokens", "4", "--ignore_eos"]) == 0
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 1 and "/new forgets" in captured.err
+
+
+def test_explain_shows_the_plan_and_what_was_built(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+    asked = ["-O2", "--torch_compile_config.enable_inductor=false", "--torch_compile_config.no_compile_cache"]
+    assert main(["explain", *tiny_args, *asked]) == 0
+    text = capsys.readouterr().out
+    for word in ("Plan", "asked", "effective", "why", "Pieces", "Passes", "Start-up", "CUDA graphs need a GPU"):
+        assert word in text
+    assert main(["explain", *tiny_args, *asked, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    plan = {row["name"]: row for row in facts["plan"]}
+    assert plan["torch_compile_config.enable_inductor"]["effective"] is False
+    assert plan["num_kv_blocks"]["effective"] > 0
+    assert 1 < len(facts["pieces"]) < sum(piece["shared_by"] for piece in facts["pieces"])
+    assert all(row["matches"] >= 0 for row in facts["passes"]) and facts["passes"]
+
+
+def test_models_list(capsys: pytest.CaptureFixture[str]):
+    assert main(["models", "list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "demo" in found["built_in"] and "llama" in found["architectures"] and "shape:llama-1b" in found["shapes"]
+
+
+FAULTS = [
+    (["genrate"], "unknown command 'genrate'; did you mean generate?"),
+    (["generate"], "the following arguments are required: MODEL"),
+    (["generate", "demo", "x", "--temperature", "-1"], "temperature must be"),
+    (["generate", "demo", "x", "--temprature", "1"], "unknown option --temprature; did you mean --temperature?"),
+    (["generate", "demo", "x", "--config", "/nowhere.yaml"], "config file /nowhere.yaml cannot be read"),
+    (["generate", "/nowhere/at/all", "x"], "/nowhere/at/all"),
+    (["generate", "demo", "x", "-cc.enable_inducter=1"], "did you mean --torch_compile_config.enable_inductor?"),
+    (["generate", "demo", "x", "--max_model_len", "0"], "max_model_len=0 must be at least 1"),
+    (["models", "verify"], "give --all"),
+    (["models", "verfy"], "invalid choice: 'verfy'"),
+    (["models", "verify", "lama"], "lama"),
+]
+
+
+@pytest.mark.parametrize(("argv", "sentence"), FAULTS)
+def test_a_fault_is_one_sentence_and_exit_code_2(
+    argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: Lines
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err and len(captured.err.splitlines()) == 1
+    assert captured.err.startswith("torchweave: ") and captured.out == ""
+
+
+def test_a_prompt_longer_than_the_context(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", *tiny_args, "a" * 600]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_folder_without_weights(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    assert main(["generate", str(tmp_path), "ab", "--quiet"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_traceback_is_there_for_who_asks():
+    with pytest.raises(ValueError, match="max_model_len"):
+        main(["generate", "demo", "x", "--max_model_len", "0", "--traceback"])
+
+
+def test_help_needs_no_torch():
+    code = "import sys; from torchweave.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "generate" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "explain", "models", "bench"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0 and "usage: torchweave" in capsys.readouterr().out
+
+
+def delta(text: str, reason: str | None = None, index: int = 0) -> CompletionOutput:
+    return CompletionOutput(index, text, [len(text)], reason)
+
+
+def test_answers_are_printed_in_order_however_they_come():
+    out = io.StringIO()
+    deltas = [
+        (1, delta("B")),
+        (0, delta("A")),
+        (1, delta("b", "stop")),
+        (0, delta("a", "stop")),
+        (2, delta("C", "stop")),
+    ]
+    generate.print_in_order(["x", "y", "z"], iter(deltas), 1, out)
+    assert out.getvalue() == "xAa\nyBb\nzC\n"
+
+
+def test_json_lines_wait_for_all_answers_of_a_prompt():
+    deltas = [(0, delta("A", "stop", 1)), (0, delta("b")), (0, delta("c", "length"))]
+    (line,) = generate.json_lines(["x"], iter(deltas), 2)
+    assert [output["text"] for output in json.loads(line)["outputs"]] == ["bc", "A"]

@@ -1,0 +1,252 @@
+"""`torchweave bench SCENARIO --model MODEL`: measure one thing, or all with `suite`, and keep the result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchweave.cli.arguments import Parser, add_engine_options, engine_config, fill
+from torchweave.cli.session import engine
+from torchweave.log import Report
+
+if TYPE_CHECKING:
+    from torchweave.cli.benchmarks.protocol import Sizes
+    from torchweave.engine.llm import LLM
+
+SCENARIOS = {
+    "latency": "milliseconds a token while batches decode, and to the first token",
+    "throughput": "prompt tokens a second, and output tokens a second over many requests of all lengths",
+    "startup": "seconds to the first token in a new process, with empty caches and with full ones",
+    "host": "microseconds of host work a decode step, without a device",
+    "suite": "latency and throughput in one engine, beside the memory's bandwidth",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured, as the command line gives it.
+
+    Attributes:
+        batch_sizes: decode batches.
+        input_len, output_len: tokens of a request while decoding is measured.
+        ttft_lens: prompts whose time to first token is measured.
+        prefill: batches of prompts that are read for one token each, `16x1024`.
+        num_requests, mixed_input_len, mixed_output_len: the run of requests of all lengths, bounds as `64,1024`.
+        repeats: runs of which the median is taken; the time to first token takes seven times as many, less one.
+        compare_requests, compare_input_len, compare_output_len: the run with `--compare`.
+        running: requests that run while host time is measured.
+        seed: of everything that is drawn.
+    """
+
+    batch_sizes: tuple[int, ...] = (1, 8, 32, 128, 256)
+    input_len: int = 128
+    output_len: int = 128
+    ttft_lens: tuple[int, ...] = (16, 1000)
+    prefill: tuple[str, ...] = ("16x1024", "4x8192")
+    num_requests: int = 512
+    mixed_input_len: tuple[int, ...] = (64, 1024)
+    mixed_output_len: tuple[int, ...] = (16, 512)
+    repeats: int = 3
+    compare_requests: int = 32
+    compare_input_len: tuple[int, ...] = (8, 64)
+    compare_output_len: int = 128
+    running: int = 256
+    seed: int | None = 0
+
+
+_OF_SCENARIO = {
+    "latency": ("batch_sizes", "input_len", "output_len", "ttft_lens", "repeats"),
+    "throughput": ("prefill", "num_requests", "mixed_input_len", "mixed_output_len", "repeats"),
+    "startup": (),
+    "host": ("running",),
+}
+_COMPARE = ("compare_requests", "compare_input_len", "compare_output_len")
+
+
+def parser(scenario: str) -> Parser:
+    found = Parser(prog=f"torchweave bench {scenario}", description=f"Measure {SCENARIOS[scenario]}.")
+    found.add_argument(
+        "--output", metavar="FILE", type=Path, help="keep the result as JSON here, and as Markdown beside it"
+    )
+    found.add_argument("--json", action="store_true", help="print the result as JSON")
+    names = _OF_SCENARIO.get(scenario, _OF_SCENARIO["latency"] + _OF_SCENARIO["throughput"])
+    if scenario in ("throughput", "suite"):
+        found.add_argument(
+            "--compare", choices=["transformers"], help="run the same requests through this too, in turns"
+        )
+        names += _COMPARE
+    measured = (*names, "seed") if scenario not in ("host", "startup") else names
+    found.add_config(
+        Options, "what is measured", skip=[item.name for item in fields(Options) if item.name not in measured]
+    )
+    if scenario == "host":
+        found.add_argument("--quiet", action="store_true", help="draw no progress bars")
+    else:
+        found.add_argument("--model", required=True, metavar="MODEL", help="a folder, a hub id, demo or shape:NAME")
+        add_engine_options(found)
+    return found
+
+
+def run(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        width = max(map(len, SCENARIOS))
+        print("usage: torchweave bench SCENARIO [--model MODEL] [OPTION...]\n")
+        print("\n".join(f"  {name.ljust(width)}  {text}" for name, text in SCENARIOS.items()))
+        if not argv:
+            raise ValueError(f"name a scenario: {', '.join(SCENARIOS)}")
+        raise SystemExit(0)
+    scenario, *rest = argv
+    if scenario not in SCENARIOS:
+        raise ValueError(f"unknown scenario {scenario!r}; it is one of {', '.join(SCENARIOS)}")
+    args = parser(scenario).read(rest)
+    measure = {"host": _host, "startup": _startup}.get(scenario, _engine)
+    _give(measure(scenario, args), args)
+    return 0
+
+
+def _give(result: dict[str, Any], args: argparse.Namespace) -> None:
+    from torchweave.cli.benchmarks.result import save, text
+
+    if args.output is not None:
+        save(result, args.output)
+    print(json.dumps(result) if args.json else text(result))
+
+
+def _engine(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from torchweave.cli.benchmarks.result import environment
+    from torchweave.cli.benchmarks.roofline import add_floor, memory_bandwidth
+    from torchweave.plan import choose_device
+
+    options = fill(Options, args)
+    sizes = _sizes(options)
+    asked = engine_config(args)
+    device = choose_device(asked.device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    bandwidth = memory_bandwidth(device)
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    with engine(args) as llm:
+        result = _head(scenario, llm, environment(llm.plan.device)) | {"memory_bandwidth": bandwidth}
+        report = Report(show=False if args.quiet else None)
+        _measure(scenario, llm, sizes, report, result)
+        add_floor(result.get("decode", []), llm, bandwidth)
+        if getattr(args, "compare", None):
+            result["compare"] = _compare(llm, options, report)
+    return result
+
+
+def _measure(scenario: str, llm: LLM, sizes: Sizes, report: Report, result: dict[str, Any]) -> None:
+    from torchweave.cli.benchmarks import protocol
+
+    work = protocol.Workload(llm, sizes.seed)
+    if scenario in ("latency", "suite"):
+        with report.progress("decode", len(sizes.batch_sizes)) as advance:
+            result["decode"] = protocol.decode(work, sizes, advance)
+        with report.progress("time to first token", len(sizes.ttft_lens)) as advance:
+            result["first_token"] = protocol.first_token(work, sizes, advance)
+    if scenario in ("throughput", "suite"):
+        with report.progress("prefill", len(sizes.prefill)) as advance:
+            result["prefill"] = protocol.prefill(work, sizes, advance)
+        if sizes.num_requests:
+            with report.progress("mixed requests", 1) as advance:
+                result["mixed"] = protocol.mixed(work, sizes, advance)
+
+
+def _compare(llm: LLM, options: Options, report: Report) -> list[dict[str, Any]]:
+    from torchweave.cli.benchmarks.compare import REPEATS, compare
+
+    bounds = _bounds(options.compare_input_len, "compare_input_len")
+    with report.progress("against transformers", 3 * (REPEATS + 1)) as advance:
+        return compare(llm, options.compare_requests, bounds, options.compare_output_len, options.seed or 0, advance)
+
+
+def _head(scenario: str, llm: LLM, environment: dict[str, Any]) -> dict[str, Any]:
+    """What every result begins with: what was run, where, and the options that were effective."""
+    startup = [{"name": event["name"], "seconds": event["seconds"]} for event in llm.report.select("stage")]
+    return {
+        "scenario": scenario,
+        "model": llm.plan.config.model,
+        "dtype": llm.plan.dtype,
+        "environment": environment,
+        "plan": {entry.name: entry.effective for entry in llm.plan.entries},
+        "stages": startup,
+    }
+
+
+def _sizes(options: Options) -> Sizes:
+    from torchweave.cli.benchmarks.protocol import Sizes
+
+    for name in ("input_len", "output_len", "repeats", "compare_requests", "compare_output_len"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
+    return Sizes(
+        batch_sizes=options.batch_sizes,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        decode_repeats=options.repeats,
+        ttft_lens=options.ttft_lens,
+        ttft_repeats=7 * options.repeats - 1,
+        prefill=tuple(_batch(text) for text in options.prefill),
+        prefill_repeats=options.repeats,
+        num_requests=options.num_requests,
+        mixed_input=_bounds(options.mixed_input_len, "mixed_input_len"),
+        mixed_output=_bounds(options.mixed_output_len, "mixed_output_len"),
+        seed=options.seed or 0,
+    )
+
+
+def _batch(text: str) -> tuple[int, int]:
+    count, _, length = text.partition("x")
+    if not (count.isdigit() and length.isdigit() and int(count) and int(length)):
+        raise ValueError(f"prefill={text!r} is not valid: it takes REQUESTSxTOKENS, such as 16x1024")
+    return int(count), int(length)
+
+
+def _bounds(values: tuple[int, ...], name: str) -> tuple[int, int]:
+    low, high = values[0] if values else 0, values[-1] if values else 0
+    if len(values) > 2 or not 1 <= low <= high:
+        raise ValueError(f"{name}={','.join(map(str, values))} is not valid: it takes LOW,HIGH, such as 64,1024")
+    return low, high
+
+
+def _startup(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from torchweave.cli.arguments import given_options
+    from torchweave.cli.benchmarks.result import environment
+    from torchweave.cli.benchmarks.startup import startup
+    from torchweave.plan import choose_device
+
+    config = engine_config(args)
+    device = choose_device(config.device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    with Report(show=False if args.quiet else None).progress("starting", 2) as advance:
+        found = startup(given_options(args), advance)
+    return {
+        "scenario": scenario,
+        "model": config.model,
+        "dtype": config.dtype,
+        "environment": environment(device),
+        "startup": found,
+    }
+
+
+def _host(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
+    from torchweave.cli.benchmarks.result import environment
+    from torchweave.engine.host_time import measure_without_device, summary
+
+    options = fill(Options, args)
+    if options.running < 1:
+        raise ValueError(f"running={options.running} must be at least 1")
+    found = summary(measure_without_device(options.running))
+    return {
+        "scenario": scenario,
+        "model": "no model",
+        "dtype": "-",
+        "environment": environment("cpu"),
+        "host": {"num_requests": options.running, **found},
+    }

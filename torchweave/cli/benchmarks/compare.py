@@ -1,0 +1,79 @@
+"""The same requests through the engine and through transformers, in turns in one run, as output tokens a second."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchweave.cli.benchmarks.protocol import Workload
+
+if TYPE_CHECKING:
+    from torchweave.engine.llm import LLM
+
+REPEATS = 3
+
+
+def compare(
+    llm: LLM,
+    num_requests: int,
+    input_len: tuple[int, int],
+    output_len: int,
+    seed: int,
+    advance: Callable[..., None],
+) -> list[dict[str, Any]]:
+    """`num_requests` prompts of `input_len` (bounds, both inclusive) tokens at once, `output_len` tokens out of each.
+
+    Every contender runs once before it is timed, and then in turns, so that a slow moment of the machine meets all.
+    Returns a row each: `name`, `output_throughput` (of the median run), `latencies`, `ratio` (ours to theirs), and
+    `same_tokens`: how many answers are the engine's, token for token.
+
+    Raises:
+        ValueError: requests that are longer than the model's context.
+    """
+    from torchweave.models.baseline import Baseline
+
+    work = Workload(llm, seed)
+    if why := work.too_long(input_len[1] + output_len):
+        raise ValueError(f"{why}; lower --compare_input_len or --compare_output_len")
+    prompts = [work.prompts(1, length)[0] for length in work.lengths(input_len, num_requests)]
+    baseline = Baseline(llm.plan.config.model, llm.engine.loaded.dtype, llm.plan.device)
+    contenders: dict[str, Callable[[], Sequence[Sequence[int]]]] = {
+        "torchweave": lambda: work.answers(prompts, output_len),
+        "transformers generate, padded": lambda: baseline.generate(prompts, output_len),
+        "transformers generate_batch": lambda: baseline.generate_batch(prompts, output_len),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    answers: dict[str, Sequence[Sequence[int]]] = {}
+    try:
+        for repeat in range(REPEATS + 1):
+            for name, run in contenders.items():
+                begin = time.perf_counter()
+                answers[name] = run()
+                elapsed = time.perf_counter() - begin
+                if any(len(answer) != output_len for answer in answers[name]):
+                    raise RuntimeError(f"{name} did not give {output_len} tokens to each request")
+                if repeat:
+                    seconds[name].append(elapsed)
+                advance(1, f"{name}: {elapsed:.2f} s")
+    finally:
+        baseline.close()
+    ours = statistics.median(seconds["torchweave"])
+    return [
+        {
+            "name": name,
+            "num_requests": num_requests,
+            "input_len": list(input_len),
+            "output_len": output_len,
+            "latencies": times,
+            "output_throughput": num_requests * output_len / statistics.median(times),
+            "ratio": statistics.median(times) / ours,
+            "same_tokens": sum(map(_equal, answers[name], answers["torchweave"])),
+        }
+        for name, times in seconds.items()
+    ]
+
+
+def _equal(one: Sequence[int], other: Sequence[int]) -> bool:
+    return list(one) == list(other)

@@ -1,0 +1,56 @@
+"""The child of `bench startup`: start an engine, generate one token, and print when what was done."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+
+def main(text: str) -> int:
+    from torchweave.cli.benchmarks.protocol import Workload
+    from torchweave.cli.options import build
+    from torchweave.config import EngineConfig
+    from torchweave.engine.llm import LLM
+    from torchweave.log import Report
+
+    imported_at = time.monotonic()
+    report = Report()
+    try:
+        llm = LLM.from_config(build(EngineConfig, json.loads(text)), report=report)
+    except ValueError as error:
+        print(f"torchweave: {error}", file=sys.stderr)
+        return 2
+    with llm:
+        with report.stage("first token"):
+            Workload(llm, seed=0).run([[1] * 16], 1)
+        facts = {
+            "imported_at": imported_at,
+            "first_token_at": time.monotonic(),
+            "stages": nested(report.select("stage")),
+        }
+    print(json.dumps(facts))
+    return 0
+
+
+def nested(stages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Stages by their beginning, as `name`, `seconds` and `within`: the name of the stage that holds it, or None.
+
+    An event of the report is written when its stage ends (`at`), so what lies inside another comes before it.
+    """
+    slack = 0.001  # seconds; the clock is read for `seconds` and for `at` one after the other
+    spans = sorted((stage["at"] - stage["seconds"], -stage["at"], stage["name"], stage["seconds"]) for stage in stages)
+    found: list[dict[str, Any]] = []
+    open_spans: list[tuple[float, str]] = []
+    for _begin, negative_end, name, seconds in spans:
+        while open_spans and open_spans[-1][0] < -negative_end - slack:
+            open_spans.pop()
+        found.append({"name": name, "seconds": seconds, "within": open_spans[-1][1] if open_spans else None})
+        open_spans.append((-negative_end, name))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,60 @@
+"""Start-up to the first token, in processes of their own: cold with empty caches, then warm with what the first one left.
+
+The engine's part is listed by the stages that it reports. What is before it (the interpreter, imports) and the first
+token are listed too, so that the parts add up to what a user waits for.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_CHILD = "torchweave.cli.benchmarks.start_once"
+
+
+def startup(options: Mapping[str, Any], advance: Callable[..., None]) -> dict[str, Any]:
+    """Measure a cold and a warm start of an engine with these options (dotted names, as in a config file).
+
+    Returns `cold` and `warm`, each `seconds` and `stages` (name, seconds, within: the stage that holds it, or None), and vLLM's
+    `avg_cold_startup_time` and `avg_warm_startup_time`.
+    """
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="torchweave-startup-") as folder:
+        for kind in ("cold", "warm"):
+            result[kind] = _start(options, Path(folder))
+            advance(1, f"{kind}: {result[kind]['seconds']:.1f} s")
+    for kind in ("cold", "warm"):
+        result[f"avg_{kind}_startup_time"] = result[kind]["seconds"]
+    return result
+
+
+def _start(options: Mapping[str, Any], caches: Path) -> dict[str, Any]:
+    asked = {**options, "torch_compile_config.compile_cache_dir": str(caches / "torchweave")}
+    begin = time.monotonic()
+    done = subprocess.run(_command(caches, json.dumps(asked)), stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise ValueError("the engine did not start; the reason is above")
+    facts = json.loads(done.stdout.splitlines()[-1])
+    # time.monotonic is one clock for all processes of a machine.
+    seconds = facts["first_token_at"] - begin
+    imports = {"name": "interpreter and imports", "seconds": facts["imported_at"] - begin, "within": None}
+    stages = [imports, *facts["stages"]]
+    listed = sum(stage["seconds"] for stage in stages if stage["within"] is None)
+    rest = {"name": "the rest", "seconds": max(seconds - listed, 0.0), "within": None}
+    return {"seconds": seconds, "stages": [*stages, rest]}
+
+
+def _command(caches: Path, options: str) -> Sequence[str]:
+    """The child with the caches of the compilers below it in a folder of their own too."""
+    kept = {
+        "TRITON_CACHE_DIR": caches / "triton",
+        "TORCHINDUCTOR_CACHE_DIR": caches / "inductor",
+        "CUDA_CACHE_PATH": caches / "cuda",
+    }
+    return ["env", *(f"{name}={path}" for name, path in kept.items()), sys.executable, "-m", _CHILD, options]

@@ -1,0 +1,112 @@
+"""`torchweave generate MODEL [PROMPT...]`: answers appear as they come; several prompts run in one batch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from torchweave.cli.arguments import Parser, engine_parser
+from torchweave.cli.session import check_sampling, engine, sampling
+from torchweave.engine.request import CompletionOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from torchweave.engine.llm import LLM
+
+DESCRIPTION = """Answer prompts. Without a PROMPT, each line of standard input is one.
+One prompt: its answer is printed as it comes. Several: all run together, and each is printed with its answer behind it, in
+their order. The checkpoint's own sampling settings apply unless options say otherwise; without any, decoding is greedy."""
+
+
+def parser() -> Parser:
+    found = engine_parser("generate", DESCRIPTION)
+    found.add_argument("prompts", metavar="PROMPT", nargs="*", help="text to go on from")
+    found.add_argument(
+        "--json", action="store_true", help="print one JSON object a prompt, a line each, as they finish"
+    )
+    found.add_config(SamplingParams, "sampling")
+    return found
+
+
+def run(argv: Sequence[str]) -> int:
+    args = parser().read(argv)
+    check_sampling(args)
+    if not args.prompts and sys.stdin.isatty():
+        return _interactive(args)
+    prompts = args.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not prompts:
+        raise ValueError("there is no prompt; give some as arguments, or one a line on standard input")
+    with engine(args) as llm:
+        _answer(llm, prompts, sampling(args, llm), as_json=args.json)
+    return 0
+
+
+def _interactive(args: argparse.Namespace) -> int:
+    with engine(args) as llm:
+        params = sampling(args, llm)
+        while True:
+            try:
+                prompt = input("> ")
+            except EOFError:
+                return 0
+            if prompt.strip():
+                _answer(llm, [prompt], params, as_json=args.json)
+
+
+def _answer(llm: LLM, prompts: Sequence[str], params: SamplingParams, as_json: bool) -> None:
+    deltas = llm.stream_all(prompts, params)
+    if as_json:
+        for line in json_lines(prompts, deltas, params.n):
+            print(line, flush=True)
+    else:
+        print_in_order(prompts, deltas, params.n, sys.stdout)
+
+
+def json_lines(
+    prompts: Sequence[str], deltas: Iterator[tuple[int, CompletionOutput]], num_answers: int
+) -> Iterator[str]:
+    """One JSON object a prompt, when the last of its answers is done: `index`, `prompt`, `outputs`."""
+    outputs: list[dict[int, dict[str, Any]]] = [{} for _ in prompts]
+    for number, delta in deltas:
+        answer = outputs[number].setdefault(delta.index, {"index": delta.index, "text": "", "token_ids": []})
+        answer["text"] += delta.text
+        answer["token_ids"] += delta.token_ids
+        answer["finish_reason"] = delta.finish_reason
+        answers = outputs[number]
+        if len(answers) == num_answers and all(answer["finish_reason"] for answer in answers.values()):
+            ordered = [answers[index] for index in sorted(answers)]
+            yield json.dumps({"index": number, "prompt": prompts[number], "outputs": ordered}, ensure_ascii=False)
+
+
+def print_in_order(
+    prompts: Sequence[str], deltas: Iterator[tuple[int, CompletionOutput]], num_answers: int, out: TextIO
+) -> None:
+    """Write the answers one below the other: the first that is not done as it comes, later ones are kept until then."""
+    echo = len(prompts) * num_answers > 1
+    bold, dim, plain = ("\033[1m", "\033[2m", "\033[0m") if out.isatty() else ("", "", "")
+    keys = [(number, index) for number in range(len(prompts)) for index in range(num_answers)]
+    waiting = deque(keys)
+    kept = dict.fromkeys(keys, "")
+    finished: set[tuple[int, int]] = set()
+
+    def begin() -> None:
+        out.write(f"{dim}{prompts[waiting[0][0]]}{plain}{bold}" if echo else bold)
+
+    begin()
+    for number, delta in deltas:
+        kept[number, delta.index] += delta.text
+        if delta.finish_reason:
+            finished.add((number, delta.index))
+        while waiting:
+            out.write(kept.pop(waiting[0], ""))
+            kept[waiting[0]] = ""
+            if waiting[0] not in finished:
+                break
+            out.write(f"{plain}\n")
+            waiting.popleft()
+            if waiting:
+                begin()
+        out.flush()

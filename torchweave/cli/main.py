@@ -1,0 +1,68 @@
+"""`torchweave COMMAND ...`: find the command, run it, and tell of a fault in one sentence with exit code 2."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import torchweave
+
+# Each command is the `run(argv) -> exit code` of a module here, imported only when it is asked for.
+COMMANDS = {
+    "generate": "answer prompts, from the arguments or from standard input",
+    "chat": "talk with a model",
+    "explain": "show what is effective and why: options, pieces, passes, graphs, memory",
+    "models": "list built-in models and supported architectures, or verify them against transformers",
+    "bench": "measure latency, throughput, start-up and host time",
+}
+USAGE_FAULT, INTERRUPTED = 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, 1 (a check failed), 2 (a fault in what was asked), 130 (interrupted)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone; keep the interpreter from flushing into it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ValueError as error:
+        if "--traceback" in arguments:
+            raise
+        print(f"torchweave: {_sentence(error)}", file=sys.stderr)
+        return USAGE_FAULT
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"torchweave {torchweave.__version__}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(COMMANDS)}"
+        raise ValueError(f"unknown command {name!r}; {hint}")
+    return import_module(f"torchweave.cli.{name}").run(rest)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = "\n".join(f"  {name.ljust(width)}  {text}" for name, text in COMMANDS.items())
+    return f"usage: torchweave COMMAND [OPTION...]\n\n{lines}\n\n`torchweave COMMAND --help` lists the options of a command."
+
+
+def _sentence(error: BaseException) -> str:
+    """The message as one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""`torchweave models list|verify`: what is built in and supported, and the proof against transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchweave.cli.arguments import Parser
+from torchweave.log import Report
+
+ACTIONS = ("list", "verify")
+
+
+def parser() -> Parser:
+    found = Parser(
+        prog="torchweave models", description="List models, or compare them with transformers token by token."
+    )
+    found.add_argument("action", choices=ACTIONS)
+    found.add_argument("names", metavar="NAME", nargs="*", help="architectures to verify")
+    found.add_argument("--all", action="store_true", help="verify every architecture")
+    found.add_argument("--json", action="store_true", help="print a JSON object")
+    found.add_argument("--write", metavar="FILE", default="", help="write the table of verify to FILE (docs/models.md)")
+    found.add_argument("--quiet", action="store_true", help="draw no progress bars")
+    return found
+
+
+def run(argv: Sequence[str]) -> int:
+    args = parser().read(argv)
+    return _list(args.json) if args.action == "list" else _verify(args.names, args.all, args.json, args.quiet, args.write)
+
+
+def _list(as_json: bool) -> int:
+    from torchweave.models.resolve import BUILT_IN, SHAPES
+    from torchweave.models.zoo import SPECIMENS
+
+    found = {
+        "built_in": sorted(BUILT_IN),
+        "shapes": sorted(SHAPES),
+        "architectures": sorted(entry.name for entry in SPECIMENS),
+    }
+    if as_json:
+        print(json.dumps(found))
+        return 0
+    print("built in          " + ", ".join(found["built_in"]))
+    print("shapes            " + ", ".join(found["shapes"]) + "  (with --load_format dummy)")
+    print(
+        f"architectures     {len(found['architectures'])}, checked against transformers by `torchweave models verify`:"
+    )
+    for name in found["architectures"]:
+        print(f"  {name}")
+    return 0
+
+
+def _verify(names: Sequence[str], everything: bool, as_json: bool, quiet: bool, write: str = "") -> int:
+    if bool(names) == everything:
+        raise ValueError("name the architectures to verify, or give --all (`torchweave models list` shows them)")
+    from torchweave.engine.verify import table, verify
+
+    result: dict[str, Any] = verify(None if everything else list(names), report=Report(show=False if quiet else None))
+    if write:
+        Path(write).write_text(table(result), encoding="utf-8")
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _print(result)
+    return 0 if result["passed"] == result["total"] else 1
+
+
+def _print(result: dict[str, Any]) -> None:
+    for row in result.get("results", ()):
+        print(f"{'ok  ' if row['passed'] else 'FAIL'}  {row['name']:<24} {row.get('reason') or ''}".rstrip())
+    print(f"{result['passed']} of {result['total']} architectures give the tokens of transformers")
