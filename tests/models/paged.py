@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torchweave.compile import broken
 
+from torchweave.compile import broken
 from torchweave.models import DecoderStep
 from torchweave.ops.attention import AttentionMetadata, carry_out, get_backend
 
@@ -19,9 +19,17 @@ BLOCK = 16
 
 
 def paged_tokens(
-    step: DecoderStep, prompts: Sequence[Sequence[int]], num_tokens: int, chunk: int = 24, device: str = "cpu"
+    step: DecoderStep,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    chunk: int = 24,
+    device: str = "cpu",
+    spoil: dict[str, Any] | None = None,
 ) -> list[list[int]]:
-    """Greedy tokens of each prompt, all of them in flight together; the last one joins two steps late."""
+    """Greedy tokens of each prompt, all of them in flight together; the last one joins two steps late.
+
+    `spoil` replaces arguments of the attention op, to see that tokens depend on them.
+    """
     dtype = next(step.parameters()).dtype
     backend = get_backend("torch", device)
     blocks_each = -(-(max(map(len, prompts)) + num_tokens) // BLOCK)
@@ -48,7 +56,9 @@ def paged_tokens(
         attention = backend.begin(meta)
 
         def boundary(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attention: Any = attention) -> None:
-            carry_out(attention, caches, *args, **kwargs)
+            named = {argument.name: argument.default_value for argument in op._schema.arguments}
+            named |= dict(zip(named, args, strict=False)) | kwargs | (spoil or {})
+            carry_out(attention, caches, **named)
 
         ends = torch.tensor([int(end) - 1 for end in meta.query_start[1:]])
         chosen = forward(boundary, ids, positions, ends).argmax(-1).tolist()

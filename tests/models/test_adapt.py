@@ -24,7 +24,7 @@ def examined(name: str) -> list[Any]:
 def test_specs_say_what_each_layer_keeps() -> None:
     gemma = examined("gemma2")
     assert [spec.window for spec in gemma] == [16, 0, 16]
-    assert gemma[0].softcap == 50.0
+    assert gemma[0].softcap == 1.5
     latent = examined("deepseek_v3")[0]
     assert (latent.num_heads, latent.num_kv_heads, latent.head_dim, latent.value_dim) == (4, 4, 48, 32)
     assert [spec.chunk for spec in examined("llama4")] == [32, 32, 32, 0]

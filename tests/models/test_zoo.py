@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.models.paged import paged_tokens
-from torchweave.models import UnsupportedModel, load, zoo
-from torchweave.models.adapt import adapt, refuse_by_config
+from torchweave.log import Report
+from torchweave.models import DecoderStep, UnsupportedModel, load, zoo
+from torchweave.models.adapt import adapt, install, refuse_by_config
 from torchweave.models.load import build_on_meta
 
 
@@ -27,10 +28,33 @@ def test_tokens_equal_eager(entry: zoo.Specimen, tmp_path: Path) -> None:
     assert paged_tokens(loaded.module, prompts(), 8) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("llama", {"scale": 0.26}),
+        ("mistral", {"window": 15}),
+        ("mistral", {"window": 0}),
+        ("llama4", {"chunk": 0}),
+        ("gemma2", {"softcap": 0.0}),
+        ("gemma2", {"window": 0}),
+        ("gpt_oss", {"sinks": None}),
+        ("gpt_neo", {"window": 0}),
+        ("phimoe", {"window": 0}),
+    ],
+    ids=str,
+)
+def test_the_zoo_sees_a_mistake(name: str, spoil: dict[str, object]) -> None:
+    model = zoo.build(zoo.specimen(name))
+    expected = zoo.reference_tokens(model, prompts(), 8)
+    specs = adapt(build_on_meta(zoo.specimen(name).config(), torch.float32), Report(show=False))
+    install(model)
+    step = DecoderStep(model, specs, zoo.VOCAB, 512)
+    assert paged_tokens(step, prompts(), 8) == expected
+    assert paged_tokens(step, prompts(), 8, spoil=spoil) != expected
+
+
 @pytest.mark.parametrize("entry", zoo.REFUSED, ids=lambda entry: entry.name)
 def test_refused_with_a_reason(entry: zoo.Specimen) -> None:
-    from torchweave.log import Report
-
     config = entry.config()
     with pytest.raises(UnsupportedModel) as refusal:
         refuse_by_config(config)

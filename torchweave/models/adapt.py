@@ -128,9 +128,11 @@ def _watch(model: PreTrainedModel) -> list[dict[str, Any]]:
         except UnsupportedModel as refusal:
             raise UnsupportedModel(f"{type(model).__name__} cannot be served: {refusal}") from refusal
         except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
+            why = " ".join(str(error).split())
+            if isinstance(error, NotImplementedError) or "item()" in why:
+                why = "it reads tensors on the host to decide what to compute, so no one graph of it exists"
             raise UnsupportedModel(
-                f"{type(model).__name__} cannot be served: its forward does not run over flat tokens without a cache "
-                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})."
+                f"{type(model).__name__} cannot be served: its forward does not run over flat tokens: {why[:200]}."
             ) from error
     return watch.calls
 

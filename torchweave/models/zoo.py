@@ -103,7 +103,11 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("ministral", "ministral", {**_SLIDING, "head_dim": 16}),
     Specimen("ministral3", "ministral3", {"head_dim": 16}),
     Specimen("gemma", "gemma", {"head_dim": 32}),
-    Specimen("gemma2", "gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, **_SLIDING}),
+    Specimen(
+        "gemma2",
+        "gemma2",
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 1.5, **_SLIDING},
+    ),
     Specimen(
         "gemma3", "gemma3_text", {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 6, **_SLIDING}
     ),
