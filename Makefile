@@ -1,0 +1,58 @@
+# Two commands: `make demo` and `make test`. Both make .venv in this folder, with everything they need, if it is not there.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# Without an NVIDIA GPU: the CPU build of torch, and Triton to interpret the GPU kernels in tests.
+ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
+TORCH := torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
+TEST_EXTRAS := test,triton-on-cpu
+else
+TORCH := torch>=2.11
+TEST_EXTRAS := test
+endif
+
+.PHONY: help demo test lint clean
+
+help:
+	@echo "make demo   create .venv, install, and let the built-in model answer"
+	@echo "make test   ruff, import-linter, pyright and all tests"
+	@echo "make clean  remove .venv and what tools left behind"
+
+demo: $(VENV)/.installed
+	@$(BIN)/torchweave generate demo '12+30=' '907-48=' 'sort: pear fig apple'
+
+test: $(VENV)/.installed-test lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# A stamp is as old as the last install; a change of pyproject.toml installs anew.
+$(BIN)/python:
+	@echo "creating $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; name one: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -m venv $(VENV)
+
+# torch comes first, so that nothing else can pull in another build of it.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "installing torch and torchweave into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) '$(firstword $(TORCH))' $(wordlist 2,9,$(TORCH))
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
+	@echo "installing the test tools"
+	@$(PIP) --editable '.[$(TEST_EXTRAS)]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
