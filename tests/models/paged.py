@@ -52,7 +52,7 @@ def paged_tokens(
             if not late and len(answers[i]) < num_tokens:
                 rows.append((i, sequence[done[i] :][:chunk]))
         rows.sort(key=lambda row: len(row[1]) > 1)
-        ids, positions, meta = _metadata(rows, done, table, number)
+        ids, positions, meta = _metadata(rows, done, table, number, device)
         attention = backend.begin(meta)
 
         def boundary(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attention: Any = attention) -> None:
@@ -60,7 +60,7 @@ def paged_tokens(
             named |= dict(zip(named, args, strict=False)) | kwargs | (spoil or {})
             carry_out(attention, caches, **named)
 
-        ends = torch.tensor([int(end) - 1 for end in meta.query_start[1:]])
+        ends = meta.query_start[1:].long() - 1
         chosen = forward(boundary, ids, positions, ends).argmax(-1).tolist()
         for (i, given), token in zip(rows, chosen, strict=True):
             done[i] += len(given)
@@ -72,23 +72,25 @@ def paged_tokens(
 
 
 def _metadata(
-    rows: list[tuple[int, list[int]]], done: list[int], table: torch.Tensor, number: int
+    rows: list[tuple[int, list[int]]], done: list[int], table: torch.Tensor, number: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
     ids = [token for _, given in rows for token in given]
     positions = [done[i] + offset for i, given in rows for offset in range(len(given))]
     owners = [i for i, given in rows for _ in given]
     slots = [int(table[i, p // BLOCK]) * BLOCK + p % BLOCK for i, p in zip(owners, positions, strict=True)]
     padding = number % 3
-    start = torch.tensor([0, *(len(given) for _, given in rows)]).cumsum(0).to(torch.int32)
+    lengths = [done[i] + len(given) for i, given in rows]
+    start = torch.tensor([0, *(len(given) for _, given in rows)]).cumsum(0)
     meta = AttentionMetadata(
-        slots=torch.tensor([i for i, _ in rows], dtype=torch.int32),
-        query_start=start,
-        seq_lens=torch.tensor([done[i] + len(given) for i, given in rows], dtype=torch.int32),
-        block_table=table,
-        slot_mapping=torch.tensor(slots + [-1] * padding),
+        slots=torch.tensor([i for i, _ in rows], dtype=torch.int32, device=device),
+        query_start=start.to(device, torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        block_table=table.to(device),
+        slot_mapping=torch.tensor(slots + [-1] * padding, device=device),
         num_rows=len(rows),
         num_tokens=len(ids) + padding,
         decode_only=False,
-        max_seq_len=max(done[i] + len(given) for i, given in rows),
+        max_seq_len=max(lengths),
     )
-    return torch.tensor(ids + [0] * padding), torch.tensor(positions + [0] * padding), meta
+    none = [0] * padding
+    return torch.tensor(ids + none, device=device), torch.tensor(positions + none, device=device), meta

@@ -1,0 +1,63 @@
+"""Models on a GPU: loading, tokens over the paged cache, and routed experts inside a CUDA graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.paged import paged_tokens
+from tests.models.test_zoo import prompts
+from tests.ops.test_experts import FORMS, arguments, expected
+from torchweave.models import load, zoo
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-tied", "gemma3", "gpt_oss", "deepseek_v3", "llama4", "falcon-new", "phi3-longrope"]
+)
+def test_tokens_equal_eager(name: str, tmp_path: Path) -> None:
+    entry = zoo.specimen(name)
+    model = zoo.build(entry)
+    expected_tokens = zoo.reference_tokens(model, prompts(), 8)
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path, torch.float32, "cuda", max_model_len=entry.max_model_len)
+    tensors = (*loaded.module.parameters(), *loaded.module.buffers())
+    assert {tensor.device.type for tensor in tensors} == {"cuda"}
+    assert paged_tokens(loaded.module, prompts(), 8, device="cuda") == expected_tokens
+
+
+def test_dummy_weights_are_made_on_the_device() -> None:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loaded = load("shape:llama-1b", "bfloat16", "cuda", "dummy")
+    assert torch.cuda.max_memory_allocated() - before < loaded.weight_bytes * 1.3
+    step = loaded.module
+    ids = torch.arange(20, device="cuda")
+    logits = step(ids, ids, torch.tensor([3, 19], device="cuda"))
+    assert logits.shape == (2, 128256)
+    assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", FORMS, ids=["plain", "gpt_oss", "ungated", "clamped"])
+def test_experts_in_a_graph_follow_the_routing(form: dict[str, Any], dtype: torch.dtype) -> None:
+    given = arguments(48, dtype=dtype, **form)
+    moved = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in given.items()}
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.ops.torchweave.experts(*moved.values())
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        torch.ops.torchweave.experts(*moved.values())
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    for shift in range(3):
+        moved["index"].copy_((given["index"] + shift) % 6)
+        graph.replay()
+        right = expected(given | {"index": (given["index"] + shift) % 6}).float()
+        error = (moved["out"].float().cpu() - right).abs().max() / right.abs().max()
+        assert error < tolerance
