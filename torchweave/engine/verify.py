@@ -92,7 +92,7 @@ def verify_one(entry: zoo.Specimen) -> Row:
         architecture = type(model).__name__
         expected = zoo.reference_tokens(model, prompts(), NUM_TOKENS)
         with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
+            zoo.save(model, folder)
             begin = time.monotonic()
             answers = _serve(entry, folder, report)
         reason = _difference(answers, expected)

@@ -84,12 +84,13 @@ def _check(module: nn.Module, attention_mask: Tensor | None, extra: dict[str, An
         raise UnsupportedModel(f"{name} passes {', '.join(unknown)} to its attention, which the engine does not have.")
 
 
-def _locality(module: nn.Module, sliding_window: int | None) -> tuple[int, int]:
+def _locality(module: Any, sliding_window: int | None) -> tuple[int, int]:
     """(window, chunk) of this layer, 0 = none.
 
     The kind that the config gives to a layer decides, as it does for transformers' masks; the argument is only a hint.
     """
-    config, layer = getattr(module, "config", None), module.layer_idx
+    config: Any = getattr(module, "config", None)
+    layer: int = module.layer_idx
     kinds = getattr(config, "layer_types", None)
     if kinds is None or layer >= len(kinds):
         return int(sliding_window or getattr(module, "torchweave_window", 0)), 0
@@ -97,7 +98,7 @@ def _locality(module: nn.Module, sliding_window: int | None) -> tuple[int, int]:
     if kind == "full_attention":
         return 0, 0
     if kind == "chunked_attention":
-        return 0, int(config.attention_chunk_size)  # type: ignore[union-attr]
+        return 0, int(config.attention_chunk_size)
     window = sliding_window or getattr(config, "sliding_window", None)
     if kind != "sliding_attention" or not window:
         raise UnsupportedModel(

@@ -58,14 +58,14 @@ def _falcon_forward(
     return module.dense(out.reshape(1, tokens, module.num_heads * head_dim)), None
 
 
-def _hook_falcon(module: nn.Module) -> None:
+def _hook_falcon(module: Any) -> None:
     module.forward = types.MethodType(_falcon_forward, module)
 
 
 def _hook_scores(scale: Callable[[Any], float], heads_first: bool = True) -> Callable[[nn.Module], None]:
     replacement = _scores_replaced(scale, heads_first)
 
-    def hook(module: nn.Module) -> None:
+    def hook(module: Any) -> None:
         module._attn = types.MethodType(replacement, module)
 
     return hook

@@ -5,7 +5,8 @@ resolve -> config -> from_config on the meta device -> adapt (ops, layer specs) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from torchweave.log import Report
 from torchweave.models import weights
@@ -152,7 +154,7 @@ def read_config(source: Source, trust_remote_code: bool = False) -> PreTrainedCo
         )
     try:
         if source.folder is None:
-            config = AutoConfig.for_model(model_type, **raw)
+            config = AutoConfig.for_model(str(model_type), **raw)
         else:
             config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     except (ValueError, TypeError, KeyError, OSError, AttributeError) as error:
@@ -227,6 +229,20 @@ def _max_model_len(config: Any, asked: int | None) -> int:
     return asked
 
 
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and warnings of transformers in here: what matters is in the report."""
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
 def _fill(
     model: PreTrainedModel,
     source: Source,
@@ -248,7 +264,7 @@ def _fill(
     report.event(
         "weights_converted", reason="the checkpoint keeps tensors in other pieces than the model", by="transformers"
     )
-    with report.stage("weights"):
+    with report.stage("weights"), quiet_transformers():
         converted, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=read_config(source, trust_remote_code),
@@ -256,7 +272,7 @@ def _fill(
             attn_implementation="eager",
             output_loading_info=True,
             trust_remote_code=trust_remote_code,
-        )
+        )  # type: ignore[misc]
         if missing := sorted(info["missing_keys"]):
             raise ValueError(
                 f"{folder} lacks {', '.join(missing[:3])} ({len(missing)} tensors in all); "

@@ -243,9 +243,9 @@ def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     owners: list[tuple[PreTrainedModel, nn.Module, str]] = []
     for owner, module in _with_pretrained(model, model):
-        rebuilt = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        for name in rebuilt:
-            fresh = torch.empty_like(module._buffers[name], device=device)
+        rebuilt = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        for name, buffer in rebuilt.items():
+            fresh = torch.empty_like(buffer, device=device)
             # A mark that no rebuilt buffer keeps: what still has it was not rebuilt.
             fresh.fill_(torch.nan if fresh.is_floating_point() else 0)
             module._buffers[name] = fresh

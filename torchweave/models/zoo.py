@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from torchweave.models.load import quiet_transformers
 
 VOCAB = 256
 _WIDTH = 64
@@ -301,6 +304,12 @@ def build(entry: Specimen, seed: int = 0) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(entry.config(), dtype=torch.float32, attn_implementation="eager")
         sharpen(model)
     return model.eval().requires_grad_(False)
+
+
+def save(model: PreTrainedModel, folder: str | Path) -> None:
+    """Write a model as a folder that can be loaded."""
+    with quiet_transformers():
+        model.save_pretrained(folder)
 
 
 @torch.no_grad()
