@@ -266,6 +266,7 @@ class Runner:
             torch.cuda.set_stream(self._stream)
 
     def launch(self, step: Step) -> Handle:
+        """Begin a step without waiting for it: write what changed, replay the graph that fits, copy the tokens out."""
         with torch.inference_mode():
             if step.updates is not None:
                 self.state.write(*step.updates)
@@ -328,6 +329,7 @@ class Runner:
         return self._from_device.ready(handle.turn)
 
     def collect(self, handle: Handle) -> StepResult:
+        """Wait for a launched step and take its tokens."""
         tokens = self._from_device.wait(handle.turn)[: handle.rows].numpy().copy()
         if handle.logprobs is None:
             return StepResult(tokens, handle.how)
