@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from torchweave.compile.assumptions import size_range
 from torchweave.compile.cache import CompileCache
 from torchweave.compile.capture import capture
 from torchweave.compile.graph import CapturedGraph
@@ -57,7 +58,8 @@ def weave(
     parts = split(graph)
     pieces = [part for part in parts if isinstance(part, Piece)]
     device = next(iter(inputs.values())).device
-    return Woven(graph, parts, _build(pieces, config, cache, device, report), report)
+    built = _build(pieces, config, cache, device, report)
+    return Woven(graph, parts, built, size_range(graph, config.dynamic_shapes, report), report)
 
 
 def _captured(

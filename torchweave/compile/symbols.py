@@ -59,7 +59,13 @@ def pick_hints(inputs: Mapping[str, Tensor], dynamic: DynamicDims, static_sizes:
     The example's own size is kept when it is at least 2, and equals neither another name's nor a size of the weights: a
     coincidence of sizes would tie the dimension to a constant.
     """
-    taken, hints = set(static_sizes), {}
+    taken, hints = {1, *static_sizes}, {}
+    taken.update(
+        size
+        for name, tensor in inputs.items()
+        for dim, size in enumerate(tensor.shape)
+        if dim not in dynamic.get(name, {})
+    )
     for name, dims in dynamic.items():
         for dim, size_name in dims.items():
             if size_name in hints:

@@ -15,7 +15,7 @@ from torchweave.compile.forward import Boundary
 from torchweave.compile.graph import CapturedGraph, Constant, Input, OutputTree, Size
 from torchweave.compile.pieces import BuiltPiece
 from torchweave.compile.split import BoundaryCall, Piece
-from torchweave.compile.symbols import is_size
+from torchweave.compile.symbols import is_size, value
 from torchweave.log import Report
 
 Parts = list[Piece | BoundaryCall]
@@ -29,20 +29,37 @@ class Woven:
         pieces: pieces in the order in which they run; equal digests share one built piece.
         built: the built pieces by digest.
         inputs: names of the inputs, in order.
+        sizes: smallest and largest value that a dynamic size may take.
     """
 
-    def __init__(self, graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece], report: Report) -> None:
+    def __init__(
+        self,
+        graph: CapturedGraph,
+        parts: Parts,
+        built: Mapping[str, BuiltPiece],
+        sizes: tuple[int, int],
+        report: Report,
+    ) -> None:
         self.report = report
         self.inputs = graph.inputs
         self.parts = parts
         self.pieces = [part for part in parts if isinstance(part, Piece)]
         self.built = dict(built)
-        self.code, namespace = stitch(graph, parts, built)
+        self.sizes = sizes
+        self.code, namespace = stitch(graph, parts, built, sizes)
         exec(compile(self.code, "<torchweave stitched>", "exec"), namespace)
         self._run = namespace["forward"]
 
     def __call__(self, boundary: Boundary, *inputs: Tensor) -> Any:
-        """Run a step. `inputs` in forward's order, of the example's dtypes, devices and static sizes, contiguous."""
+        """Run a step.
+
+        Args:
+            boundary: carries out the boundary ops.
+            inputs: in forward's order, contiguous, of the example's dtypes, devices and static sizes.
+
+        Raises:
+            ValueError: an input is not of that kind.
+        """
         return self._run(boundary, *inputs)
 
     @property
@@ -63,22 +80,32 @@ class Woven:
         return piece.module.code
 
 
-def stitch(graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece]) -> tuple[str, dict[str, Any]]:
+def stitch(
+    graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece], sizes: tuple[int, int]
+) -> tuple[str, dict[str, Any]]:
     """Straight-line code over the parts, and the namespace that it runs in. Each value is dropped after its last use."""
-    return _Stitcher(graph, parts, built).run()
+    return _Stitcher(graph, parts, built, sizes).run()
 
 
 class _Stitcher:
-    def __init__(self, graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece]) -> None:
-        self.graph, self.parts, self.built = graph, parts, built
-        self.namespace: dict[str, Any] = {"no_grad": torch.no_grad}
+    def __init__(
+        self, graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece], sizes: tuple[int, int]
+    ) -> None:
+        self.graph, self.parts, self.built, self.sizes = graph, parts, built, sizes
+        self.namespace: dict[str, Any] = {"no_grad": torch.no_grad, "refuse": refuse}
         self.names: dict[fx.Node, str] = {}
-        self.taken: set[str] = set()
+        self.taken: set[str] = {"no_grad", "refuse"}
         self.lines: list[str] = []
 
     def run(self) -> tuple[str, dict[str, Any]]:
+        pieces = [part for part in self.parts if isinstance(part, Piece)]
+        self.taken |= {
+            "tree",
+            *(f"piece_{piece.digest}" for piece in pieces),
+            *(f"constants_{piece.index}" for piece in pieces),
+        }
         header = [self._fresh(name) for name in ("boundary", *self.graph.inputs)]
-        self._bind_inputs()
+        self._check_inputs()
         last_use = self._last_uses()
         for position, part in enumerate(self.parts):
             if isinstance(part, Piece):
@@ -102,15 +129,33 @@ class _Stitcher:
         self.taken.add(name)
         return name
 
-    def _bind_inputs(self) -> None:
+    def _check_inputs(self) -> None:
+        """Name the dynamic sizes, and refuse inputs for which the pieces were not built."""
+        low, high = self.sizes
+        known: dict[str, str] = {}
         for node in self.graph.placeholders():
             binding = self.graph.bindings[node.name]
-            if isinstance(binding, Input):
-                self.names[node] = binding.name
-            elif isinstance(binding, Size) and node.users:
-                symbol = str(node.meta["example_value"])
-                self.names[node] = self._fresh(self.graph.symbols.get(symbol, node.name))
-                self.lines.append(f"{self.names[node]} = {binding.input}.shape[{binding.dim}]")
+            if not isinstance(binding, Input):
+                continue
+            name, fake, conditions = binding.name, value(node), []
+            self.names[node] = name
+            for dim, size in enumerate(fake.shape):
+                called = self.graph.symbols.get(str(size), str(size))
+                if isinstance(size, torch.SymInt) and called not in known:
+                    known[called] = self._fresh(called)
+                    self.lines.append(f"{known[called]} = {name}.shape[{dim}] if {name}.dim() == {fake.dim()} else -1")
+                    conditions.append(f"{low} <= {known[called]} <= {high}")
+            shape = "".join(f"{known.get(self.graph.symbols.get(str(size), str(size)), size)}, " for size in fake.shape)
+            dtype = self._bound(str(fake.dtype).removeprefix("torch."), fake.dtype, None)
+            conditions += [f"{name}.dtype is {dtype}", f"{name}.shape == ({shape})", f"{name}.is_contiguous()"]
+            conditions.append(f"{name}.is_cuda" if fake.is_cuda else f"not {name}.is_cuda")
+            self.lines.append(f"if not ({' and '.join(conditions)}):")
+            kind = f"{str(fake.dtype).removeprefix('torch.')}[{shape.strip(', ')}] on {fake.device.type}"
+            self.lines.append(f"    refuse({name!r}, {name}, {f'{kind}, {low} <= sizes <= {high}'!r})")
+        for node in self.graph.placeholders():
+            if isinstance(self.graph.bindings[node.name], Size) and node.users:
+                symbol = str(value(node))
+                self.names[node] = known[self.graph.symbols.get(symbol, symbol)]
 
     def _last_uses(self) -> dict[fx.Node, int]:
         """For every tensor that a piece makes, the last part that reads it; what is returned is left out."""
@@ -194,6 +239,12 @@ class _Stitcher:
 
     def _inputs_of(self, tree: OutputTree) -> str:
         return ", ".join(f"{leaf.name!r}: {leaf.name}" for leaf in tree.leaves if isinstance(leaf, Input))
+
+
+def refuse(name: str, found: Tensor, wanted: str) -> None:
+    """Say what is wrong with an input of a woven module."""
+    kind = f"{str(found.dtype).removeprefix('torch.')}{list(found.shape)} on {found.device.type}"
+    raise ValueError(f"{name} is {kind}{'' if found.is_contiguous() else ', not contiguous'}; woven for {wanted}")
 
 
 class _Tree:

@@ -5,8 +5,8 @@ Before                                  After
     k = linear(x, Wk)                       q, k, v = split(y, [...], -1)
     v = linear(x, Wv)
 
-When      weights (and biases) are parameters of one dtype and a multiple of 8 rows, all have a bias or none has, nothing writes to x between the
-          calls, no boundary op lies between them, and every reader of q, k, v takes a strided view.
+When      weights (and biases) are parameters of one dtype and a multiple of 8 rows, all have a bias or none has, nothing
+          writes to x between the calls, no boundary op lies between them, and every reader of q, k, v takes a strided view.
 Numerics  exact: each output element is the same dot product (a BLAS may choose another order of summation).
 Memory    none: the module's parameters become views of the merged weight.
 Pays      at every token count: one matmul reads x once and fills the device better than three.
@@ -15,6 +15,7 @@ Pays      at every token count: one matmul reads x once and fills the device bet
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -98,12 +99,16 @@ class _Kind:
 
 
 def _linears(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[tuple[fx.Node, Any, Any, Any]]:
+    """Every linear that reads what another one reads, with its arguments."""
+    found: list[tuple[fx.Node, Any, Any, Any]] = []
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target is LINEAR:
             try:
-                yield node, *GraphPass.bind(node, "input", "weight", bias=None)
+                found.append((node, *GraphPass.bind(node, "input", "weight", bias=None)))
             except Mismatch as mismatch:
                 near_misses.append(NearMiss(node.name, str(mismatch)))
+    readers = Counter(x for _, x, _, _ in found)
+    yield from (each for each in found if readers[each[1]] > 1)
 
 
 def _stretches(graph: CapturedGraph, group: list[_Linear], near_misses: list[NearMiss]) -> Iterator[list[_Linear]]:

@@ -1,0 +1,131 @@
+"""One graph, sizes dynamic, inputs bound to where they come from; what cannot be captured is refused with the place."""
+
+from __future__ import annotations
+
+import linecache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.compile.toy import DYNAMIC, example, toy
+from torchweave.compile import weave
+from torchweave.compile.capture import capture
+from torchweave.compile.errors import InvariantError, TraceError
+from torchweave.compile.forward import call_as_is
+from torchweave.compile.graph import Constant, Input
+from torchweave.compile.sources import SourceError, resolve
+from torchweave.config import TorchCompileConfig
+
+FX = TorchCompileConfig(enable_inductor=False)
+
+
+@pytest.mark.parametrize("mode", ["backed_size_oblivious", "unbacked", "backed"])
+def test_placeholders_are_bound_and_sizes_named(mode: Any) -> None:
+    module = toy()
+    graph = capture(module, example(), DYNAMIC, mode)
+    bound = graph.bindings.values()
+    assert {binding.name for binding in bound if isinstance(binding, Input)} == set(DYNAMIC)
+    assert set(graph.symbols.values()) == {"T", "N"}
+    constants = {id(binding.tensor) for binding in bound if isinstance(binding, Constant)}
+    assert constants == {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    assert graph.sources == ("tests.compile.toy",)
+
+
+def test_the_example_does_not_fix_a_size_by_coincidence() -> None:
+    """A token count that equals the hidden size would tie the two; another one is traced."""
+    inputs = {name: torch.zeros(64, dtype=torch.int64) for name in DYNAMIC}
+    graph = capture(toy(), inputs, DYNAMIC, "backed_size_oblivious")
+    assert set(graph.symbols.values()) == {"T", "N"}
+
+
+def test_data_dependent_control_names_the_line_and_the_cause() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 0:
+                return x
+            return x + 1
+
+    with pytest.raises(TraceError, match="data-dependent branching") as caught:
+        capture(Branch(), {"x": torch.zeros(3)}, {}, "backed")
+    file, line = caught.value.where.rsplit(":", 1)
+    assert file == __file__ and "if x.sum() > 0" in linecache.getline(file, int(line))
+
+
+def test_a_size_that_forward_fixes_is_refused() -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.reshape(23, 4)
+
+    with pytest.raises(TraceError, match=r"T .*was fixed to 23"):
+        capture(Fixed(), {"x": torch.zeros(23, 4)}, {"x": {0: "T"}}, "backed_size_oblivious")
+
+
+@pytest.mark.parametrize("through_view", [False, True])
+def test_a_forward_that_writes_to_a_buffer_is_refused(through_view: bool) -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            (self.seen.view(2, 2)[0] if through_view else self.seen).add_(1)
+            return x + self.seen
+
+    with pytest.raises(InvariantError, match=r"writes to .*seen") as caught:
+        capture(Counter(), {"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, "backed_size_oblivious")
+    assert caught.value.where.startswith(__file__)
+
+
+def test_writing_to_an_input_or_a_temporary_is_allowed() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor, into: Tensor) -> Tensor:
+            into.copy_(x)
+            y = x * 2
+            y.add_(1)
+            return y
+
+    inputs = {"x": torch.ones(5), "into": torch.zeros(5)}
+    woven = weave(Writes(), inputs, {name: {0: "T"} for name in inputs}, config=FX)
+    into = torch.zeros(7)
+    assert torch.equal(woven(call_as_is, torch.arange(7.0), into), torch.arange(7.0) * 2 + 1)
+    assert torch.equal(into, torch.arange(7.0))
+
+
+def test_tensors_that_are_no_buffers_and_structured_results() -> None:
+    class Loose(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.arange(4.0)
+            self.more = [torch.full((4,), 2.0)]
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            y = x + self.table + torch.tensor([1.0, 2.0, 3.0, 4.0])
+            return {"sum": y, "parts": (y * self.more[0], x, None)}
+
+    module = Loose()
+    woven = weave(module, {"x": torch.zeros(3, 4)}, {"x": {0: "T"}}, config=FX)
+    x = torch.randn(6, 4)
+    got, want = woven(call_as_is, x), module(x)
+    assert torch.equal(got["sum"], want["sum"]) and torch.equal(got["parts"][0], want["parts"][0])
+    assert got["parts"][1] is x and got["parts"][2] is None
+
+
+def test_module_hooks_are_part_of_the_forward() -> None:
+    module = nn.Linear(4, 4).requires_grad_(False)
+    module.register_forward_hook(lambda module, args, output: output * 3)
+    woven = weave(module, {"input": torch.zeros(3, 4)}, {"input": {0: "T"}}, config=FX)
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(woven(call_as_is, x), module(x))
+
+
+def test_inputs_must_be_named_as_forward_names_them() -> None:
+    with pytest.raises(ValueError, match="forward's order"):
+        capture(toy(), {"tokens": torch.zeros(3)}, {}, "backed")
+
+
+@pytest.mark.parametrize("source", ["L['self'].weight.add_(1)", "__import__('os')", "L['self'].missing", "L[len('x')]"])
+def test_sources_only_look_things_up(source: str) -> None:
+    with pytest.raises(SourceError):
+        resolve(source, {"L": {"self": nn.Linear(2, 2)}})

@@ -1,0 +1,160 @@
+"""A woven module computes what the module computes, for every size, and refuses what it was not built for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.compile.toy import BOUNDARY, DYNAMIC, SIZES, example, step, toy
+from torchweave.compile import broken, weave
+from torchweave.compile.forward import call_as_is
+from torchweave.config import TorchCompileConfig
+from torchweave.log import Report
+
+
+@pytest.mark.parametrize("mode", ["backed_size_oblivious", "unbacked", "backed"])
+def test_fx_pieces_equal_the_module_bit_for_bit(mode: Any) -> None:
+    module = toy()
+    want = {size: module(*step(*size)) for size in SIZES}
+    woven = weave(
+        module,
+        example(),
+        DYNAMIC,
+        boundary_ops=BOUNDARY,
+        config=TorchCompileConfig(enable_inductor=False, dynamic_shapes=mode),
+    )
+    for size in SIZES:
+        if mode == "backed" and size[1] == 1:
+            with pytest.raises(ValueError, match="2 <= sizes"):
+                woven(call_as_is, *step(*size))
+        else:
+            assert torch.equal(woven(call_as_is, *step(*size)), want[size]), size
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Any:
+    module = toy()
+    want = {size: module(*step(*size)) for size in SIZES}
+    report = Report(show=False)
+    return weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, report=report), want
+
+
+def test_inductor_pieces_equal_the_module(compiled: Any) -> None:
+    woven, want = compiled
+    for size in SIZES:
+        torch.testing.assert_close(woven(call_as_is, *step(*size)), want[size], rtol=2e-5, atol=2e-5)
+
+
+def test_each_distinct_piece_is_built_once(compiled: Any) -> None:
+    woven, _ = compiled
+    events = woven.report.select("piece")
+    assert [event["built"] for event in events] == ["inductor"] * 3 and sum(event["shared_by"] for event in events) == 4
+    assert woven.plan.count("boundary  toy::attention") == 3
+    assert "linear" in woven.piece_code(woven.pieces[1].digest)
+
+
+def test_every_decision_is_an_event(compiled: Any) -> None:
+    report = compiled[0].report
+    assert report.select("capture")[0]["source"] == "dynamo" and report.select("pass")[0]["matches"] == 6
+    assert report.select("assumption")  # what size-oblivious tracing took for granted is on record
+
+
+def test_a_weave_after_ready_is_reported() -> None:
+    report = Report(show=False)
+    report.event("ready")
+    weave(
+        nn.Linear(2, 2), {"input": torch.zeros(3, 2)}, config=TorchCompileConfig(enable_inductor=False), report=report
+    )
+    assert report.select("compile_after_ready")[0]["what"] == "Linear"
+
+
+def test_the_code_is_readable_and_drops_what_is_dead() -> None:
+    woven = weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False))
+    assert re.search(r"boundary\(attention, \(\w+, \w+, \w+, out, 0, 0.25, 0, \), {}\)", woven.code)
+    made = [name for line in woven.code.splitlines() if "= piece_" in line for name in line.split(" = ")[0].split(", ")]
+    dropped = [name for line in woven.code.splitlines() if "del " in line for name in line.split("del ")[1].split(", ")]
+    assert {name.strip(", ") for name in made} - set(dropped) == {"linear_21"} or len(set(made) - set(dropped)) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda ids, pos, idx: (ids.int(), pos, idx), "input_ids is int32"),
+        (lambda ids, pos, idx: (ids, pos[:-1], idx), "positions is"),
+        (lambda ids, pos, idx: (torch.stack((ids, ids), 1)[:, 0], pos, idx), "not contiguous"),
+        (lambda ids, pos, idx: (ids[None], pos, idx), "input_ids is"),
+        (lambda ids, pos, idx: (ids, pos, idx[:0]), "logits_index is"),
+    ],
+)
+def test_inputs_of_another_kind_are_refused(change: Any, word: str) -> None:
+    woven = weave(toy(1), example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False))
+    with pytest.raises(ValueError, match=word):
+        woven(call_as_is, *change(*step(9, 2)))
+
+
+def test_the_boundary_is_an_argument_of_every_call() -> None:
+    module, calls = toy(), []
+    woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False))
+
+    def boundary(op: Any, args: tuple, kwargs: dict) -> None:
+        calls.append((op._schema.name, args[4]))
+        args[3].zero_()
+
+    for forward in (woven, broken(module, BOUNDARY)):
+        calls.clear()
+        forward(boundary, *step(5, 1))
+        assert calls == [("toy::attention", 0), ("toy::attention", 1), ("toy::attention", 2)]
+
+
+def test_broken_equals_the_module_and_intercepts_nothing_else() -> None:
+    module = toy()
+    for size in SIZES:
+        assert torch.equal(broken(module, BOUNDARY)(call_as_is, *step(*size)), module(*step(*size)))
+    assert torch.equal(
+        broken(module, ())(lambda *call: pytest.fail("no boundary op"), *step(4, 1)), module(*step(4, 1))
+    )
+
+
+def test_no_names_of_the_module_can_shadow_the_code() -> None:
+    class Names(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            constants_0 = x * 2
+            tree = constants_0 + 1
+            refuse = tree * 3
+            out = torch.empty_like(refuse)
+            torch.ops.toy.attention(constants_0, tree, refuse, out, 0, 1.0)
+            return out + constants_0 + tree + refuse
+
+    module = Names()
+    config = TorchCompileConfig(enable_inductor=False)
+    woven = weave(module, {"x": torch.zeros(3, 2, 4)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=config)
+    x = torch.randn(6, 2, 4)
+    assert torch.equal(woven(call_as_is, x), module(x))
+
+
+def test_a_branch_on_the_size_is_never_silently_wrong() -> None:
+    class Long(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.shape[0] > 40 else x
+
+    module = Long()
+    config = TorchCompileConfig(enable_inductor=False)
+    with pytest.raises(ValueError, match="another path"):
+        weave(module, {"x": torch.zeros(23)}, {"x": {0: "T"}}, config=config)
+
+
+def test_a_branch_far_up_becomes_a_limit_that_is_checked() -> None:
+    class VeryLong(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.shape[0] > 4000 else x + 1
+
+    config = TorchCompileConfig(enable_inductor=False)
+    woven = weave(VeryLong(), {"x": torch.zeros(23)}, {"x": {0: "T"}}, config=config)
+    assert woven.sizes == (1, 4000)
+    assert torch.equal(woven(call_as_is, torch.zeros(4000)), torch.ones(4000))
+    with pytest.raises(ValueError, match="sizes <= 4000"):
+        woven(call_as_is, torch.zeros(4001))

@@ -1,0 +1,66 @@
+"""What tracing and building assumed about the dynamic sizes, and for which sizes it holds.
+
+With backed symbols, torch decides some questions by the example's sizes and leaves a guard behind. No guard is kept, so
+each is tried here instead: one that fails for ordinary sizes means that the graph is wrong for them, and is refused; one
+that fails only above some size gives a limit, which is checked at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchweave.compile.errors import TraceError
+from torchweave.compile.graph import CapturedGraph
+from torchweave.config import DynamicShapes
+from torchweave.log import Report
+
+_ORDINARY = (2, 7, 64)
+_HIGHEST = 1 << 24
+
+
+def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report) -> tuple[int, int]:
+    """The smallest and largest value that every dynamic size may take.
+
+    A guard against size 1 does not count with `backed_size_oblivious`: it stands for the general path, which holds for 1
+    too. With `backed`, 1 is excluded.
+
+    Raises:
+        TraceError: the graph is right only for some ordinary sizes.
+    """
+    shape_env = graph.fake_mode.shape_env
+    guards = (
+        [(shape_env.replace(guard.expr), guard.sloc) for guard in shape_env.guards] if shape_env is not None else []
+    )
+    for guard, where in guards:
+        if wrong := [size for size in _ORDINARY if not _holds(guard, size, graph.symbols)]:
+            raise TraceError(f"forward takes another path for a size of {wrong[0]} ({guard}, from {where})")
+    for text in sorted({str(guard) for guard, _ in guards if not _holds(guard, 1, graph.symbols)}):
+        report.event("assumption", expression=text, fails_at=1, mode=mode)
+    lowest = 2 if mode == "backed" else 1
+
+    def all_hold(size: int) -> bool:
+        return all(_holds(guard, size, graph.symbols) for guard, _ in guards)
+
+    return lowest, _HIGHEST if all_hold(_HIGHEST) else _last(all_hold, max(_ORDINARY), _HIGHEST)
+
+
+def _holds(expression: Any, size: int, symbols: Mapping[str, str]) -> bool:
+    """Whether a guard is true when the dynamic sizes are about `size`, no two names having the same one."""
+    names = sorted(set(symbols.values()))
+    for order in (names, names[::-1]):
+        sizes = {name: size + step for step, name in enumerate(order)}
+        values = {}
+        for symbol in expression.free_symbols:
+            values[symbol] = sizes.get(symbols.get(str(symbol), ""), size)
+        if expression.xreplace(values) == False:  # noqa: E712  sympy's own false is no False
+            return False
+    return True
+
+
+def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number for which `holds`, which is true at `low` and false at `high`."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
