@@ -23,7 +23,7 @@ def test_one_prompt_prints_its_answer_alone(tiny_args: list[str], capsys: pytest
     assert alone.endswith("\n") and len(alone.rstrip("\n")) == 5
     assert main(["generate", *tiny_args, "ab", "cd", "--max_tokens", "5", "--ignore_eos"]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "ab" + alone.rstrip("\n") and second.startswith("cd")
+    assert first == "ab → " + alone.rstrip("\n") and second.startswith("cd → ")
 
 
 def test_json_and_stdin(tiny_args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Lines):
@@ -158,7 +158,7 @@ def test_answers_are_printed_in_order_however_they_come():
         (2, delta("C", "stop")),
     ]
     generate.print_in_order(["x", "y", "z"], iter(deltas), 1, out)
-    assert out.getvalue() == "xAa\nyBb\nzC\n"
+    assert out.getvalue() == "x → Aa\ny → Bb\nz → C\n"
 
 
 def test_json_lines_wait_for_all_answers_of_a_prompt():

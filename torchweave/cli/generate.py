@@ -93,7 +93,7 @@ def print_in_order(
     finished: set[tuple[int, int]] = set()
 
     def begin() -> None:
-        out.write(f"{dim}{prompts[waiting[0][0]]}{plain}{bold}" if echo else bold)
+        out.write(f"{dim}{prompts[waiting[0][0]]} \N{RIGHTWARDS ARROW} {plain}{bold}" if echo else bold)
 
     begin()
     for number, delta in deltas:

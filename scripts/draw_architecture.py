@@ -1,0 +1,216 @@
+"""Draw docs/architecture.svg from the code as it is.
+
+The stations of a request are named here, by file and symbol; what each does is the beginning of a docstring, and the
+rooms below are the imports as the files have them. A station that is not in the code is an error, which a test turns red.
+
+    python scripts/draw_architecture.py [--output docs/architecture.svg]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "torchweave"
+ROOMS = ("cli", "engine", "models", "compile", "ops", "plan", "config", "log")
+
+
+@dataclass(frozen=True)
+class Station:
+    """A place that data passes: `symbol` of `file`, below torchweave/.
+
+    A method is described by its own docstring, a class or function by that of its file, which says what it is there for.
+    """
+
+    file: str
+    symbol: str
+
+
+START = (
+    Station("plan/resolution.py", "resolve"),
+    Station("models/load.py", "load"),
+    Station("models/adapt.py", "adapt"),
+    Station("compile/capture.py", "capture"),
+    Station("compile/passes/manager.py", "PassManager"),
+    Station("compile/split.py", "split"),
+    Station("compile/pieces.py", "build_inductor"),
+    Station("compile/woven.py", "Woven"),
+    Station("engine/memory.py", "blocks_that_fit"),
+    Station("engine/runner.py", "Runner.record_all"),
+    Station("compile/graphs.py", "record"),
+)
+STEP = (
+    Station("engine/llm.py", "LLM.generate"),
+    Station("engine/client.py", "Client"),
+    Station("engine/batch_manager.py", "BatchManager"),
+    Station("engine/batch.py", "Batch"),
+    Station("engine/runner.py", "Runner.launch"),
+    Station("ops/state.py", "SlotState"),
+    Station("compile/graphs.py", "Recording.replay"),
+    Station("ops/attention.py", "carry_out"),
+    Station("ops/sampling.py", "sample"),
+    Station("engine/runner.py", "Runner.collect"),
+    Station("engine/text.py", "Answer"),
+)
+
+WIDTH, MARGIN, BOX, GAP = 1180, 24, 76, 22
+LANE = (WIDTH - 3 * MARGIN) // 2
+BLUE, GREEN, INK, PALE, GREY = "#2f6fab", "#2a8a5f", "#1b2733", "#f6f8fa", "#66707a"
+
+
+def paragraph(station: Station) -> str:
+    """What a station does: the first paragraph of a docstring.
+
+    Raises:
+        LookupError: there is no such file or symbol, or it says nothing about itself.
+    """
+    path = PACKAGE / station.file
+    if not path.is_file():
+        raise LookupError(f"there is no torchweave/{station.file}")
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    node: ast.AST = module
+    for name in station.symbol.split("."):
+        kinds = (ast.ClassDef, ast.FunctionDef)
+        found = [child for child in getattr(node, "body", ()) if isinstance(child, kinds) and child.name == name]
+        if not found:
+            raise LookupError(f"torchweave/{station.file} has no {station.symbol}")
+        node = found[-1]
+    if "." not in station.symbol:
+        node = module
+    assert isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].replace("`", "").split())
+    if not text:
+        raise LookupError(f"{station.symbol} in torchweave/{station.file} has no docstring")
+    return text
+
+
+def imports() -> Counter[tuple[str, str]]:
+    """How many files of a room import another room, as (room, imported room)."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room not in ROOMS:
+            continue
+        seen = {name.split(".")[1] for name in _imported(path) if name.startswith("torchweave.")} - {room}
+        counts.update((room, other) for other in seen if other in ROOMS)
+    return counts
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def draw() -> str:
+    """The picture as SVG."""
+    lanes = max(len(START), len(STEP)) * (BOX + GAP)
+    top = 84
+    rooms_top = top + lanes + 36
+    parts = [
+        _text(MARGIN, 34, "Torchweave: from a folder to a graph, from a prompt to its replay", 20, weight="bold"),
+        _text(MARGIN, 64, "Once, before the first request", 15, BLUE, "bold"),
+        _text(2 * MARGIN + LANE, 64, "Every step", 15, GREEN, "bold"),
+        *_lane(START, MARGIN, top, BLUE),
+        *_lane(STEP, 2 * MARGIN + LANE, top, GREEN),
+        _crossing(top),
+        *_rooms(rooms_top),
+    ]
+    height = rooms_top + 150
+    marker = (
+        '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+        f'<path d="M0 0L8 4L0 8z" fill="{GREY}"/></marker>'
+    )
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+            'font-family="ui-sans-serif, system-ui, Helvetica, Arial, sans-serif">',
+            "<!-- made by scripts/draw_architecture.py -->",
+            f"<defs>{marker}</defs>",
+            f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def _lane(stations: tuple[Station, ...], left: int, top: int, colour: str) -> Iterator[str]:
+    for index, station in enumerate(stations):
+        y = top + index * (BOX + GAP)
+        yield (
+            f'<rect x="{left}" y="{y}" width="{LANE}" height="{BOX}" rx="8" fill="{PALE}" stroke="{colour}" '
+            'stroke-width="1.5"/>'
+        )
+        yield _text(left + 14, y + 22, station.symbol, 14, colour, "bold", mono=True)
+        yield _text(left + LANE - 14, y + 22, f"torchweave/{station.file}", 11, GREY, anchor="end", mono=True)
+        lines = textwrap.wrap(paragraph(station), 82, max_lines=2, placeholder=" ...")
+        for line, text in enumerate(lines):
+            yield _text(left + 14, y + 44 + 18 * line, text, 12.5)
+        if index:
+            yield _arrow(left + LANE // 2, y - GAP, left + LANE // 2, y - 2)
+
+
+def _crossing(top: int) -> str:
+    """What was recorded at start-up is what a step replays."""
+    made = next(index for index, station in enumerate(START) if station.symbol == "record")
+    used = next(index for index, station in enumerate(STEP) if station.symbol == "Recording.replay")
+    x, right = MARGIN + LANE, 2 * MARGIN + LANE
+    y_from, y_to = (top + index * (BOX + GAP) + BOX // 2 for index in (made, used))
+    path = f"M{x} {y_from}h{MARGIN // 2}V{y_to}H{right - 2}"
+    return f'<path d="{path}" fill="none" stroke="{GREY}" stroke-width="1.5" marker-end="url(#tip)"/>'
+
+
+def _rooms(top: int) -> Iterator[str]:
+    """The rooms from the top to the bottom, and which rooms each imports, with the number of files that do."""
+    counts = imports()
+    yield _text(MARGIN, top, "Rooms: each imports only rooms to its right (files that do)", 15, INK, "bold")
+    width = (WIDTH - MARGIN * (len(ROOMS) + 1)) // len(ROOMS)
+    for index, room in enumerate(ROOMS):
+        left = MARGIN + index * (width + MARGIN)
+        yield f'<rect x="{left}" y="{top + 18}" width="{width}" height="88" rx="8" fill="{PALE}" stroke="{GREY}"/>'
+        yield _text(left + 10, top + 38, room, 14, INK, "bold", mono=True)
+        known = [f"{other} {counts[room, other]}" for other in ROOMS if counts[room, other]]
+        for line, text in enumerate(textwrap.wrap(", ".join(known) or "knows no room", 17)):
+            yield _text(left + 10, top + 56 + 14 * line, text, 10.5, GREY)
+
+
+def _arrow(x1: int, y1: int, x2: int, y2: int) -> str:
+    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{GREY}" stroke-width="1.5" marker-end="url(#tip)"/>'
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    size: float,
+    fill: str = INK,
+    weight: str = "normal",
+    anchor: str = "start",
+    mono: bool = False,
+) -> str:
+    family = ' font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"' if mono else ""
+    return (
+        f'<text x="{x}" y="{y}" font-size="{size}" fill="{fill}" font-weight="{weight}" text-anchor="{anchor}"{family}>'
+        f"{escape(text)}</text>"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None, allow_abbrev=False)
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "architecture.svg")
+    path = parser.parse_args().output
+    path.write_text(draw(), encoding="utf-8")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
