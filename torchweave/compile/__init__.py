@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
-def compile(
+def compile_module(
     module: nn.Module,
     inputs: Mapping[str, Tensor],
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
@@ -69,7 +69,11 @@ class _CallableModule(ModuleType):
     """`torchweave.compile` names a package and a function; importing the one must not hide the other."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        return compile(*args, **kwargs)
+        return compile_module(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _CallableModule
+if TYPE_CHECKING:
+    compile = compile_module
+else:
+    compile = sys.modules[__name__]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size
 from torchweave.compile.pieces import BuiltPiece, callable_of
@@ -40,7 +41,8 @@ def dump_graph(graph: CapturedGraph) -> bytes:
         bindings[name] = binding.source if isinstance(binding, Constant) else binding
     try:
         module = GraphPickler.dumps(_bare_copy(graph), Options(ops_filter=None))
-        rest = (module, graph.inputs, bindings, graph.output, graph.symbols, graph.sources)
+        output = (pytree.treespec_dumps(graph.output.spec), graph.output.leaves)
+        rest = (module, graph.inputs, bindings, output, graph.symbols, graph.sources)
         return pickle.dumps(rest)
     except Exception as error:  # the pickler raises what it likes
         raise NotStorable(f"{type(error).__name__}: {error}") from error
@@ -54,7 +56,7 @@ def load_graph(payload: bytes, module: nn.Module) -> CapturedGraph:
 
     pickled, inputs, stored, output, symbols, sources = pickle.loads(payload)
     restored = GraphPickler.loads(pickled, FakeTensorMode(shape_env=ShapeEnv()))
-    assert isinstance(restored, fx.GraphModule) and isinstance(output, OutputTree)
+    assert isinstance(restored, fx.GraphModule)
     roots = module_roots(module)
     bindings: dict[str, Binding] = {}
     fakes = {node.name: value(node) for node in restored.graph.nodes if node.op == "placeholder"}
@@ -67,7 +69,8 @@ def load_graph(payload: bytes, module: nn.Module) -> CapturedGraph:
         if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (fake.shape, fake.dtype):
             raise SourceError(f"{binding} is not the tensor that it was")
         bindings[name] = Constant(tensor, binding)
-    return CapturedGraph(restored, inputs, bindings, output, symbols, sources)
+    tree = OutputTree(pytree.treespec_loads(output[0]), output[1])
+    return CapturedGraph(restored, inputs, bindings, tree, symbols, sources)
 
 
 def module_roots(module: nn.Module) -> dict[str, Any]:

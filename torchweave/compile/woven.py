@@ -29,6 +29,7 @@ class Woven:
         pieces: pieces in the order in which they run; equal digests share one built piece.
         built: the built pieces by digest.
         inputs: names of the inputs, in order.
+        sources: importable names of the modules whose code was traced.
         sizes: smallest and largest value that a dynamic size may take.
     """
 
@@ -42,6 +43,7 @@ class Woven:
     ) -> None:
         self.report = report
         self.inputs = graph.inputs
+        self.sources = graph.sources
         self.parts = parts
         self.pieces = [part for part in parts if isinstance(part, Piece)]
         self.built = dict(built)

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.passes.base import Pass, PassResult
 from torchweave.compile.passes.torch_ir.merge_linears import MergeLinears
+from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
 from torchweave.log import Report
 
 
 def default_passes() -> tuple[Pass, ...]:
     """The passes of the stack, in order."""
-    return (MergeLinears(),)
+    return (MergeLinears(), SmallLinears())
 
 
 class PassManager:

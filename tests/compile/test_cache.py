@@ -1,0 +1,256 @@
+"""The compile cache: every factor counts, nothing else does, and a bad file is a miss with one warning, never a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.compile import toy as toy_module
+from tests.compile.toy import BOUNDARY, DYNAMIC, example, step, toy
+from torchweave.compile import CompileCache, open_cache, weave
+from torchweave.compile.cache import MAGIC, read_entry
+from torchweave.compile.factors import describe_module, graph_factors, machine, piece_factors
+from torchweave.compile.forward import call_as_is
+from torchweave.config import TorchCompileConfig
+from torchweave.log import Report
+
+FX = TorchCompileConfig(enable_inductor=False)
+
+
+@pytest.fixture
+def report() -> Report:
+    return Report(show=False)
+
+
+def test_an_entry_comes_back_as_it_was(tmp_path: Path, report: Report) -> None:
+    cache = CompileCache(tmp_path / "cache", report)
+    cache.store("piece", {"a": 1}, b"payload", {"device_index": 0})
+    entry = cache.load("piece", {"a": 1})
+    assert entry is not None and entry.payload == b"payload" and entry.facts == {"device_index": 0}
+    assert cache.load("graph", {"a": 1}) is None and cache.load("piece", {"a": 2}) is None
+    (path,) = cache.entries()
+    assert json.loads(path.read_bytes()[len(MAGIC) + 8 :].split(b"payload")[0])["factors"] == {"a": 1}, (
+        "factors are printed"
+    )
+    assert not report.select("warning")
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "payload is damaged"),
+        (lambda data: data[:-3], "payload is damaged"),
+        (lambda data: b"another program's file", "no file of this cache"),
+        (lambda data: b"", "no file of this cache"),
+        (lambda data: data.replace(b'"format":1', b'"format":9'), "format 9"),
+        (lambda data: data.replace(b'"a":1', b'"a":2'), "do not give its key"),
+        (lambda data: data[: len(MAGIC) + 20], "header is damaged"),
+    ],
+)
+def test_a_bad_file_is_a_miss_with_one_warning(tmp_path: Path, report: Report, damage: Any, why: str) -> None:
+    cache = CompileCache(tmp_path / "cache", report)
+    cache.store("piece", {"a": 1}, b"payload")
+    (path,) = cache.entries()
+    path.write_bytes(damage(path.read_bytes()))
+    assert cache.load("piece", {"a": 1}) is None
+    assert [why in event["why"] for event in report.select("warning")] == [True]
+    cache.store("piece", {"a": 1}, b"payload")
+    assert cache.load("piece", {"a": 1}) is not None
+
+
+def test_an_entry_under_the_name_of_another_is_a_miss(tmp_path: Path, report: Report) -> None:
+    cache = CompileCache(tmp_path / "cache", report)
+    cache.store("piece", {"a": 1}, b"one")
+    cache.store("piece", {"a": 2}, b"two")
+    one, two = (cache._path("piece", read_entry(path).key) for path in cache.entries())
+    two.write_bytes(one.read_bytes())
+    assert [cache.load("piece", {"a": number}) is None for number in (1, 2)].count(True) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs file modes")
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, report: Report) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ValueError, match="chmod go-w"):
+        CompileCache(folder, report)
+    fresh = CompileCache(tmp_path / "fresh", report)
+    assert fresh.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_opening_by_config(tmp_path: Path, report: Report) -> None:
+    assert open_cache(TorchCompileConfig(compile_cache=False), report) is None
+    cache = open_cache(TorchCompileConfig(compile_cache_dir=str(tmp_path / "here")), report)
+    assert cache is not None and cache.folder == tmp_path / "here"
+    (tmp_path / "file").write_text("")
+    assert open_cache(TorchCompileConfig(compile_cache_dir=str(tmp_path / "file" / "below")), report) is None
+    assert report.select("warning")
+
+
+def test_writers_at_the_same_moment_leave_one_whole_entry(tmp_path: Path, report: Report) -> None:
+    cache = CompileCache(tmp_path / "cache", report)
+    payload = os.urandom(1 << 18)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: cache.store("piece", {"a": 1}, payload), range(32)))
+    entry = cache.load("piece", {"a": 1})
+    assert entry is not None and entry.payload == payload and not report.select("warning")
+    assert [path.suffix for path in (tmp_path / "cache" / "piece").iterdir()] == [".weave"]
+
+
+# -- factors -----------------------------------------------------------------------------------------------------------
+
+
+def _factors(module: nn.Module, inputs: Any = None, dynamic: Any = DYNAMIC, **config: Any) -> str:
+    factors = graph_factors(module, inputs or example(), dynamic, TorchCompileConfig(**config))
+    return json.dumps(factors, sort_keys=True)
+
+
+def test_equal_modules_have_equal_factors_whatever_their_weights() -> None:
+    assert _factors(toy(seed=1)) == _factors(toy(seed=2))
+
+
+def test_every_factor_of_a_graph_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = _factors(toy())
+    changed = toy()
+    changed.layers[1].heads = 8
+    wider = {**example(), "logits_index": example()["logits_index"].int()}
+    variants = [
+        _factors(changed),
+        _factors(toy(layers=2)),
+        _factors(toy().to(torch.bfloat16)),
+        _factors(toy().train()),
+        _factors(toy(), wider),
+        _factors(toy(), dynamic={**DYNAMIC, "logits_index": {0: "T"}}),
+        _factors(toy(), dynamic_shapes="unbacked"),
+    ]
+    hooked = toy()
+    hooked.norm.register_forward_hook(lambda module, args, output: output)
+    variants.append(_factors(hooked))
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    variants.append(_factors(toy()))
+    assert len({base, *variants}) == len(variants) + 1
+
+
+def test_every_factor_of_a_piece_counts() -> None:
+    woven = weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
+    cpu = torch.device("cpu")
+    base = piece_factors(woven.pieces[0], TorchCompileConfig(), cpu)
+    assert base == piece_factors(woven.pieces[0], TorchCompileConfig(), cpu)
+    assert base != piece_factors(woven.pieces[1], TorchCompileConfig(), cpu)
+    assert base != piece_factors(woven.pieces[0], TorchCompileConfig(debug=True), cpu)
+    assert base != piece_factors(woven.pieces[0], TorchCompileConfig(dynamic_shapes="unbacked"), cpu)
+    with torch._inductor.config.patch(max_autotune=True):
+        assert base != piece_factors(woven.pieces[0], TorchCompileConfig(), cpu)
+    assert {"torch", "triton", "python", "device"} <= set(machine(cpu))
+
+
+def test_no_factor_holds_a_path_or_an_address() -> None:
+    class Config:
+        def __init__(self) -> None:
+            self.hidden, self.name_or_path, self.nested = 3, "/somewhere/else", {"dir": "/x", "fn": torch.relu}
+
+    module = toy()
+    module.config = Config()
+    text = describe_module(module)
+    assert "hidden: 3" in text and "/somewhere" not in text and "/x" not in text and "0x" not in text
+    woven = weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
+    assert str(Path(__file__).parent) not in json.dumps(piece_factors(woven.pieces[0], FX, torch.device("cpu")))
+
+
+# -- what weaving keeps ------------------------------------------------------------------------------------------------
+
+
+def _weave(
+    cache: CompileCache, report: Report, module: nn.Module | None = None, config: TorchCompileConfig = FX
+) -> Any:
+    cache.report = report
+    return weave(module or toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=config, cache=cache, report=report)
+
+
+def test_a_warm_start_skips_dynamo_and_gives_the_same_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CompileCache(tmp_path / "cache", Report(show=False))
+    cold = _weave(cache, Report(show=False))
+    monkeypatch.setattr("torchweave.compile.backend.capture", lambda *args: pytest.fail("Dynamo ran"))
+    report, module = Report(show=False), toy(seed=7)
+    warm = _weave(cache, report, module)
+    assert report.select("capture")[0]["source"] == "cache" and not report.select("warning")
+    assert [piece.digest for piece in warm.pieces] == [piece.digest for piece in cold.pieces]
+    assert torch.equal(warm(call_as_is, *step(7, 3)), toy(seed=7)(*step(7, 3))), "bound to the other module's weights"
+
+
+def test_edited_source_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CompileCache(tmp_path / "cache", Report(show=False))
+    _weave(cache, Report(show=False))
+    edited = tmp_path / "toy.py"
+    edited.write_text(Path(str(toy_module.__file__)).read_text() + "\n# changed\n")
+    monkeypatch.setattr(toy_module, "__file__", str(edited))
+    report = Report(show=False)
+    _weave(cache, report)
+    assert report.select("capture")[0]["source"] == "dynamo"
+    assert "source of tests.compile.toy changed" in report.select("cache")[0]["why"]
+
+
+def test_a_payload_that_does_not_load_is_a_miss(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path / "cache", Report(show=False))
+    _weave(cache, Report(show=False))
+    (path,) = cache.entries()
+    entry = read_entry(path)
+    cache.store("graph", entry.factors, b"no pickle", entry.facts)
+    report = Report(show=False)
+    woven = _weave(cache, report)
+    assert report.select("capture")[0]["source"] == "dynamo" and len(report.select("warning")) == 1
+    assert torch.equal(woven(call_as_is, *step(4, 1)), toy()(*step(4, 1)))
+
+
+def test_a_graph_that_cannot_be_written_down_is_woven_all_the_same(tmp_path: Path) -> None:
+    class Loose(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.ones(4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x + 1, self.table
+
+    report = Report(show=False)
+    cache = CompileCache(tmp_path / "cache", report)
+    woven = weave(Loose(), {"x": torch.zeros(3, 4)}, {"x": {0: "T"}}, config=FX, cache=cache, report=report)
+    assert torch.equal(woven(call_as_is, torch.zeros(2, 4))[1], torch.ones(4))
+    assert any("not stored" in event.get("why", "") for event in report.select("cache"))
+
+
+_PROCESS = """
+import sys, torch
+from tests.compile.toy import *
+from torchweave.compile import CompileCache, weave
+from torchweave.compile.forward import call_as_is
+from torchweave.log import Report
+report, module = Report(show=False), toy(layers=2, hidden=32)
+want = module(*step(9, 4))
+woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, cache=CompileCache(sys.argv[1], report), report=report)
+torch.testing.assert_close(woven(call_as_is, *step(9, 4)), want, rtol=2e-5, atol=2e-5)
+print(report.select("capture")[0]["source"], [event["built"] for event in report.select("piece")], len(report.select("warning")))
+"""
+
+
+def test_another_process_starts_warm_in_a_folder_that_was_moved(tmp_path: Path) -> None:
+    """Built pieces come from the entries: Inductor's own folder of the first process is not there any more."""
+
+    def run(folder: Path, scratch: str) -> str:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / scratch), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", _PROCESS, str(folder)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.strip().splitlines()[-1]
+
+    assert run(tmp_path / "cache", "one") == "dynamo ['inductor', 'inductor', 'inductor'] 0"
+    (tmp_path / "cache").rename(tmp_path / "elsewhere")
+    assert run(tmp_path / "elsewhere", "two") == "cache ['cache', 'cache', 'cache'] 0"

@@ -1,0 +1,88 @@
+"""`torchweave.compile` is a package and a function, whichever way it was reached first."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchweave
+from torchweave.config import TorchCompileConfig
+
+ROOT = Path(__file__).parents[2]
+FX = TorchCompileConfig(enable_inductor=False)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import torchweave",
+        "import torchweave.compile",
+        "from torchweave import compile",
+        "import torchweave.compile.backend",
+    ],
+)
+def test_callable_whatever_was_imported_first(first: str) -> None:
+    code = f"""
+{first}
+import torchweave
+assert callable(torchweave.compile) and torchweave.compile is torchweave.compile
+from torchweave import compile
+assert compile is torchweave.compile
+from torchweave.compile import TraceError, broken, open_cache, weave
+from torchweave.compile.graphs import GraphPool
+assert callable(broken) and callable(weave)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_package_needs_no_torch() -> None:
+    code = "import sys, torchweave; torchweave.compile; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_plain_module_with_a_dictionary_result() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, scale: Tensor) -> dict[str, Tensor]:
+            y = self.linear(x) * scale
+            return {"logits": y, "best": y.argmax(-1)}
+
+    module = Head().eval()
+    compiled = torchweave.compile(module, {"x": torch.zeros(3, 8), "scale": torch.ones(1)}, {"x": {0: "T"}}, FX)
+    for tokens in (1, 2, 9):
+        x = torch.randn(tokens, 8)
+        got, want = compiled(x, torch.ones(1) * 2), module(x, torch.ones(1) * 2)
+        assert torch.equal(got["logits"], want["logits"]) and torch.equal(got["best"], want["best"])
+        assert not got["logits"].requires_grad
+
+
+def test_a_boundary_op_of_the_project_is_called_as_it_is() -> None:
+    from torchweave.ops.attention import attention
+
+    class Attends(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            q = x * 2
+            out = torch.empty_like(q)
+            attention(q, q, q, out, 0, 0.5)
+            return out + x
+
+    module = Attends()
+    compiled = torchweave.compile(module, {"x": torch.zeros(3, 2, 8)}, {"x": {0: "T"}}, FX)
+    x = torch.randn(6, 2, 8)
+    assert torch.equal(compiled(x), module(x)) and len(compiled.woven.pieces) == 2
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "compile_module.py"), run_name="__main__")
+    assert "piece 0" in capsys.readouterr().out

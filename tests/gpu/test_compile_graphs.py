@@ -1,0 +1,133 @@
+"""Recordings as CUDA graphs: equal to plain runs at every size, whole or broken, in one pool that the largest size fills."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compile.toy import BOUNDARY, DYNAMIC, step, toy
+from torchweave.compile import broken, weave
+from torchweave.compile.forward import Boundary, call_as_is
+from torchweave.compile.graphs import GraphPool, Recording, record
+from torchweave.config import TorchCompileConfig
+from torchweave.log import Report
+
+pytestmark = pytest.mark.gpu
+SIZES = (1, 2, 7, 64, 257)
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def on(device: torch.device, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(tensor.to(device) for tensor in tensors)
+
+
+@pytest.fixture(scope="module", params=["inductor", "fx", "broken"])
+def model(request: Any, device: torch.device) -> Any:
+    module = toy(hidden=128).to(device)
+    want = {size: module(*on(device, step(size, 3))) for size in SIZES}
+    example = dict(zip(DYNAMIC, on(device, step(8, 2)), strict=True))
+    if request.param == "broken":
+        return broken(module, BOUNDARY), want
+    config = TorchCompileConfig(enable_inductor=request.param == "inductor")
+    return weave(module, example, DYNAMIC, boundary_ops=BOUNDARY, config=config, report=Report(show=False)), want
+
+
+def test_a_woven_forward_equals_the_module(model: Any, device: torch.device) -> None:
+    forward, want = model
+    for size in SIZES:
+        torch.testing.assert_close(forward(call_as_is, *on(device, step(size, 3))), want[size], rtol=1e-3, atol=1e-3)
+
+
+def _record(
+    forward: Any, size: int, whole: bool, pool: GraphPool, device: torch.device
+) -> tuple[Any, Recording[Tensor]]:
+    buffers = on(device, step(size, 3, seed=9))
+    run = lambda boundary: forward(boundary, *buffers)  # noqa: E731
+    return buffers, record(run, call_as_is, whole=whole, pool=pool, debug=True, inputs=buffers)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_replays_equal_plain_runs_at_every_size_in_any_order(model: Any, device: torch.device, whole: bool) -> None:
+    forward, want = model
+    pool = GraphPool(device)
+    recordings = {size: _record(forward, size, whole, pool, device) for size in sorted(SIZES, reverse=True)}
+    assert all(recording.num_segments == (1 if whole else 4) for _, recording in recordings.values())
+    for size in (*SIZES, *reversed(SIZES)):
+        buffers, recording = recordings[size]
+        for buffer, values in zip(buffers, step(size, 3), strict=True):
+            buffer.copy_(values)
+        torch.testing.assert_close(recording.replay(), want[size], rtol=1e-3, atol=1e-3)
+
+
+def test_the_largest_size_pays_for_the_others(model: Any, device: torch.device) -> None:
+    pool = GraphPool(device)
+    sizes = (2048, 1024, 512, 256, 1)
+    recordings = [_record(model[0], size, False, pool, device)[1] for size in sizes]
+    assert recordings[0].bytes > 0
+    assert sum(recording.bytes for recording in recordings[1:]) <= 0.25 * recordings[0].bytes
+    assert pool.num_bytes() >= recordings[0].bytes
+
+
+def test_layers_reuse_memory_within_a_broken_recording(device: torch.device) -> None:
+    """What boundary ops read is known by address alone: three layers more take less than one more layer's tensors each."""
+    grown = []
+    for layers in (2, 8):
+        module = toy(layers=layers, hidden=256).to(device)
+        recording = _record(broken(module, BOUNDARY), 4096, False, GraphPool(device), device)[1]
+        grown.append(recording.bytes)
+    assert grown[1] < 1.5 * grown[0]
+
+
+def test_a_replay_launches_on_the_current_stream(device: torch.device) -> None:
+    x, pool = torch.zeros(1 << 20, device=device), GraphPool(device)
+    recording = record(lambda boundary: x + 1, call_as_is, whole=True, pool=pool)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        x.fill_(4)
+        result = recording.replay().clone()
+    stream.synchronize()
+    assert result.eq(5).all()
+
+
+def test_what_lies_outside_the_pool_is_kept_alive(device: torch.device) -> None:
+    x, result = torch.zeros(1024, device=device), torch.zeros(1024, device=device)
+
+    def run(boundary: Boundary, outside: list[Tensor]) -> Tensor:
+        boundary("add", (x * 1, outside[0]), {})
+        return result * 1
+
+    held = [torch.full((1024,), 3.0, device=device)]
+    recording = record(
+        lambda boundary: run(boundary, held),
+        lambda op, args, kwargs: result.copy_(args[0] + args[1]),
+        whole=False,
+        pool=GraphPool(device),
+    )
+    held.clear()
+    filler = [torch.full((1024,), -7.0, device=device) for _ in range(64)]
+    x.fill_(1)
+    assert recording.replay().eq(4).all() and len(filler) == 64
+
+
+def test_an_error_while_recording_leaves_the_device_usable(device: torch.device) -> None:
+    runs: list[int] = []
+
+    def run(boundary: Boundary) -> Tensor:
+        runs.append(1)
+        y = torch.ones(4, device=device) + 1
+        if len(runs) == 2:
+            raise RuntimeError("stop")
+        return y
+
+    pool = GraphPool(device)
+    with pytest.raises(RuntimeError, match="stop"):
+        record(run, call_as_is, whole=True, pool=pool)
+    assert record(run, call_as_is, whole=True, pool=pool).replay().eq(2).all()

@@ -1,0 +1,123 @@
+"""What the compile stack leans on in torch without a promise of torch: each assumption alone, so that an upgrade names it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.compile.toy import BOUNDARY, DYNAMIC, example, toy
+from torchweave.compile.capture import capture
+from torchweave.compile.mutation import storage
+from torchweave.compile.passes.torch_ir.merge_linears import LINEAR
+from torchweave.compile.pieces import build_inductor, inductor_options, innermost
+from torchweave.compile.split import split
+from torchweave.compile.symbols import value
+from torchweave.config import TorchCompileConfig
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": torch.relu(self.linear(x)), "x": x * 2}
+
+
+def _capture() -> Any:
+    import torch._dynamo as dynamo
+    from torch._dynamo.convert_frame import fullgraph_capture
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    dynamo.reset()
+    module, x = Small(), torch.zeros(5, 4)
+    dynamo.mark_dynamic(x, 0)
+    with torch.no_grad(), get_metrics_context(), dynamo_timed("test"):
+        return module, x, fullgraph_capture(module, (x,))
+
+
+def test_fullgraph_capture_gives_a_graph_with_sources() -> None:
+    _, _, captured = _capture()
+    placeholders = [node for node in captured.backend_input.graph_module.graph.nodes if node.op == "placeholder"]
+    assert all(hasattr(node, "_dynamo_source") or "grapharg" in node.meta for node in placeholders)
+    assert captured.graph_capture_output.traced_code and isinstance(captured.graph_capture_output.import_sources, dict)
+
+
+def test_the_glue_of_a_capture_runs_on_marks() -> None:
+    module, x, captured = _capture()
+    marks = (torch.empty(0), torch.empty(1))
+    result = captured.forward_callable(compiled_fn=lambda *args: marks)(module, x)
+    assert {key: [mark is tensor for mark in marks] for key, tensor in result.items()} == {
+        "y": [True, False],
+        "x": [False, True],
+    }
+
+
+def test_nn_linear_is_recorded_as_the_builtin() -> None:
+    _, _, captured = _capture()
+    assert any(node.target is LINEAR for node in captured.backend_input.graph_module.graph.nodes)
+
+
+def test_mark_unbacked_takes_a_shape_id() -> None:
+    from torch._dynamo.decorators import mark_unbacked
+
+    assert {"shape_id", "hint_override"} <= set(inspect.signature(mark_unbacked).parameters)
+
+
+def test_views_of_fake_tensors_share_a_storage_identity() -> None:
+    graph = capture(toy(1), example(), DYNAMIC, "backed_size_oblivious")
+    views = [node for node in graph.graph.nodes if node.op == "call_method" and node.target in ("view", "flatten")]
+    assert views and all(storage(node) == storage(node.all_input_nodes[0]) for node in views)
+    assert len({storage(node) for node, _ in graph.constants()}) == len(list(graph.constants()))
+
+
+def test_the_shape_environment_keeps_guards_and_replacements() -> None:
+    graph = capture(toy(1), example(), DYNAMIC, "backed_size_oblivious")
+    shape_env = graph.fake_mode.shape_env
+    assert any("Eq" in str(guard.expr) for guard in shape_env.guards), "ids and positions were found equal"
+    assert all(str(shape_env.replace(guard.expr)) == "True" for guard in shape_env.guards if "Eq" in str(guard.expr))
+
+
+def test_the_innermost_function_is_found_and_takes_a_list_that_it_empties() -> None:
+    graph = capture(toy(1), example(), DYNAMIC, "backed_size_oblivious")
+    graph.boundary_ops = BOUNDARY
+    last = split(graph)[-1]
+    built = build_inductor(last, TorchCompileConfig())
+    assert innermost(built.artifact) is built.call
+    examples = [
+        torch.zeros([5 if isinstance(size, torch.SymInt) else size for size in fake.shape], dtype=fake.dtype) + 1
+        for fake in last.examples()
+    ]
+    args = list(examples)
+    (inner,) = built.call(args)
+    assert args == []
+    torch.testing.assert_close(inner, built.artifact(*examples)[0], rtol=0, atol=0)
+    torch.testing.assert_close(inner, last.module(*examples)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", sorted(inductor_options(TorchCompileConfig())))
+def test_inductor_knows_the_options_that_we_set(option: str) -> None:
+    assert option in torch._inductor.config.get_config_copy()
+
+
+def test_the_graph_pickler_keeps_symbols_and_custom_ops() -> None:
+    import pickle
+
+    from torch._subclasses import FakeTensorMode
+    from torch.fx._graph_pickler import GraphPickler
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from torchweave.compile.persist import dump_graph
+
+    graph = capture(toy(1), example(), DYNAMIC, "backed_size_oblivious")
+    pickled = pickle.loads(dump_graph(graph))[0]
+    again: Any = GraphPickler.loads(pickled, FakeTensorMode(shape_env=ShapeEnv()))
+    assert [node.name for node in again.graph.nodes] == [node.name for node in graph.graph.nodes]
+    assert [str(value(node)) for node in again.graph.nodes if isinstance(value(node), torch.SymInt)] == [
+        str(value(node)) for node in graph.graph.nodes if isinstance(value(node), torch.SymInt)
+    ]
