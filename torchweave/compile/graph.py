@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
@@ -131,6 +133,12 @@ class CapturedGraph:
                 return mode
         raise AssertionError("a captured graph holds at least one tensor")
 
+    @contextlib.contextmanager
+    def faking(self) -> Iterator[None]:
+        """Ops on fake values. Composite ops must be taken apart in Python: C++ cannot read a symbolic size."""
+        with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
+            yield
+
     def num_calls(self) -> int:
         """Operations in the graph: every node but inputs and the output."""
         return sum(node.op not in ("placeholder", "output", "get_attr") for node in self.graph.nodes)
@@ -185,7 +193,7 @@ def refresh(graph: CapturedGraph, changed: dict[fx.Node, Any], commit: bool = Tr
         Every node whose geometry changed, with its new value. Raises what a reader raises when it cannot run.
     """
     changed = dict(changed)
-    with graph.fake_mode, torch.no_grad():
+    with graph.faking():
         for node in graph.graph.nodes:
             if node in changed or not any(reader in changed for reader in node.all_input_nodes):
                 continue

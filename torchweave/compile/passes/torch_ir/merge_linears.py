@@ -153,7 +153,7 @@ def _refusal(graph: CapturedGraph, group: list[_Linear], merged: dict) -> str | 
 def _fake_outputs(graph: CapturedGraph, group: list[_Linear]) -> tuple[Any, tuple[Any, ...]]:
     """The merged linear's fake value and its parts, checked to suit every reader downstream."""
     sizes = [value(item.weight).shape[0] for item in group]
-    with graph.fake_mode, torch.no_grad():
+    with graph.faking():
         weight = torch.cat([value(item.weight) for item in group])
         bias = (
             None if group[0].bias is None else torch.cat([value(item.bias) for item in group if item.bias is not None])

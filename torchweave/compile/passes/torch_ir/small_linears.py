@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from torchweave.compile.graph import CapturedGraph, same_geometry
-from torchweave.compile.passes.base import GraphPass, Mismatch, NearMiss, PassResult
+from torchweave.compile.passes.base import GraphPass, Mismatch, NearMiss, Numerics, PassResult
 from torchweave.compile.passes.torch_ir.merge_linears import LINEAR
 from torchweave.compile.symbols import value
 from torchweave.ops.linear import MAX_TOKENS, choose
@@ -35,8 +35,8 @@ class SmallLinears(GraphPass):
     """
 
     name = "small_linears"
-    numerics = "tolerance"
-    token_range = (1, MAX_TOKENS)
+    numerics: Numerics = "tolerance"
+    token_range: tuple[int | None, int | None] = (1, MAX_TOKENS)
 
     def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
         self.devices = frozenset(devices)
@@ -66,7 +66,7 @@ def _replace(graph: CapturedGraph, node: fx.Node) -> str | None:
     if why is not None:
         return why
     op = torch.ops.torchweave.linear.default
-    with graph.fake_mode, torch.no_grad():
+    with graph.faking():
         result = op(value(x), value(weight), None if bias is None else value(bias))
     if not same_geometry(result, value(node)):
         return "its result has another layout or dtype than the op's"
