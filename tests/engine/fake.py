@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from torchweave.engine.batch import Batch, Limits
+from torchweave.engine.batch import Batch
 from torchweave.engine.buffers import StepBuffers, pack, packed_size
 from torchweave.engine.kv_cache import KVCache
+from torchweave.engine.limits import Limits
 from torchweave.engine.scheduler import POLICIES
 from torchweave.engine.step import Step, StepResult
 from torchweave.ops.state import SlotState

@@ -126,9 +126,9 @@ def test_guaranteed_no_evict_admits_only_what_fits_to_its_end() -> None:
     batch.add(request(2, [3], max_tokens=2), 0)  # would fit, but must not overtake
     step = batch.next_step()
     assert step is not None and step.num_rows == 1
-    flight = [(step, runner.launch(step))]
+    handle = runner.launch(step)
     assert batch.num_waiting == 2
-    responses = batch.absorb(*[(s, runner.collect(h)) for s, h in flight][0])
+    responses = batch.absorb(step, runner.collect(handle))
     assert not responses
     assert set(drive(batch, runner)) == {0, 1, 2}
 

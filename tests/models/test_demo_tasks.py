@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -171,3 +172,30 @@ def test_the_learning_rate_rises_then_falls_to_zero() -> None:
 def test_a_missed_accuracy_is_named() -> None:
     accuracy = {"add": {"plain": 0.995, "chat": 0.98}, "copy": {"plain": 0.96}}
     assert missed(accuracy) == ["add (chat): 98.00% < 99%"]
+
+
+# What the committed models were trained on: a change of words, wordings or draws is a change of the training stream.
+FIRST_OF_SEED_1 = {
+    "add": ("748 + 150 =", "898", "05e734b51654a61a"),
+    "sub": ("76 - 66 =", "10", "e115404fe92d6b6b"),
+    "count": ("count from 15 to 19", "15 16 17 18 19", "226313be3e2e3ec3"),
+    "reverse": ("reverse: sun", "nus", "b0013d4e7e323da5"),
+    "sort": ("sort:mlqu bag ", "bag mlqu", "60cb087677ab90bc"),
+    "copy": ("copy:25", "25", "5f107403c7947d46"),
+    "sentence": ("kim has 17 coins and gets 16 more. how many coins now?", "33", "ed6cafe464994d0e"),
+}
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_the_generator_gives_the_questions_that_the_models_were_trained_on(task: str) -> None:
+    rng = random.Random(1)
+    drawn = [tasks.question(rng, task, held_out=False) for _ in range(200)]
+    prompt, answer, digest = FIRST_OF_SEED_1[task]
+    assert (drawn[0].prompt, drawn[0].answer) == (prompt, answer)
+    assert sha256("".join(repr(tuple(one)) for one in drawn).encode()).hexdigest()[:16] == digest
+
+
+def test_the_training_stream_is_the_one_that_the_models_were_trained_on() -> None:
+    rng = random.Random(1)
+    drawn = "".join(repr(tuple(tasks.training_question(rng))) for _ in range(2000))
+    assert sha256(drawn.encode()).hexdigest()[:16] == "f83ac2da8bfce80d"

@@ -17,23 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchweave.engine.kv_cache import KVCache
+from torchweave.engine.limits import Limits
 from torchweave.engine.request import FinishReason, InferenceRequest, Output, SamplingParams, TokenLogprobs
 from torchweave.engine.scheduler import Policy, Snapshot, Waiting
 from torchweave.engine.step import Chunk, Step, StepLogprobs, StepResult
 from torchweave.ops.state import MAX_STOP_IDS, SlotUpdates
 
 GRANT_AHEAD = 16  # tokens: a sequence gets its next block this early, together with others that need one soon
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a step and a request may hold."""
-
-    max_batch_size: int
-    max_num_tokens: int
-    max_model_len: int
-    vocab_size: int
-    chunked_context: bool = True
 
 
 @dataclass(frozen=True)
@@ -116,39 +106,12 @@ class Batch:
         return request_id in self._slot_of or any(request.id == request_id for request, _ in self._waiting)
 
     def why_not(self, request: InferenceRequest) -> str:
-        """Why a request can never run, in one sentence; empty when it can."""
-        prompt, limits = np.asarray(request.input_ids), self.limits
-        if prompt.ndim != 1 or prompt.size == 0:
-            return "The prompt is empty; give at least one token."
-        if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= limits.vocab_size:
-            return f"The prompt holds a token id outside 0..{limits.vocab_size - 1}, which this model does not know."
-        if prompt.size >= limits.max_model_len:
-            return (
-                f"The prompt has {prompt.size} tokens, but max_model_len is {limits.max_model_len} and the answer needs at "
-                "least one; shorten the prompt or raise max_model_len."
-            )
-        if not limits.chunked_context and prompt.size > limits.max_num_tokens:
-            return (
-                f"The prompt has {prompt.size} tokens, but a step holds {limits.max_num_tokens} and chunked context is off; "
-                "shorten the prompt, raise max_num_tokens or turn enable_chunked_context on."
-            )
-        blocks = self.kv.blocks_for(self._last_position(request))
-        if blocks > self.kv.num_blocks:
-            return (
-                f"The request may need {blocks} KV cache blocks, but there are {self.kv.num_blocks}; lower max_tokens or "
-                "give the KV cache more memory."
-            )
-        return ""
+        """Why a request can never run, in one sentence; empty when it can. Of any thread."""
+        return self.limits.why_not(request, self.kv)
 
     def add(self, request: InferenceRequest, seed: int) -> None:
         """Take in a request for which `why_not` found nothing; `seed` is used when it brings none."""
         self._waiting.append((request, seed if request.sampling.seed is None else request.sampling.seed))
-
-    def _last_position(self, request: InferenceRequest) -> int:
-        """Tokens whose keys and values the request may come to store: all but the last one generated."""
-        room = self.limits.max_model_len - len(request.input_ids)
-        max_tokens = request.sampling.max_tokens
-        return len(request.input_ids) + (room if max_tokens is None else min(max_tokens, room)) - 1
 
     # -- steps out ---------------------------------------------------------------------------------------------------
 
@@ -163,7 +126,7 @@ class Batch:
 
     def _plan_context(self) -> list[tuple[int, int]]:
         waiting = tuple(
-            Waiting(len(request.input_ids), self.kv.blocks_for(self._last_position(request)))
+            Waiting(len(request.input_ids), self.kv.blocks_for(self.limits.last_position(request)))
             for request, _ in list(self._waiting)[: len(self._free_slots)]
         )
         decision = self._policy(
@@ -195,7 +158,7 @@ class Batch:
             request, prompt, frozenset(stops[MAX_STOP_IDS:]), -1 if params.logprobs is None else params.logprobs
         )
         self._slot_of[request.id] = slot
-        last = self._last_position(request)
+        last = self.limits.last_position(request)
         self.kv.reserve(slot, self.kv.blocks_for(last))
         self._prompt_len[slot] = len(prompt)
         self._computed[slot] = 0

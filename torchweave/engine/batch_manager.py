@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,21 +44,21 @@ class Timing(NamedTuple):
 
 
 class StepRunner(Protocol):
-    """Carries out steps, several in flight."""
+    """Carries out steps, several in flight. What `launch` returns is the runner's own affair."""
 
     def start(self) -> None:
         """Called once, on the thread that will make all other calls."""
         ...
 
-    def launch(self, step: Step) -> object:
+    def launch(self, step: Step) -> Any:
         """Begin a step without waiting for it; returns what `collect` takes."""
         ...
 
-    def ready(self, handle: object) -> bool:
+    def ready(self, handle: Any) -> bool:
         """Whether `collect` would return at once."""
         ...
 
-    def collect(self, handle: object) -> StepResult:
+    def collect(self, handle: Any) -> StepResult:
         """Wait for a step."""
         ...
 
@@ -99,7 +99,7 @@ class BatchManager:
         self._return_stats = return_stats
         self._run_ahead = max(run_ahead, 1)
         self._seeds = np.random.default_rng(seed)
-        self._in_flight: deque[tuple[Step, object]] = deque()
+        self._in_flight: deque[tuple[Step, Any]] = deque()
         self._completed = -1
         self._num_new = 0
         self._last_iteration = time.monotonic()

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from torchweave.compile.backend import weave
-from torchweave.compile.broken import broken
 from torchweave.compile.cache import open_cache
+from torchweave.compile.eager import broken
 from torchweave.compile.errors import TraceError
 from torchweave.compile.graphs import Forward, GraphPool
 from torchweave.config import EngineConfig
-from torchweave.engine.batch import Batch, Limits
+from torchweave.engine.batch import Batch
 from torchweave.engine.facts import device_facts
 from torchweave.engine.kv_cache import KVCache
+from torchweave.engine.limits import Limits
 from torchweave.engine.memory import MemoryUse, blocks_that_fit, bytes_per_block
 from torchweave.engine.runner import Runner
 from torchweave.engine.scheduler import POLICIES
@@ -46,6 +47,26 @@ def build(config: EngineConfig, report: Report, loaded: LoadedModel | None = Non
     Raises:
         ValueError: the model or an option cannot be; the message says why and what to do.
     """
+    try:
+        return _build(config, report, loaded)
+    except RuntimeError as error:
+        if not (isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)):
+            raise
+        sentence = _out_of_memory(error)
+    raise ValueError(sentence)  # out here: it must not hold on to the failed frames and the memory in them
+
+
+def _out_of_memory(error: RuntimeError) -> str:
+    device = "GPU" if isinstance(error, torch.OutOfMemoryError) else "CPU"
+    said = ". ".join(str(error).split(". ")[:3]).rstrip(".")
+    return (
+        f"There is too little memory on the {device} to build the engine ({' '.join(said.split())}); take a smaller model, "
+        "lower num_kv_blocks, max_num_tokens or max_batch_size, or end what else uses the memory."
+    )
+
+
+def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> Engine:
+    """`build`, but for what is said when memory runs out."""
     plan = resolve(config, device_facts(config.device), _model_facts(config, loaded))
     dtype = getattr(torch, plan.dtype)
     if loaded is None:
@@ -53,6 +74,9 @@ def build(config: EngineConfig, report: Report, loaded: LoadedModel | None = Non
         loaded = load(config.model, dtype, plan.device, config.load_format, trust, report, plan.max_model_len)
     layers = loaded.module.attention_layers
     backend = get_backend(plan.attention_backend, plan.device, dtype, layers)
+    block_bytes = bytes_per_block(layers, plan.block_size, dtype)
+    if not plan.device.startswith("cuda"):
+        blocks_that_fit(plan, block_bytes, None)  # refused before the model is woven, which takes longest
     forward, plan = _forward(loaded.module, plan, report)
 
     state = SlotState(plan.max_batch_size, -(-plan.max_model_len // plan.block_size), device=plan.device)
@@ -60,7 +84,6 @@ def build(config: EngineConfig, report: Report, loaded: LoadedModel | None = Non
     def allocate(blocks: int) -> list[KVLayer]:
         return [backend.allocate(layer, blocks, plan.block_size, dtype, torch.device(plan.device)) for layer in layers]
 
-    block_bytes = bytes_per_block(layers, plan.block_size, dtype)
     with report.stage("measuring memory"):
         use = _measure(plan, forward, backend, allocate, state, report)
     blocks = blocks_that_fit(plan, block_bytes, use)

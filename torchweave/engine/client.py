@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,28 +27,54 @@ Inbox = queue.SimpleQueue[Message]
 
 
 class Client:
-    """The batch manager's callbacks, and `submit` and `stop` for everyone else."""
+    """The batch manager's callbacks, and `submit`, `stop` and `close` for everyone else."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `stop` may be called by a finalizer, anywhere
         self._ids = itertools.count()
-        self._new: deque[InferenceRequest] = deque()
+        self._new: OrderedDict[int, InferenceRequest] = OrderedDict()  # not yet taken by the batch manager
         self._inboxes: dict[int, Inbox] = {}
         self._stops: set[int] = set()
+        self._closed = False
+        self._all_answered = threading.Condition(self._lock)
 
     def submit(self, prompt: np.ndarray, params: SamplingParams, inbox: Inbox, streaming: bool) -> int:
-        """Queue a request; its responses go to `inbox`. Returns its id. The caller then wakes the batch manager."""
+        """Queue a request; its responses go to `inbox`. Returns its id. The caller then wakes the batch manager.
+
+        Raises:
+            RuntimeError: after `close`.
+        """
         with self._lock:
+            if self._closed:
+                raise RuntimeError("The engine was shut down; make a new one.")
             request = InferenceRequest(next(self._ids), prompt, params, streaming)
             self._inboxes[request.id] = inbox
-            self._new.append(request)
+            self._new[request.id] = request
         return request.id
 
     def stop(self, request_id: int) -> None:
         """Ask that a request is stopped; its final response still comes."""
         with self._lock:
-            if request_id in self._inboxes:
+            waiting = self._new.pop(request_id, None)
+            if waiting is None and request_id in self._inboxes:
                 self._stops.add(request_id)
+        if waiting is not None:  # the batch manager never heard of it
+            self.send_response(request_id, Output(np.empty(0, np.int32), "cancelled"), final=True, error="")
+
+    def close(self) -> None:
+        """Take no more requests."""
+        with self._lock:
+            self._closed = True
+
+    def refuse_all(self, message: str) -> None:
+        """Answer everyone who still waits with an error, when no batch manager will."""
+        for request_id in list(self._inboxes):
+            self.send_response(request_id, Output(np.empty(0, np.int32), "error"), final=True, error=message)
+
+    def wait_until_answered(self, timeout: float) -> bool:
+        """Wait until every request has its final response; returns whether that is so."""
+        with self._all_answered:
+            return self._all_answered.wait_for(lambda: not self._inboxes, timeout)
 
     @property
     def num_queued(self) -> int:
@@ -60,17 +86,21 @@ class Client:
         if not self._new:
             return []
         with self._lock:
-            count = len(self._new) if max_num < 0 else min(max_num, len(self._new))
-            return [self._new.popleft() for _ in range(count)]
+            taken = []
+            while self._new and (max_num < 0 or len(taken) < max_num):
+                taken.append(self._new.popitem(last=False)[1])
+            return taken
 
     def send_response(self, request_id: int, output: Output, final: bool, error: str) -> None:
         inbox = self._inboxes.get(request_id)
+        if inbox is not None:
+            inbox.put(Message(request_id, output, final, error))
         if final:
             with self._lock:
                 self._inboxes.pop(request_id, None)
                 self._stops.discard(request_id)
-        if inbox is not None:
-            inbox.put(Message(request_id, output, final, error))
+                if not self._inboxes:
+                    self._all_answered.notify_all()
 
     def poll_stop(self) -> set[int]:
         if not self._stops:

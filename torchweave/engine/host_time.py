@@ -8,10 +8,11 @@ import time
 
 import numpy as np
 
-from torchweave.engine.batch import Batch, Limits
+from torchweave.engine.batch import Batch
 from torchweave.engine.batch_manager import BatchManager, Timing
 from torchweave.engine.client import Client, Inbox
 from torchweave.engine.kv_cache import KVCache
+from torchweave.engine.limits import Limits
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.scheduler import POLICIES
 from torchweave.engine.step import Step, StepResult

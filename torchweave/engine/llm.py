@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,16 +11,17 @@ import numpy as np
 from torchweave.config import EngineConfig
 from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.build import Engine, build
-from torchweave.engine.client import Client, Inbox, Message
-from torchweave.engine.request import CompletionOutput, RequestOutput, SamplingParams
-from torchweave.engine.text import Answer
+from torchweave.engine.client import Client
+from torchweave.engine.flight import Flight
+from torchweave.engine.request import CompletionOutput, InferenceRequest, RequestOutput, SamplingParams
 from torchweave.log import Report
 from torchweave.models.load import LoadedModel
 from torchweave.models.tokenizer import Tokenizer
+from torchweave.plan.check import config_from
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, Any]]
-_LOOK_SECONDS = 1.0  # between two looks at whether the engine is still alive, while waiting for it
+_LOOK_SECONDS = 1.0  # between two looks at whether the engine is still alive, while it drains
 
 
 class LLM:
@@ -31,14 +30,14 @@ class LLM:
     Args:
         model: a folder in Hugging Face's layout, a hub id, or a built-in name (`demo`).
         report: gets every decision; one is made when none is given.
-        options: fields of `EngineConfig`.
+        options: fields of `EngineConfig`; those that hold options of their own may be given as dicts.
 
     Raises:
         ValueError: the model or an option cannot be; the message says why and what to do.
     """
 
     def __init__(self, model: str, *, report: Report | None = None, **options: Any) -> None:
-        self._open(EngineConfig(model=model, **options), report, None)
+        self._open(config_from(EngineConfig, {"model": model, **options}), report, None)
 
     @classmethod
     def from_config(cls, config: EngineConfig, report: Report | None = None) -> LLM:
@@ -96,26 +95,24 @@ class LLM:
         texts, params = _listed(prompts, sampling_params or self.default_sampling_params())
         ids = self._encode_all(texts)
         self._check_all(ids, params)
-        inbox: Inbox = queue.SimpleQueue()
-        answers: dict[int, Answer] = {}
-        outputs: list[tuple[int, list[Answer]]] = []
-        for prompt, settings in zip(ids, params, strict=True):
-            mine = self._submit(prompt, settings, inbox, streaming=bool(settings.stop_strings))
-            answers |= mine
-            outputs.append((next(iter(mine)), list(mine.values())))
-        self.manager.wake()
         report = self.report if use_tqdm else Report(show=False)
-        with report.progress("generating", len(answers)) as advance:
-            for _ in self._consume(inbox, answers):
-                advance()
+        with self._flight() as flight:
+            numbers = [
+                flight.submit(*one, streaming=bool(one[1].stop_strings)) for one in zip(ids, params, strict=True)
+            ]
+            flight.launch()
+            with report.progress("generating", len(flight.answers)) as advance:
+                for _, final in flight.responses():
+                    if final:
+                        advance()
         return [
             RequestOutput(
-                request_id=number,
+                request_id=mine[0],
                 prompt=text if isinstance(text, str) else None,
                 prompt_token_ids=prompt.tolist(),
-                outputs=[answer.result() for answer in mine],
+                outputs=[flight.answers[number].result() for number in mine],
             )
-            for text, prompt, (number, mine) in zip(texts, ids, outputs, strict=True)
+            for text, prompt, mine in zip(texts, ids, numbers, strict=True)
         ]
 
     def chat(
@@ -146,27 +143,12 @@ class LLM:
         texts, params = _listed(list(prompts), sampling_params or self.default_sampling_params())
         ids = self._encode_all(texts)
         self._check_all(ids, params)
-        inbox: Inbox = queue.SimpleQueue()
-        answers: dict[int, Answer] = {}
+        flight = self._flight()
         prompt_of: dict[int, int] = {}
         for number, (prompt, settings) in enumerate(zip(ids, params, strict=True)):
-            mine = self._submit(prompt, settings, inbox, streaming=True)
-            answers |= mine
-            prompt_of |= dict.fromkeys(mine, number)
-        self.manager.wake()
-        return self._stream(inbox, answers, prompt_of)
-
-    def _stream(
-        self, inbox: Inbox, answers: dict[int, Answer], prompt_of: dict[int, int]
-    ) -> Iterator[tuple[int, CompletionOutput]]:
-        told: set[int] = set()
-        for request_id in self._consume(inbox, answers, each=True):
-            answer = answers[request_id]
-            delta = answer.take()
-            if request_id not in told and (delta.text or delta.token_ids or delta.finish_reason):
-                yield prompt_of[request_id], delta
-            if answer.finished:
-                told.add(request_id)
+            prompt_of |= dict.fromkeys(flight.submit(prompt, settings, streaming=True), number)
+        flight.launch()
+        return _deltas(flight, prompt_of)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -199,62 +181,40 @@ class LLM:
         ]
 
     def _check_all(self, prompts: Sequence[np.ndarray], params: Sequence[SamplingParams]) -> None:
-        from torchweave.engine.request import InferenceRequest
-
         for number, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
             why = self.engine.batch.why_not(InferenceRequest(0, prompt, settings))
             if why:
                 raise ValueError(why if len(prompts) == 1 else f"Prompt {number}: {why}")
 
-    def _submit(self, prompt: np.ndarray, params: SamplingParams, inbox: Inbox, streaming: bool) -> dict[int, Answer]:
-        """Queue the `n` answers of a prompt; returns them by request id."""
-        answers = {}
-        for index in range(params.n):
-            seeded = params if params.seed is None else replace(params, seed=(params.seed + index) % 2**64)
-            request_id = self._client.submit(prompt, seeded, inbox, streaming)
-            stream = None
-            if self.tokenizer is not None:
-                stream = self.tokenizer.stream(prompt.tolist(), params.skip_special_tokens)
-            answers[request_id] = Answer(params, stream, index)
-        return answers
-
-    def _consume(self, inbox: Inbox, answers: dict[int, Answer], each: bool = False) -> Iterator[int]:
-        """Feed responses to their answers; yields ids of answers that are done, or with `each` those that grew."""
-        open_ids = set(answers)
-        try:
-            while open_ids:
-                message = self._next(inbox)
-                if message.error:
-                    raise RuntimeError(message.error)
-                answer = answers[message.id]
-                if answer.add(message.output.token_ids, message.output.finish_reason, message.output.logprobs):
-                    self._client.stop(message.id)
-                if message.final:
-                    open_ids.discard(message.id)
-                if each or message.final:
-                    yield message.id
-        finally:
-            for request_id in open_ids:  # an error, an interrupt, or a caller who has heard enough
-                self._client.stop(request_id)
-
-    def _next(self, inbox: Inbox) -> Message:
-        while True:
-            try:
-                return inbox.get(timeout=_LOOK_SECONDS)
-            except queue.Empty:
-                if not self.manager.alive and inbox.empty():
-                    cause = self.manager.failure
-                    raise RuntimeError(f"The engine has ended: {cause or 'it was shut down'}") from cause
+    def _flight(self) -> Flight:
+        return Flight(self._client, self.manager, self.tokenizer)
 
     def shutdown(self, drain: bool = True) -> None:
-        """End the engine, after the requests in flight, or with an error to each of them."""
+        """End the engine: after all that was asked for is answered, or now, with an error to everyone who waits."""
+        self._client.close()
+        while drain and self.manager.alive and not self._client.wait_until_answered(_LOOK_SECONDS):
+            pass
         self.manager.shutdown(drain=drain)
+        self._client.refuse_all("The engine was shut down before the request had finished.")
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown(drain=exc[0] is None)
+
+
+def _deltas(flight: Flight, prompt_of: dict[int, int]) -> Iterator[tuple[int, CompletionOutput]]:
+    """What is new of each answer, with the number of its prompt, until all are told to their end."""
+    told: set[int] = set()
+    with flight:
+        for request_id, _ in flight.responses():
+            answer = flight.answers[request_id]
+            delta = answer.take()
+            if request_id not in told and (delta.text or delta.token_ids or delta.finish_reason):
+                yield prompt_of[request_id], delta
+            if answer.finished:
+                told.add(request_id)
 
 
 def _listed(

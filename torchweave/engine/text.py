@@ -11,7 +11,7 @@ from torchweave.engine.request import CompletionOutput, FinishReason, SamplingPa
 class Detokenizer(Protocol):
     """Turns ids into text piece by piece."""
 
-    def feed(self, token_ids: Sequence[int]) -> str:
+    def feed(self, ids: Sequence[int]) -> str:
         """The text that these ids add; text that a later id may still change is held back."""
         ...
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from torchweave.models.words import ANIMALS, COLORS, NAMES, OBJECTS, PLACES, THINGS, WORDS
+
 HELD_OUT_ONE_IN = 32
 REQUIRED_ACCURACY = {
     "add": 0.99,
@@ -50,35 +52,6 @@ SYSTEM_PROMPTS = (
     "answer the question",
     "you are tiny.",
 )
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-WORDS = _words(
-    """
-    air ant apple arm art baby bag ball bank bear bed bee bell bird blue boat body bone book box boy bread bridge brush bus
-    cake camp car card cat chair city clock cloud coat cold corn cow cup dance dark day deer desk dog door dream drum duck
-    ear earth east egg eye face farm fast fig fire fish five flag floor flower fly food foot forest four fox friend frog
-    fruit game garden gate gift girl glass goat gold grape grass green hand hat head heart hello hill home horse hot house
-    ice idea iron island jam jar jump key king kite knee lake lamp land leaf leg lemon letter light lion list lake long
-    love lunch map market milk mint money moon morning mother mouse music nail name neck nest new night north nose note
-    nut oak ocean oil old one open orange owl page paint paper park party path peach pear pen pencil piano pig plane plant
-    plum pond pot queen quick quiet rain red rice ring river road rock room root rope rose salt sand school sea seed ship
-    shoe shop silver six sky sleep snow soap song south spoon spring star stone street sugar summer sun table tail tea ten
-    three tiger time train tree truck two uncle under van village voice wall warm water west wheat wheel white wind window
-    winter wolf wood world yard year yellow young zebra zero zoo
-    """
-)
-_NAMES = _words(
-    "anna ben bob cara dan emma eve finn gus ida jack kim leo lily mia nina noah omar pia rosa sam tom uma zoe"
-)
-_THINGS = _words("apples books cards coins cups eggs kites pens plums shells stamps stones")
-_COLORS = _words("black blue brown green grey orange pink red white yellow")
-_ANIMALS = _words("bear bird cat cow dog duck fish fox frog horse lion mouse owl pig")
-_PLACES = _words("attic barn city forest garden house kitchen library market office park school shop tower")
-_OBJECTS = _words("ball bell book box coat cup drum hat key kite lamp map pen ring rope")
 
 
 class Question(NamedTuple):
@@ -342,43 +315,43 @@ def _two(rng: random.Random, items: Sequence[str]) -> tuple[str, str]:
 
 def _gains(rng: random.Random) -> tuple[str, str]:
     a, b = 1 + _below(rng, 20), 1 + _below(rng, 20)
-    thing = _pick(rng, _THINGS)
-    return f"{_pick(rng, _NAMES)} has {a} {thing} and gets {b} more. how many {thing} now?", str(a + b)
+    thing = _pick(rng, THINGS)
+    return f"{_pick(rng, NAMES)} has {a} {thing} and gets {b} more. how many {thing} now?", str(a + b)
 
 
 def _loses(rng: random.Random) -> tuple[str, str]:
     b, rest = 1 + _below(rng, 15), _below(rng, 15)
-    thing = _pick(rng, _THINGS)
-    return f"{_pick(rng, _NAMES)} had {b + rest} {thing} and lost {b}. how many {thing} are left?", str(rest)
+    thing = _pick(rng, THINGS)
+    return f"{_pick(rng, NAMES)} had {b + rest} {thing} and lost {b}. how many {thing} are left?", str(rest)
 
 
 def _color(rng: random.Random) -> tuple[str, str]:
-    (one, other), (color, unlike) = _two(rng, _ANIMALS), _two(rng, _COLORS)
+    (one, other), (color, unlike) = _two(rng, ANIMALS), _two(rng, COLORS)
     asked, answer = (one, color) if rng.random() < 0.5 else (other, unlike)
     return f"the {one} is {color}. the {other} is {unlike}. what color is the {asked}?", answer
 
 
 def _where(rng: random.Random) -> tuple[str, str]:
-    (one, other), (here, there) = _two(rng, _NAMES), _two(rng, _PLACES)
+    (one, other), (here, there) = _two(rng, NAMES), _two(rng, PLACES)
     asked, answer = (one, here) if rng.random() < 0.5 else (other, there)
     return f"{one} is in the {here}. {other} is in the {there}. where is {asked}?", answer
 
 
 def _owner(rng: random.Random) -> tuple[str, str]:
-    (one, other), (mine, yours) = _two(rng, _NAMES), _two(rng, _OBJECTS)
+    (one, other), (mine, yours) = _two(rng, NAMES), _two(rng, OBJECTS)
     asked, answer = (mine, one) if rng.random() < 0.5 else (yours, other)
     return f"{one} has a {mine}. {other} has a {yours}. who has the {asked}?", answer
 
 
 def _giver(rng: random.Random) -> tuple[str, str]:
-    one, other = _two(rng, _NAMES)
-    thing = _pick(rng, _OBJECTS)
+    one, other = _two(rng, NAMES)
+    thing = _pick(rng, OBJECTS)
     asked, answer = ("has", other) if rng.random() < 0.5 else ("gave away", one)
     return f"{one} gave the {thing} to {other}. who {asked} the {thing}?", answer
 
 
 def _taller(rng: random.Random) -> tuple[str, str]:
-    one, other = _two(rng, _NAMES)
+    one, other = _two(rng, NAMES)
     said, unsaid = _pick(rng, (("taller", "shorter"), ("older", "younger"), ("faster", "slower")))
     asked, answer = (said, one) if rng.random() < 0.5 else (unsaid, other)
     return f"{one} is {said} than {other}. who is {asked}?", answer

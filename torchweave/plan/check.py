@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from torchweave.config import EngineConfig
 
@@ -19,6 +19,29 @@ def flatten(config: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
             yield from flatten(value, f"{prefix}{item.name}.")
         else:
             yield prefix + item.name, value
+
+
+Config = TypeVar("Config")
+
+
+def config_from(config: type[Config], options: Mapping[str, Any], prefix: str = "") -> Config:
+    """A config from options by name; a config within it may be given as a dict.
+
+    Raises:
+        ValueError: a name that the config does not have, with the nearest one that it has.
+    """
+    hints = get_type_hints(config)
+    for name in options:
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1)
+            guess = f"did you mean {prefix}{near[0]}?" if near else f"it is one of {', '.join(hints)}"
+            raise ValueError(f"unknown option {prefix}{name}; {guess}")
+    nested = {
+        name: config_from(hints[name], value, f"{prefix}{name}.")
+        for name, value in options.items()
+        if is_dataclass(hints[name]) and isinstance(value, Mapping)
+    }
+    return config(**{**options, **nested})
 
 
 _AT_LEAST = {

@@ -1,0 +1,100 @@
+"""The requests of one call: submitted together, answered together, and stopped together when the caller leaves early."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from torchweave.engine.batch_manager import BatchManager
+from torchweave.engine.client import Client, Inbox, Message
+from torchweave.engine.request import SamplingParams
+from torchweave.engine.text import Answer
+from torchweave.models.tokenizer import Tokenizer
+
+_LOOK_SECONDS = 1.0  # between two looks at whether the engine is still alive, while waiting for it
+
+
+class Flight:
+    """Belongs to one thread. Leaving its `with` block, or dropping it, stops the requests that are not done.
+
+    Args:
+        client: takes the requests.
+        manager: runs them.
+        tokenizer: turns answers into text; None when the model has none.
+
+    Attributes:
+        answers: what has come of each request so far, by request id.
+    """
+
+    def __init__(self, client: Client, manager: BatchManager, tokenizer: Tokenizer | None) -> None:
+        self.answers: dict[int, Answer] = {}
+        self._open: set[int] = set()
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._client = client
+        self._manager = manager
+        self._tokenizer = tokenizer
+
+    def submit(self, prompt: np.ndarray, params: SamplingParams, streaming: bool) -> list[int]:
+        """Queue the `n` answers of a prompt; returns their request ids. `launch` follows the last of them.
+
+        Raises:
+            RuntimeError: the engine was shut down.
+        """
+        ids = []
+        for index in range(params.n):
+            seeded = params if params.seed is None else replace(params, seed=(params.seed + index) % 2**64)
+            stream = None
+            if self._tokenizer is not None:
+                stream = self._tokenizer.stream(prompt.tolist(), params.skip_special_tokens)
+            request_id = self._client.submit(prompt, seeded, self._inbox, streaming)
+            self._open.add(request_id)
+            self.answers[request_id] = Answer(params, stream, index)
+            ids.append(request_id)
+        return ids
+
+    def launch(self) -> None:
+        """Tell the batch manager that there are new requests."""
+        self._manager.wake()
+
+    def responses(self) -> Iterator[tuple[int, bool]]:
+        """Feed responses to their answers as they come; yields (request id, whether that was its last response).
+
+        Raises:
+            RuntimeError: the engine failed or was shut down.
+        """
+        while self._open:
+            message = self._next()
+            if message.final:
+                self._open.discard(message.id)
+            if message.error:
+                raise RuntimeError(message.error) from self._manager.failure
+            output = message.output
+            if self.answers[message.id].add(output.token_ids.tolist(), output.finish_reason, output.logprobs):
+                self._client.stop(message.id)
+            yield message.id, message.final
+
+    def _next(self) -> Message:
+        while True:
+            try:
+                return self._inbox.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                if not self._manager.alive and self._inbox.empty():
+                    cause = self._manager.failure
+                    raise RuntimeError(f"The engine has ended: {cause or 'it was shut down'}") from cause
+
+    def close(self) -> None:
+        """Stop the requests that are not done: an error, an interrupt, or a caller who has heard enough."""
+        while self._open:
+            self._client.stop(self._open.pop())
+
+    def __enter__(self) -> Flight:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,60 @@
+"""What a step and a request may hold, and what is said of a request that can never run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchweave.engine.kv_cache import KVCache
+from torchweave.engine.request import InferenceRequest
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a step and a request may hold.
+
+    Attributes:
+        max_batch_size: requests in a step.
+        max_num_tokens: tokens in a step.
+        max_model_len: tokens of a request, prompt and answer.
+        vocab_size: token ids are below this.
+        chunked_context: a prompt may be read in several steps.
+    """
+
+    max_batch_size: int
+    max_num_tokens: int
+    max_model_len: int
+    vocab_size: int
+    chunked_context: bool = True
+
+    def last_position(self, request: InferenceRequest) -> int:
+        """Tokens whose keys and values a request may come to store: all but the last one generated."""
+        room = self.max_model_len - len(request.input_ids)
+        max_tokens = request.sampling.max_tokens
+        return len(request.input_ids) + (room if max_tokens is None else min(max_tokens, room)) - 1
+
+    def why_not(self, request: InferenceRequest, kv: KVCache) -> str:
+        """Why a request can never run, in one sentence; empty when it can."""
+        prompt = np.asarray(request.input_ids)
+        if prompt.ndim != 1 or prompt.size == 0:
+            return "The prompt is empty; give at least one token."
+        if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= self.vocab_size:
+            return f"The prompt holds a token id outside 0..{self.vocab_size - 1}, which this model does not know."
+        if prompt.size >= self.max_model_len:
+            return (
+                f"The prompt has {prompt.size} tokens, but max_model_len is {self.max_model_len} and the answer needs at "
+                "least one; shorten the prompt, or raise max_model_len if the model has positions for more."
+            )
+        if not self.chunked_context and prompt.size > self.max_num_tokens:
+            return (
+                f"The prompt has {prompt.size} tokens, but a step holds {self.max_num_tokens} and chunked context is off; "
+                "shorten the prompt, raise max_num_tokens or turn enable_chunked_context on."
+            )
+        blocks = kv.blocks_for(self.last_position(request))
+        if blocks > kv.num_blocks:
+            return (
+                f"The request may need {blocks} KV cache blocks, but there are {kv.num_blocks}; lower max_tokens or "
+                "give the KV cache more memory."
+            )
+        return ""
