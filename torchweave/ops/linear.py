@@ -39,30 +39,50 @@ class LinearConfig:
         """out [T, N] = x [T, K] @ w [N, K].T + bias [N], all on one GPU, rows contiguous."""
         from torchweave.ops.kernels.linear import launch_dot, launch_row
 
-        shape = {"block_n": self.block_n, "block_k": self.block_k, "num_warps": self.num_warps, "dependent": self.dependent}
+        shape = {
+            "block_n": self.block_n,
+            "block_k": self.block_k,
+            "num_warps": self.num_warps,
+            "dependent": self.dependent,
+        }
         if self.kernel == "row":
             launch_row(x, w, bias, out, unroll=self.depth, **shape)
         else:
             launch_dot(x, w, bias, out, stages=self.depth, **shape)
 
 
-MAX_TOKENS = 2
-"""Above this many tokens cuBLAS runs. For one token, on an H100 with cold weights in one CUDA graph, us of cuBLAS / a row kernel:
-3072x2048 7.7/6.4, 2048x2048 6.6/4.9, 16384x2048 27.9/25.2, 2048x8192 17.1/14.1, 28672x4096 86.6/83.4, 128256x2048 190/178. Two
-tokens are included because they read the same bytes, not from a measurement; bench/linear.py measures both, and more tokens."""
+MAX_TOKENS = 32
+"""Above this many tokens cuBLAS always runs."""
 
 _MIN_WEIGHT = 1 << 20  # elements: below this the launch, not the bandwidth, decides
+_ROW_TOKENS = 2
+_DOT_TOKENS = 16
+_ONE_TOKEN = LinearConfig("row", 2, 2048, num_warps=4, depth=4)
+_TWO_TOKENS = LinearConfig("row", 4, 1024, num_warps=4, depth=4)
+_NARROW = LinearConfig("row", 8, 512, num_warps=4, depth=4)
+_DOT = LinearConfig("dot", 64, 128, num_warps=4, depth=5)
 
 
 def choose(num_tokens: int, num_outputs: int, width: int, dtype: torch.dtype) -> LinearConfig | None:
-    """How to run x [num_tokens, width] @ w [num_outputs, width].T on a GPU; None = cuBLAS."""
-    if num_tokens > MAX_TOKENS or num_tokens < 1 or dtype not in (torch.bfloat16, torch.float16):
+    """How to run x [num_tokens, width] @ w [num_outputs, width].T on a GPU; None = cuBLAS.
+
+    From bench/results/linear_h100_202611.json (H100, cold weights, one CUDA graph, ten shapes of Llama 1B and 8B): the row
+    kernel takes 0.86 of cuBLAS's time for one token and 0.90 for two; the dot kernel 0.97 for 3 to 16 where there are
+    rows enough for every multiprocessor, and more tokens only for a head. Dependent launch is measured there too, at
+    0.82 and 0.84, but only between two kernels that both take part.
+    """
+    if num_tokens < 1 or dtype not in (torch.bfloat16, torch.float16):
         return None
     if width % 8 or num_outputs * width < _MIN_WEIGHT:
         return None
-    # Enough programs that each of 132 SMs holds several, and 16 bytes a thread: small weights want fewer rows a program.
-    block_n = 4 if num_outputs <= 8192 else 8
-    return LinearConfig("row", block_n, 1024 if width >= 1024 else 512, num_warps=4, depth=4)
+    if num_tokens <= _ROW_TOKENS:
+        if width < 2048:
+            return _NARROW
+        return _ONE_TOKEN if num_tokens == 1 else _TWO_TOKENS
+    limit = MAX_TOKENS if num_outputs >= 16 * width else _DOT_TOKENS
+    if num_tokens <= limit and num_outputs >= 4096 and width <= num_outputs:
+        return _DOT
+    return None
 
 
 def _fake(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
