@@ -175,10 +175,7 @@ class LLM:
         return self.tokenizer
 
     def _encode_all(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
-        return [
-            np.asarray(self.encode(prompt) if isinstance(prompt, str) else list(prompt), dtype=np.int64)
-            for prompt in prompts
-        ]
+        return [_as_ids(self.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
 
     def _check_all(self, prompts: Sequence[np.ndarray], params: Sequence[SamplingParams]) -> None:
         for number, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
@@ -215,6 +212,18 @@ def _deltas(flight: Flight, prompt_of: dict[int, int]) -> Iterator[tuple[int, Co
                 yield prompt_of[request_id], delta
             if answer.finished:
                 told.add(request_id)
+
+
+def _as_ids(prompt: Sequence[int]) -> np.ndarray:
+    """Token ids as an array; that the model knows them is checked later.
+
+    Raises:
+        ValueError: something that is no token id.
+    """
+    ids = np.asarray(list(prompt)) if len(prompt) else np.empty(0, np.int64)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError("A prompt is a text or a list of token ids, which are whole numbers; this one is neither.")
+    return ids.astype(np.int64)
 
 
 def _listed(

@@ -6,7 +6,7 @@ Everything here is lazy: the tokenizer's files are read at the first use, so tha
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,8 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise ValueError(f"The tokenizer in {self.folder} has no chat template; use generate with plain text.")
+        if not all(isinstance(message, Mapping) and "role" in message for message in messages):
+            raise ValueError('A message of a conversation is a dict, {"role": ..., "content": ...}; give a list of them.')
         try:
             text = self.hugging_face.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
