@@ -77,7 +77,12 @@ FAULTS = [
     Fault(
         "too little memory",
         demo,
-        ("room for", "one request of max_model_len=512", "raise cpu_kv_cache_gib", "lower max_model_len"),
+        (
+            "room for 16 tokens (0.08 MiB)",
+            "one request of max_model_len=512 needs 2.50 MiB",
+            "raise cpu_kv_cache_gib",
+            "lower max_model_len",
+        ),
         {"cpu_kv_cache_gib": 0.0001, "max_model_len": 512},
     ),
     Fault("no memory at all", demo, ("room for 0 tokens", "raise cpu_kv_cache_gib"), {"cpu_kv_cache_gib": 1e-9}),
@@ -141,8 +146,14 @@ def test_an_unknown_key_of_a_config_within_the_config() -> None:
         LLM("demo", torch_compile_config={"enable_inducter": False})
 
 
-def test_a_process_says_one_line_and_ends_with_2(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torchweave.cli.main", "generate", str(truncated(tmp_path)), "12+30=", "-O0"]
+@pytest.mark.parametrize(
+    ("model", "prompt"), [(truncated, "12+30="), (demo, "1" * 600)], ids=["truncated", "prompt too long"]
+)
+def test_a_process_says_one_line_and_ends_with_2(
+    model: Callable[[Path], Path | str], prompt: str, tmp_path: Path
+) -> None:
+    """As a process, where a library's own warnings would show too."""
+    command = [sys.executable, "-m", "torchweave.cli.main", "generate", str(model(tmp_path)), prompt, "-O0", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("torchweave: ") and done.stderr.count("\n") == 1

@@ -68,7 +68,10 @@ class Client:
 
     def refuse_all(self, message: str) -> None:
         """Answer everyone who still waits with an error, when no batch manager will."""
-        for request_id in list(self._inboxes):
+        with self._lock:
+            self._new.clear()
+            waiting = list(self._inboxes)
+        for request_id in waiting:
             self.send_response(request_id, Output(np.empty(0, np.int32), "error"), final=True, error=message)
 
     def wait_until_answered(self, timeout: float) -> bool:

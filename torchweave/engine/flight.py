@@ -56,7 +56,13 @@ class Flight:
         return ids
 
     def launch(self) -> None:
-        """Tell the batch manager that there are new requests."""
+        """Tell the batch manager that there are new requests.
+
+        Raises:
+            RuntimeError: the engine failed before.
+        """
+        if not self._manager.alive:
+            raise self._ended() from self._manager.failure
         self._manager.wake()
 
     def responses(self) -> Iterator[tuple[int, bool]]:
@@ -82,8 +88,10 @@ class Flight:
                 return self._inbox.get(timeout=_LOOK_SECONDS)
             except queue.Empty:
                 if not self._manager.alive and self._inbox.empty():
-                    cause = self._manager.failure
-                    raise RuntimeError(f"The engine has ended: {cause or 'it was shut down'}") from cause
+                    raise self._ended() from self._manager.failure
+
+    def _ended(self) -> RuntimeError:
+        return RuntimeError(f"The engine has ended: {self._manager.failure or 'it was shut down'}")
 
     def close(self) -> None:
         """Stop the requests that are not done: an error, an interrupt, or a caller who has heard enough."""

@@ -55,13 +55,18 @@ def blocks_that_fit(plan: Plan, block_bytes: int, use: MemoryUse | None) -> int:
 
 def _too_little(plan: Plan, blocks: int, block_bytes: int, room: str, use: MemoryUse | None) -> str:
     tokens = blocks * plan.block_size
-    need = -(-plan.max_model_len // plan.block_size) * block_bytes
-    sentence = f"The KV cache has room for {tokens} tokens ({blocks * block_bytes / GIB:.2f} GiB)"
+    sentence = f"The KV cache has room for {tokens} tokens ({_size(blocks * block_bytes)})"
     if plan.config.max_model_len is not None:
-        sentence += f", but one request of max_model_len={plan.max_model_len} needs {need / GIB:.2f} GiB"
-    if use is not None:
-        taken = (use.in_use + use.activations + use.graphs) / GIB
-        sentence += (
-            f"; {taken:.1f} of the GPU's {use.total / GIB:.1f} GiB are taken by weights, activations, graphs and others"
-        )
-    return f"{sentence}; raise {room}, lower max_model_len, max_num_tokens or max_batch_size, or take a smaller model."
+        need = -(-plan.max_model_len // plan.block_size) * block_bytes
+        sentence += f", but one request of max_model_len={plan.max_model_len} needs {_size(need)}"
+    if use is None:
+        return f"{sentence}; raise {room}, lower max_model_len, or take a smaller model."
+    taken = use.in_use + use.activations + use.graphs
+    return (
+        f"{sentence}; {_size(taken)} of the GPU's {_size(use.total)} are taken by weights, activations, graphs and others; "
+        f"raise {room}, lower max_model_len, max_num_tokens or max_batch_size, or take a smaller model."
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.2f} MiB"

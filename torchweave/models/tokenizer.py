@@ -48,13 +48,14 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the beginning-of-text token where the model has one."""
-        return self.hugging_face.encode(text, add_special_tokens=add_special_tokens)
+        # Not verbose: a text that is too long is told of by the engine, as an error.
+        return self.hugging_face.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of several texts at once."""
         if not texts:
             return []
-        return self.hugging_face(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+        return self.hugging_face(list(texts), add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids, exactly as the tokens say: spaces before punctuation stay."""
@@ -90,7 +91,9 @@ class Tokenizer:
         if not self.has_chat_template:
             raise ValueError(f"The tokenizer in {self.folder} has no chat template; use generate with plain text.")
         if not all(isinstance(message, Mapping) and "role" in message for message in messages):
-            raise ValueError('A message of a conversation is a dict, {"role": ..., "content": ...}; give a list of them.')
+            raise ValueError(
+                'A message of a conversation is a dict, {"role": ..., "content": ...}; give a list of them.'
+            )
         try:
             text = self.hugging_face.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables

@@ -1,0 +1,288 @@
+"""`LLM` under many callers: right answers for each, nothing left behind by those who leave, and an end that all hear of."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchweave import LLM, EngineConfig, SamplingParams, TorchCompileConfig
+from torchweave.engine.flight import Flight
+from torchweave.engine.step import Step
+from torchweave.log import Report
+from torchweave.models import load
+from torchweave.models.load import LoadedModel
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+PROMPTS = [f"{a}+{b}=" for a in (3, 40, 512) for b in (5, 60, 7)] + [
+    "sort: pear fig apple",
+    "reverse: zebra",
+    "copy: ab c",
+]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load("demo-draft")
+
+
+@pytest.fixture(scope="module")
+def llm(loaded: LoadedModel) -> Iterator[LLM]:
+    """Pieces as plain FX code, room for four requests at once, so that others wait."""
+    with start(loaded, TorchCompileConfig(enable_inductor=False, compile_cache=False)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def fresh(loaded: LoadedModel) -> Iterator[LLM]:
+    """An engine that a test may break."""
+    engine = start(loaded, TorchCompileConfig(enable_fullgraph=False))
+    yield engine
+    engine.shutdown(drain=False)
+
+
+def start(loaded: LoadedModel, config: TorchCompileConfig) -> LLM:
+    options = EngineConfig("draft", device="cpu", max_batch_size=4, max_num_tokens=64, torch_compile_config=config)
+    return LLM.from_loaded(loaded, options, Report(show=False))
+
+
+@pytest.fixture(scope="module")
+def right(llm: LLM) -> dict[str, str]:
+    """The answer to each prompt when it is alone."""
+    return {prompt: llm.generate(prompt, GREEDY)[0].outputs[0].text for prompt in PROMPTS}
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.002)
+    return holds()
+
+
+def steps(llm: LLM) -> int:
+    return sum(llm.manager.counts.values())
+
+
+def is_empty(llm: LLM) -> bool:
+    batch = llm.engine.batch
+    return batch.num_active == 0 and batch.kv.num_free == batch.kv.num_blocks and llm._client.num_queued == 0
+
+
+# -- many callers ------------------------------------------------------------------------------------------------------
+
+
+def test_threads_that_generate_stream_and_chat_at_once_each_get_their_own_answers(
+    llm: LLM, right: dict[str, str]
+) -> None:
+    question = [{"role": "user", "content": "12+30="}]
+    chatted = llm.chat(question, GREEDY)[0].outputs[0].text
+
+    def ask(number: int) -> None:
+        mine = PROMPTS[number % 5 :] + PROMPTS[: number % 5]
+        match number % 3:
+            case 0:
+                outputs = llm.generate(mine, GREEDY)
+                assert [output.outputs[0].text for output in outputs] == [right[prompt] for prompt in mine]
+            case 1:
+                texts = dict.fromkeys(range(len(mine)), "")
+                for at, piece in llm.stream_all(mine, GREEDY):
+                    texts[at] += piece.text
+                assert list(texts.values()) == [right[prompt] for prompt in mine]
+            case 2:
+                for _ in range(4):
+                    assert llm.chat(question, GREEDY)[0].outputs[0].text == chatted
+
+    with ThreadPoolExecutor(9) as pool:
+        for done in [pool.submit(ask, number) for number in range(9)]:
+            done.result(timeout=60)
+    assert wait_until(lambda: is_empty(llm))
+
+
+def test_answers_are_counted_and_ids_are_taken_as_prompts(fresh: LLM) -> None:
+    assert fresh.generate([]) == [] and list(fresh.stream_all([])) == []
+    ids = fresh.encode("12+30=")
+    for prompt in (ids, np.array(ids, np.int32)):
+        (output,) = fresh.generate([prompt], GREEDY)
+        assert output.prompt is None and output.prompt_token_ids == ids
+        assert output.outputs[0].text == "42"
+    fresh.generate(PROMPTS, SamplingParams(n=2, temperature=0, max_tokens=2), use_tqdm=True)
+    counted = [event for event in fresh.report.select("progress") if event["title"] == "generating"]
+    assert (counted[-1]["done"], counted[-1]["total"]) == (24, 24)
+
+
+# -- those who leave ---------------------------------------------------------------------------------------------------
+
+
+def test_leaving_a_stream_early_stops_its_request(llm: LLM) -> None:
+    before = steps(llm)
+    for _ in llm.stream("copy: ", LONG):
+        break
+    assert wait_until(lambda: is_empty(llm))
+    assert steps(llm) - before < 100
+
+
+def test_a_stream_that_is_never_read_stops_when_it_is_dropped(llm: LLM) -> None:
+    before = steps(llm)
+    stream = llm.stream_all(["copy: "] * 10, LONG)  # more than run at once: some are still queued
+    assert wait_until(lambda: steps(llm) > before)
+    del stream
+    assert wait_until(lambda: is_empty(llm))
+    assert steps(llm) - before < 200
+
+
+def test_an_error_of_the_reader_stops_all_requests(llm: LLM) -> None:
+    before = steps(llm)
+    with pytest.raises(ZeroDivisionError):
+        for _, piece in llm.stream_all(["copy: "] * 10, LONG):
+            _ = 1 // (len(piece.token_ids) - 1)
+    assert wait_until(lambda: is_empty(llm))
+    assert steps(llm) - before < 200
+
+
+def test_an_interrupt_while_generate_waits_stops_all_requests(llm: LLM) -> None:
+    before = steps(llm)
+    main = threading.main_thread().ident
+    assert main is not None and threading.current_thread() is threading.main_thread()
+
+    def interrupt() -> None:
+        wait_until(lambda: steps(llm) > before + 3)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["copy: "] * 12, LONG)
+    thread.join()
+    assert wait_until(lambda: is_empty(llm))
+    assert steps(llm) - before < 200
+    assert llm.generate("12+30=", GREEDY)[0].outputs[0].text == "42"
+
+
+def test_an_interrupt_while_requests_are_submitted_stops_those_that_were(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, seen = Flight.submit, []
+
+    def interrupted(self: Flight, *args: Any, **options: Any) -> list[int]:
+        if len(seen) == 7:
+            raise KeyboardInterrupt
+        seen.append(submit(self, *args, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(Flight, "submit", interrupted)
+    for ask in (llm.generate, llm.stream_all):
+        before = steps(llm)
+        seen.clear()
+        with pytest.raises(KeyboardInterrupt):
+            ask(["copy: "] * 12, LONG)
+        assert len(seen) == 7
+        assert wait_until(lambda: is_empty(llm))
+        assert steps(llm) - before < 200
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def in_threads(*asks: Callable[[], Any]) -> list[Future[Any]]:
+    pool = ThreadPoolExecutor(len(asks))
+    futures = [pool.submit(ask) for ask in asks]
+    pool.shutdown(wait=False)
+    return futures
+
+
+def test_a_shutdown_that_drains_lets_all_finish_queued_ones_too(fresh: LLM, right: dict[str, str]) -> None:
+    begun = steps(fresh)
+    whole, streamed = in_threads(
+        lambda: [output.outputs[0].text for output in fresh.generate(PROMPTS * 2, GREEDY)],
+        lambda: "".join(piece.text for piece in fresh.stream(PROMPTS[9], GREEDY)),
+    )
+    assert wait_until(lambda: steps(fresh) > begun and fresh._client.num_queued > 0)
+    fresh.shutdown()
+    assert whole.result(timeout=20) == [right[prompt] for prompt in PROMPTS * 2]
+    assert streamed.result(timeout=20) == right[PROMPTS[9]]
+    assert not fresh.manager.alive and is_empty(fresh)
+    with pytest.raises(RuntimeError, match="was shut down; make a new one"):
+        fresh.generate("12+30=", GREEDY)
+    fresh.shutdown()  # once more is nothing
+
+
+def test_a_shutdown_now_is_an_error_to_everyone_who_waits(fresh: LLM) -> None:
+    whole, streamed = in_threads(
+        lambda: fresh.generate(["copy: "] * 20, LONG), lambda: list(fresh.stream("copy: ", LONG))
+    )
+    assert wait_until(lambda: steps(fresh) > 2 and fresh._client.num_queued > 0)
+    begin = time.monotonic()
+    fresh.shutdown(drain=False)
+    for future in (whole, streamed):
+        with pytest.raises(RuntimeError, match="shut down"):
+            future.result(timeout=20)
+    assert time.monotonic() - begin < 0.9, "they waited for their next look at the engine"
+    assert is_empty(fresh)
+
+
+def test_an_error_in_the_with_block_does_not_wait_for_others(loaded: LoadedModel) -> None:
+    with pytest.raises(ZeroDivisionError), start(loaded, TorchCompileConfig(enable_fullgraph=False)) as llm:
+        (waiting,) = in_threads(lambda: llm.generate(["copy: "] * 20, LONG))
+        assert wait_until(lambda: steps(llm) > 2)
+        _ = 1 // 0
+    with pytest.raises(RuntimeError, match="shut down"):
+        waiting.result(timeout=20)
+
+
+def test_an_engine_that_nobody_holds_ends(loaded: LoadedModel) -> None:
+    llm = start(loaded, TorchCompileConfig(enable_fullgraph=False))
+    manager = llm.manager
+    assert manager.alive
+    del llm
+    gc.collect()
+    assert wait_until(lambda: not manager.alive)
+
+
+def test_a_failing_device_is_told_to_every_caller(fresh: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = fresh.engine.runner
+    launch, launched = runner.launch, queue.SimpleQueue[int]()
+
+    def failing(step: Step) -> Any:
+        if launched.qsize() >= 20:
+            raise RuntimeError("the device is gone")
+        launched.put(step.index)
+        return launch(step)
+
+    monkeypatch.setattr(runner, "launch", failing)
+    futures = in_threads(
+        lambda: fresh.generate(["copy: "] * 9, LONG),
+        lambda: list(fresh.stream("copy: ", LONG)),
+        lambda: fresh.generate("copy: ", LONG),
+    )
+    for future in futures:
+        with pytest.raises(RuntimeError, match="engine failed: the device is gone") as error:
+            future.result(timeout=20)
+        assert str(error.value.__cause__) == "the device is gone"
+    assert wait_until(lambda: not fresh.manager.alive)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="has ended: the device is gone"):
+        fresh.generate("12+30=", GREEDY)
+    assert time.monotonic() - begin < 0.9, "it waited for its next look at the engine"
+    fresh.shutdown()  # does not wait for answers that will not come
+    assert is_empty(fresh)
+
+
+def test_a_model_without_a_tokenizer_answers_in_tokens() -> None:
+    from torchweave.models import zoo
+
+    loaded = load(zoo.specimen("llama").config().to_dict(), load_format="dummy")
+    with start(loaded, TorchCompileConfig(enable_fullgraph=False)) as llm:
+        answer = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))[0].outputs[0]
+        assert answer.text == "" and len(answer.token_ids) == 4
+        for ask in (lambda: llm.generate("text"), lambda: llm.chat([{"role": "user", "content": "text"}])):
+            with pytest.raises(ValueError, match="has no tokenizer; give the prompt as token ids"):
+                ask()
