@@ -13,7 +13,7 @@ from typing import Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
-AttentionName = Literal["auto", "triton", "torch", "fa3"]
+AttentionName = Literal["auto", "triton", "torch", "fa3", "cpp"]
 CapacityPolicy = Literal["guaranteed_no_evict"]
 DynamicShapes = Literal["backed", "unbacked", "backed_size_oblivious"]
 

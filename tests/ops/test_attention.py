@@ -127,9 +127,17 @@ def test_registry_refuses_a_boundary_with_an_output() -> None:
 
 
 def test_unknown_and_unavailable_backends_are_refused() -> None:
-    with pytest.raises(ValueError, match="choose auto, triton, torch, fa3"):
+    with pytest.raises(ValueError, match="choose auto, triton, torch, fa3, cpp"):
         get_backend("flash", "cpu")
     with pytest.raises(ValueError, match="needs a CUDA GPU"):
         get_backend("triton", "cpu")
     assert available_backends("cpu")["torch"] is None
+    assert available_backends("cuda")["cpp"] == "it is for a CPU"
+
+
+def test_auto_takes_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert get_backend("auto", "cpu").name == "cpp"
+    monkeypatch.setattr("torchweave.ops.attention.has_compiler", lambda: False)
     assert get_backend("auto", "cpu").name == "torch"
+    with pytest.raises(ValueError, match=r"no C\+\+ compiler"):
+        get_backend("cpp", "cpu")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import platform
-import shutil
 
 import torch
 
 from torchweave.ops.attention import available_backends, get_backend
+from torchweave.ops.kernels.cpp import NO_COMPILER, has_compiler
 from torchweave.plan import AttentionFacts, DeviceFacts, choose_device
 
 # In the order of preference on each kind of device; figures in bench/results.
-_PREFERENCE = {"cuda": ("triton", "fa3", "torch"), "cpu": ("torch", "triton", "fa3")}
+_PREFERENCE = {"cuda": ("triton", "fa3", "torch", "cpp"), "cpu": ("cpp", "torch", "triton", "fa3")}
 _ONLY_BLOCK_SIZES = {"fa3": (128,)}
 
 
@@ -38,6 +38,4 @@ def _attention_facts(name: str, device: torch.device) -> AttentionFacts:
 
 
 def _inductor_refusal(is_gpu: bool) -> str:
-    if is_gpu or any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++")):
-        return ""
-    return "no C++ compiler (g++ or clang++) was found"
+    return "" if is_gpu or has_compiler() else NO_COMPILER

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchweave.ops.kernels.cpp import NO_COMPILER, has_compiler
 from torchweave.ops.registry import define
 
 
@@ -252,7 +253,7 @@ def carry_out(
     step.forward(q, k, v, out, caches[layer], scale=scale, window=window, softcap=softcap, sinks=sinks, chunk=chunk)
 
 
-BACKENDS = ("triton", "torch", "fa3")
+BACKENDS = ("triton", "torch", "fa3", "cpp")
 
 
 def available_backends(device: torch.device | str) -> dict[str, str | None]:
@@ -263,13 +264,14 @@ def available_backends(device: torch.device | str) -> dict[str, str | None]:
 def get_backend(
     name: str, device: torch.device | str, dtype: torch.dtype = torch.float32, layers: Sequence[LayerSpec] = ()
 ) -> AttentionBackend:
-    """The backend `name` (`auto`: triton on a GPU, torch elsewhere).
+    """The backend `name` (`auto`: triton on a GPU, cpp on a CPU, torch where these cannot run).
 
     Raises ValueError when it is unknown, cannot run on the device, or cannot do what `layers` ask for.
     """
     device = torch.device(device)
     if name == "auto":
-        name = "triton" if device.type == "cuda" and _why_not("triton", device) is None else "torch"
+        best = "triton" if device.type == "cuda" else "cpp"
+        name = best if _why_not(best, device) is None else "torch"
     if name not in BACKENDS:
         raise ValueError(f"attention_backend {name!r} is unknown; choose auto, {', '.join(BACKENDS)}")
     reason = _why_not(name, device)
@@ -279,6 +281,10 @@ def get_backend(
         from torchweave.ops.attention_torch import TorchBackend
 
         return TorchBackend()
+    if name == "cpp":
+        from torchweave.ops.attention_cpp import CppBackend
+
+        return CppBackend()
     if name == "triton":
         from torchweave.ops.attention_triton import TritonBackend
 
@@ -295,6 +301,10 @@ def get_backend(
 def _why_not(name: str, device: torch.device) -> str | None:
     if name == "torch":
         return None
+    if name == "cpp":
+        if device.type != "cpu":
+            return "it is for a CPU"
+        return None if has_compiler() else NO_COMPILER
     if device.type != "cuda":
         return "it needs a CUDA GPU"
     try:

@@ -44,9 +44,12 @@ class _Group:
 
 
 class TorchStep:
-    """One step of the torch backend; holds the indices that its layers share."""
+    """One step of the torch backend; holds the indices that its layers share.
 
-    def __init__(self, meta: AttentionMetadata) -> None:
+    Rows of fewer than `at_least` tokens are left out: their keys and values are stored, their part of `out` is not written.
+    """
+
+    def __init__(self, meta: AttentionMetadata, at_least: int = 1) -> None:
         self.device = meta.slot_mapping.device
         host = _HostMetadata(meta)
         padded = np.flatnonzero(host.slot_mapping < 0)
@@ -54,6 +57,7 @@ class TorchStep:
         self.padding = self._index(padded) if padded.size else None
         self.written = self._index(real) if padded.size else None
         self.slots = self._index(host.slot_mapping[real]) if padded.size else meta.slot_mapping
+        host.counts[host.counts < at_least] = 0
         self.groups = [self._group(host, rows) for rows in _group_rows(host)]
 
     def forward(

@@ -1,0 +1,31 @@
+"""C++ functions over tensors, built at run time by the code cache with which Inductor builds its own CPU kernels."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from importlib import resources
+
+NO_COMPILER = "no C++ compiler (g++ or clang++) was found"
+
+
+def has_compiler() -> bool:
+    return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
+
+
+@functools.cache
+def attention(head_dim: int, value_dim: int, group: int) -> Callable[..., None]:
+    """`kernel` of attention_cpu.cpp for layers of these sizes; `group` query heads share a key head. Kept on disk once built."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    sizes = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "GROUP": group}
+    source = "".join(f"constexpr long {name} = {size};\n" for name, size in sizes.items())
+    source += resources.files(__package__).joinpath("attention_cpu.cpp").read_text(encoding="utf-8")
+    return CppPythonBindingsCodeCache.load_pybinding(_ATTENTION_ARGUMENTS, source)
+
+
+_ATTENTION_ARGUMENTS = (
+    *["const float*"] * 3, *["float*"] * 3, "const float*", "const int32_t*", "const int32_t*", "const int64_t*",
+    "const int32_t*", *["int64_t"] * 14, "float", "float",
+)  # fmt: skip
