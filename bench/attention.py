@@ -44,18 +44,15 @@ BATCHES = (1, 8, 32, 128, 256)
 CONTEXTS = (192, 1024, 8192)
 PREFILLS = ((16, 1024), (4, 8192), (1, 1000), (1, 16))
 DECODE_CONFIGS = (
-    DecodeConfig(64, 4, 3, 4),
-    DecodeConfig(64, 4, 3, 2),
-    DecodeConfig(64, 4, 3, 8),
-    DecodeConfig(64, 4, 2, 4),
-    DecodeConfig(64, 4, 4, 4),
-    DecodeConfig(64, 2, 3, 4),
-    DecodeConfig(32, 4, 4, 4),
-    DecodeConfig(32, 2, 4, 8),
-    DecodeConfig(128, 4, 2, 4),
-    DecodeConfig(128, 8, 3, 2),
-    DecodeConfig(64, 4, 3, 4, dot=False),
-    DecodeConfig(32, 4, 4, 4, dot=False),
+    DecodeConfig(64, 4, 3, 2, 1),
+    DecodeConfig(64, 4, 3, 2, 2),
+    DecodeConfig(64, 4, 3, 2, 4),
+    DecodeConfig(64, 4, 3, 2, 8),
+    DecodeConfig(64, 4, 3, 4, 4),
+    DecodeConfig(64, 2, 3, 2, 4),
+    DecodeConfig(32, 2, 4, 2, 8),
+    DecodeConfig(32, 2, 4, 4, 4),
+    DecodeConfig(128, 4, 2, 2, 2),
 )
 PREFILL_CONFIGS = (
     PrefillConfig(128, 64, 4, 3),

@@ -14,7 +14,7 @@ from tests.ops.attention_cases import CASES, Case, build
 from torchweave.ops.attention import LayerSpec
 from torchweave.ops.attention_triton import DecodeConfig, PrefillConfig, TritonBackend
 
-DECODE = DecodeConfig(block_n=16, programs_per_sm=4)
+DECODE = DecodeConfig(block_n=16, programs_per_sm=4, min_tiles=1)
 PREFILL = PrefillConfig(16, 16)
 
 
@@ -36,11 +36,11 @@ def variants() -> dict[str, tuple]:
     return {
         "multiply_and_sum": (decode, dataclasses.replace(DECODE, dot=False)),
         "one_split": (decode, dataclasses.replace(DECODE, programs_per_sm=1)),
-        "tile_over_blocks": (mixed, DecodeConfig(block_n=32), PrefillConfig(32, 32)),
+        "tile_over_blocks": (mixed, DecodeConfig(block_n=32, min_tiles=1), PrefillConfig(32, 32)),
         "tile_within_block": (dataclasses.replace(mixed, block_size=64), DECODE, PREFILL),
         "sinks_over_blocks": (
             dataclasses.replace(sinks, block_size=4),
-            DecodeConfig(block_n=32),
+            DecodeConfig(block_n=32, min_tiles=1),
             PrefillConfig(16, 32),
         ),
         "group_of_three": (dataclasses.replace(mixed, spec=LayerSpec(1, 16, 16, 3)),),

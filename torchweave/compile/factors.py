@@ -22,7 +22,7 @@ from torchweave.compile.split import Piece, structure
 from torchweave.compile.symbols import DynamicDims
 from torchweave.config import TorchCompileConfig
 
-_PATH_LIKE = re.compile(r"(^|_)(path|paths|dir|file|folder)$")
+_PATH_LIKE = re.compile(r"(^|_)(path|paths|dir|file|folder|object_hash)$")
 _DEPTH = 6
 
 

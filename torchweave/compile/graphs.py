@@ -79,10 +79,12 @@ class GraphPool:
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(stream), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*CUDA Graph is empty.*")
-                yield
+                try:
+                    yield
+                finally:
+                    if self._graph is not None:
+                        self._abandon()  # on the stream on which it began
         finally:
-            if self._graph is not None:
-                self._abandon()
             current.wait_stream(stream)
             if collect:
                 gc.enable()

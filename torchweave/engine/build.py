@@ -13,6 +13,7 @@ from torchweave.compile.eager import broken
 from torchweave.compile.errors import TraceError
 from torchweave.compile.graphs import Forward, GraphPool
 from torchweave.config import EngineConfig
+from torchweave.engine import warm_up
 from torchweave.engine.batch import Batch
 from torchweave.engine.facts import device_facts
 from torchweave.engine.kv_cache import KVCache
@@ -77,7 +78,11 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
     block_bytes = bytes_per_block(layers, plan.block_size, dtype)
     if not plan.device.startswith("cuda"):
         blocks_that_fit(plan, block_bytes, None)  # refused before the model is woven, which takes longest
+    warming = warm_up.start(plan, loaded.module, layers, loaded.module.vocab_size, backend, dtype)
     forward, plan = _forward(loaded.module, plan, report)
+    if warming is not None:
+        with report.stage("building kernels"):
+            warming.join()
 
     state = SlotState(plan.max_batch_size, -(-plan.max_model_len // plan.block_size), device=plan.device)
 
@@ -150,12 +155,12 @@ def _measure(
         return None
     device = torch.device(plan.device)
     runner = Runner(plan, forward, backend, allocate(_PROBE_BLOCKS), state, Report(show=False))
-    runner.run_largest()  # kernels are built and libraries allocate what they keep
+    runner.run_padding(plan.max_num_tokens)  # kernels are built and libraries allocate what they keep
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    runner.run_largest()
+    runner.run_padding(plan.max_num_tokens)
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()

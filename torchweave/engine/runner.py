@@ -241,13 +241,18 @@ class Runner:
         self._mixed_graphs.clear()
         self._decode_steps.clear()
 
-    def run_largest(self) -> None:
-        """Run the step that needs the most memory, on padding alone: it touches no cache and no slot."""
-        tokens = self.plan.max_num_tokens
+    def run_padding(self, tokens: int) -> None:
+        """Run a step with context rows on padding alone: it touches no cache and no slot."""
         rows = self.rows_of(tokens)
         self._clear_packed(rows, tokens)
         with torch.inference_mode(), self._on_stream():
             run, boundary = self._mixed_step(rows, tokens, self.plan.max_model_len)
+            run(boundary)
+
+    def run_padding_decode(self, rows: int) -> None:
+        """The same for a decode step; no slot may be running."""
+        with torch.inference_mode(), self._on_stream():
+            run, boundary = self._decode_step(rows)
             run(boundary)
 
     def _clear_packed(self, rows: int, tokens: int) -> None:

@@ -35,7 +35,9 @@ def philox_4x32(
 def random_words(seed_lo: np.ndarray, seed_hi: np.ndarray, position: np.ndarray, vocab_size: int) -> np.ndarray:
     """uint64 [M, V]: the 32-bit word of each vocabulary index, for M rows with int32 [M] seeds and positions."""
     tiles, lanes = -(-vocab_size // (4 * LANES)), min(LANES, vocab_size)
-    index = (np.arange(tiles, dtype=np.uint64)[:, None] * np.uint64(LANES) + np.arange(lanes, dtype=np.uint64)).reshape(1, -1)
+    index = (np.arange(tiles, dtype=np.uint64)[:, None] * np.uint64(LANES) + np.arange(lanes, dtype=np.uint64)).reshape(
+        1, -1
+    )
     row = [np.ascontiguousarray(a).view(np.uint32).astype(np.uint64)[:, None] for a in (position, seed_lo, seed_hi)]
     zero = np.zeros((1, 1), np.uint64)
     words = philox_4x32((index, row[0], zero, zero), (row[1], row[2]))

@@ -89,7 +89,15 @@ def prepare_decode(
         from torchweave.ops.kernels.step import launch_prepare_decode
 
         launch_prepare_decode(
-            state.last_token, state.position, state.block_table, slots, ids, positions, seq_lens, slot_mapping, block_size
+            state.last_token,
+            state.position,
+            state.block_table,
+            slots,
+            ids,
+            positions,
+            seq_lens,
+            slot_mapping,
+            block_size,
         )
         return
     row_slots = slots.numpy()
@@ -111,9 +119,7 @@ def advance(tokens: Tensor, slots: Tensor, emit: Tensor, state: SlotState, out: 
     if state.device.type == "cuda":
         from torchweave.ops.kernels.step import launch_advance
 
-        launch_advance(
-            tokens, slots, emit, state.last_token, state.position, state.min_position, state.stop_ids, out
-        )
+        launch_advance(tokens, slots, emit, state.last_token, state.position, state.min_position, state.stop_ids, out)
         return
     row_slots, coded = slots.numpy(), out.numpy()
     active = (emit.numpy() != 0) & (row_slots >= 0)

@@ -2,7 +2,8 @@
 // are defined in front of this text; Inductor's C++ code cache builds it. Shapes and meaning are those of AttentionStep.forward.
 //
 // Every token is a row of its own, whether it generates or belongs to a prompt: what it computes depends on its own sequence
-// only, never on the batch or on how a prompt was cut. Threads share the (token, key head) pairs once all keys are stored.
+// only, never on the batch or on how a prompt was cut. The cache is read block by block, all heads of a block while it is in the
+// first level cache; what costs is the reading.
 
 #include <torch/csrc/inductor/cpp_prefix.h>
 #include <omp.h>
@@ -23,71 +24,76 @@ inline float total(const Vec& x) {
     return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, x);
 }
 
-// Where the keys of a sequence lie: the first element of the token at `position` in a cache of `stride` floats a token.
-struct Pages {
-    const int32_t* blocks;
-    int64_t block_size;
-    inline int64_t token(int64_t position) const {
-        return blocks[position / block_size] * block_size + position % block_size;
+// Lane j is the total of f(FROM + j): COUNT totals for the price of three. Neighbouring lanes of pairs of vectors are added.
+template <int64_t COUNT, int64_t FROM, typename F>
+inline Vec totals(const F& f) {
+    if constexpr (COUNT == 1) {
+        return f(FROM);
+    } else {
+        const auto [even, odd] = at::vec::deinterleave2(totals<COUNT / 2, FROM>(f), totals<COUNT / 2, FROM + COUNT / 2>(f));
+        return even + odd;
     }
-};
-
-// scores[0..count) = scale * dot(query, key of first + i), capped. `scores` has room for padded(count).
-static void score(const float* query, const float* keys, int64_t stride, const Pages& pages, int64_t first, int64_t count,
-                  float scale, float softcap, float* scores) {
-    constexpr int64_t PARTS = padded(HEAD_DIM) / WIDTH;
-    Vec parts[PARTS];
-    for (int64_t i = 0; i < PARTS; ++i) parts[i] = load<HEAD_DIM>(query, i) * Vec(scale);
-    for (int64_t done = 0; done < count;) {
-        const int64_t position = first + done;
-        const int64_t run = std::min(count - done, pages.block_size - position % pages.block_size);
-        const float* key = keys + pages.token(position) * stride;
-        for (int64_t j = 0; j < run; ++j, key += stride) {
-            Vec sum = parts[0] * load<HEAD_DIM>(key, 0);
-            for (int64_t i = 1; i < PARTS; ++i) sum = at::vec::fmadd(parts[i], load<HEAD_DIM>(key, i), sum);
-            scores[done + j] = total(sum);
-        }
-        done += run;
-    }
-    for (int64_t i = count; i < padded(count); ++i) scores[i] = -std::numeric_limits<float>::infinity();
-    if (softcap > 0)
-        for (int64_t i = 0; i < count; ++i) scores[i] = softcap * std::tanh(scores[i] / softcap);
 }
 
-// scores = exp(scores - largest); returns the denominator. `sink` joins it, -inf for none.
-static float weigh(float* scores, int64_t count, float sink) {
+// The keys that a token sees, as stretches that lie together in the cache: f(i, place, n) for keys i .. i + n of them.
+template <typename F>
+inline void for_stretches(const int32_t* blocks, int64_t block_size, int64_t first, int64_t count, const F& f) {
+    for (int64_t i = 0; i < count;) {
+        const int64_t offset = (first + i) % block_size, n = std::min(count - i, block_size - offset);
+        f(i, blocks[(first + i) / block_size] * block_size + offset, n);
+        i += n;
+    }
+}
+
+// scores[0..n) = dot(query, keys).
+inline void score(const float* query, const float* key, int64_t stride, int64_t n, float* scores) {
+    const auto products = [&](const float* some) {
+        Vec sum = load<HEAD_DIM>(query, 0) * load<HEAD_DIM>(some, 0);
+        for (int64_t i = 1; i < padded(HEAD_DIM) / WIDTH; ++i)
+            sum = at::vec::fmadd(load<HEAD_DIM>(query, i), load<HEAD_DIM>(some, i), sum);
+        return sum;
+    };
+    int64_t j = 0;
+    for (; j + WIDTH <= n; j += WIDTH)
+        totals<WIDTH, 0>([&](int64_t i) { return products(key + (j + i) * stride); }).store(scores + j);
+    for (; j < n; ++j) scores[j] = total(products(key + j * stride));
+}
+
+// sum[VALUE_DIM] += weights times values; `sum` has room for padded(VALUE_DIM).
+inline void mix(const float* weights, const float* value, int64_t stride, int64_t n, float* sum) {
+    constexpr int64_t PARTS = padded(VALUE_DIM) / WIDTH;
+    Vec parts[PARTS];
+    for (int64_t i = 0; i < PARTS; ++i) parts[i] = Vec::loadu(sum + i * WIDTH);
+    for (int64_t j = 0; j < n; ++j, value += stride)
+        for (int64_t i = 0; i < PARTS; ++i)
+            parts[i] = at::vec::fmadd(Vec(weights[j]), load<VALUE_DIM>(value, i), parts[i]);
+    for (int64_t i = 0; i < PARTS; ++i) parts[i].store(sum + i * WIDTH);
+}
+
+// Scores become weights: the softmax of scale times them, capped; `sink` joins the denominator, -inf for none. There is room for
+// padded(count).
+inline void weigh(float* scores, int64_t count, float scale, float softcap, float sink) {
+    for (int64_t i = 0; i < count; i += WIDTH) {
+        Vec x = Vec::loadu(scores + i) * Vec(scale);
+        if (softcap > 0) x = Vec(softcap) * (x / Vec(softcap)).tanh();
+        x.store(scores + i);
+    }
+    for (int64_t i = count; i < padded(count); ++i) scores[i] = -std::numeric_limits<float>::infinity();
     Vec most(sink), sum(0);
-    for (int64_t i = 0; i < padded(count); i += WIDTH) most = at::vec::maximum(most, Vec::loadu(scores + i));
+    for (int64_t i = 0; i < count; i += WIDTH) most = at::vec::maximum(most, Vec::loadu(scores + i));
     const float largest = at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, most);
-    for (int64_t i = 0; i < padded(count); i += WIDTH) {
+    for (int64_t i = 0; i < count; i += WIDTH) {
         const Vec weights = (Vec::loadu(scores + i) - Vec(largest)).exp();
         weights.store(scores + i);
         sum = sum + weights;
     }
-    return total(sum) + std::exp(sink - largest);
-}
-
-// out = sum of weights[i] * value of first + i, divided by `denominator`.
-static void mix(const float* weights, const float* values, int64_t stride, const Pages& pages, int64_t first, int64_t count,
-                float denominator, float* out) {
-    constexpr int64_t PARTS = padded(VALUE_DIM) / WIDTH;
-    Vec parts[PARTS];
-    for (int64_t i = 0; i < PARTS; ++i) parts[i] = Vec(0);
-    for (int64_t done = 0; done < count;) {
-        const int64_t position = first + done;
-        const int64_t run = std::min(count - done, pages.block_size - position % pages.block_size);
-        const float* value = values + pages.token(position) * stride;
-        for (int64_t j = 0; j < run; ++j, value += stride)
-            for (int64_t i = 0; i < PARTS; ++i)
-                parts[i] = at::vec::fmadd(Vec(weights[done + j]), load<VALUE_DIM>(value, i), parts[i]);
-        done += run;
-    }
-    for (int64_t i = 0; i < PARTS; ++i)
-        (parts[i] / Vec(denominator)).store(out + i * WIDTH, std::min(WIDTH, VALUE_DIM - i * WIDTH));
+    const Vec factor(1.0f / (total(sum) + std::exp(sink - largest)));
+    for (int64_t i = 0; i < count; i += WIDTH) (Vec::loadu(scores + i) * factor).store(scores + i);
 }
 
 // slots[T]: row of the block table; lengths[T]: keys that the token sees, itself included, or 0: only store its key and value;
-// mapping[T]: its place in the cache, or -1 for padding. Strides are in elements; the last dimension is contiguous, the cache and out are contiguous.
+// mapping[T]: its place in the cache, or -1 for padding. Strides are in elements; the last dimension is contiguous, the cache and
+// out are contiguous.
 extern "C" void kernel(const float* q, const float* k, const float* v, float* out, float* k_cache, float* v_cache,
                        const float* sinks, const int32_t* slots, const int32_t* lengths, const int64_t* mapping,
                        const int32_t* block_table, int64_t tokens, int64_t kv_heads, int64_t q_token, int64_t q_head,
@@ -95,7 +101,8 @@ extern "C" void kernel(const float* q, const float* k, const float* v, float* ou
                        int64_t block_size, int64_t window, int64_t chunk, int64_t has_sinks, int64_t threads, float scale,
                        float softcap) {
     const int64_t key_stride = kv_heads * HEAD_DIM, value_stride = kv_heads * VALUE_DIM;
-    const int64_t pairs = tokens * kv_heads;
+    const int64_t share = tokens < 4 * threads ? 1 : kv_heads;  // key heads of a token that one thread takes
+    const int64_t shares = tokens * (kv_heads / share);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(static)
@@ -106,30 +113,38 @@ extern "C" void kernel(const float* q, const float* k, const float* v, float* ou
                 std::copy_n(v + t * v_token + h * v_head, VALUE_DIM, v_cache + mapping[t] * value_stride + h * VALUE_DIM);
             }
         }
-        std::vector<float> scores;
-#pragma omp for schedule(dynamic, 8)
-        for (int64_t pair = 0; pair < pairs; ++pair) {
-            const int64_t t = pair / kv_heads, h = pair % kv_heads, last = lengths[t] - 1;
-            float* result = out + pair * GROUP * VALUE_DIM;
-            if (mapping[t] < 0) {
-                std::fill_n(result, GROUP * VALUE_DIM, 0.0f);
-                continue;
-            }
-            if (lengths[t] == 0) continue;
+        std::vector<float> scores, sums(share * GROUP * padded(VALUE_DIM));
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < shares; ++i) {
+            const int64_t t = i * share / kv_heads, head = i * share % kv_heads * GROUP, heads = share * GROUP;
+            float* result = out + (t * kv_heads * GROUP + head) * VALUE_DIM;
+            if (mapping[t] < 0) std::fill_n(result, heads * VALUE_DIM, 0.0f);
+            if (mapping[t] < 0 || lengths[t] == 0) continue;
+
+            const int64_t last = lengths[t] - 1;
             int64_t first = window ? std::max<int64_t>(last - window + 1, 0) : 0;
             if (chunk) first = std::max(first, last / chunk * chunk);
-            const int64_t count = last - first + 1;
-            const Pages pages{block_table + slots[t] * max_blocks, block_size};
-            if (static_cast<int64_t>(scores.size()) < padded(count)) scores.resize(padded(count) + 256);
-            for (int64_t g = 0; g < GROUP; ++g) {
-                const int64_t head = h * GROUP + g;
-                score(q + t * q_token + head * q_head, k_cache + h * HEAD_DIM, key_stride, pages, first, count, scale, softcap,
-                      scores.data());
-                const float sink = has_sinks ? sinks[head] : -std::numeric_limits<float>::infinity();
-                const float denominator = weigh(scores.data(), count, sink);
-                mix(scores.data(), v_cache + h * VALUE_DIM, value_stride, pages, first, count, denominator,
-                    result + g * VALUE_DIM);
+            const int64_t count = last - first + 1, width = padded(count);
+            const int32_t* blocks = block_table + slots[t] * max_blocks;
+            if (static_cast<int64_t>(scores.size()) < heads * width) scores.resize(heads * (width + 16 * WIDTH));
+
+            for_stretches(blocks, block_size, first, count, [&](int64_t from, int64_t place, int64_t n) {
+                for (int64_t h = 0; h < heads; ++h)
+                    score(q + t * q_token + (head + h) * q_head, k_cache + place * key_stride + (head + h) / GROUP * HEAD_DIM,
+                          key_stride, n, scores.data() + h * width + from);
+            });
+            std::fill(sums.begin(), sums.end(), 0.0f);
+            for (int64_t h = 0; h < heads; ++h) {
+                const float sink = has_sinks ? sinks[head + h] : -std::numeric_limits<float>::infinity();
+                weigh(scores.data() + h * width, count, scale, softcap, sink);
             }
+            for_stretches(blocks, block_size, first, count, [&](int64_t from, int64_t place, int64_t n) {
+                for (int64_t h = 0; h < heads; ++h)
+                    mix(scores.data() + h * width + from, v_cache + place * value_stride + (head + h) / GROUP * VALUE_DIM,
+                        value_stride, n, sums.data() + h * padded(VALUE_DIM));
+            });
+            for (int64_t h = 0; h < heads; ++h)
+                std::copy_n(sums.data() + h * padded(VALUE_DIM), VALUE_DIM, result + h * VALUE_DIM);
         }
     }
 }

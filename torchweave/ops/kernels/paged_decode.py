@@ -156,12 +156,12 @@ def _cached_tokens(
     return maximum, total, acc
 
 
-@triton.jit(do_not_specialize=["window", "chunk", "num_splits"])
+@triton.jit(do_not_specialize=["window", "chunk", "num_splits", "min_tiles"])
 def paged_decode(
     q, k_new, v_new, out, k_cache, v_cache,
     slots, query_start, seq_lens, block_table, slot_mapping, sinks,
     partial, maxima, sums, counters,
-    scale, softcap, window, chunk, num_splits,
+    scale, softcap, window, chunk, num_splits, min_tiles,
     table_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
@@ -195,7 +195,8 @@ def paged_decode(
     lowest = lowest_key(position, window, chunk)
     base = lowest // BLOCK_N * BLOCK_N
     tiles = tl.cdiv(position - base, BLOCK_N)
-    tiles_per_split = tl.maximum(tl.cdiv(tiles, num_splits), 1)
+    # Combining costs as much as a few tiles: a short context is not split.
+    tiles_per_split = tl.where(tiles <= min_tiles, tl.maximum(tiles, 1), tl.cdiv(tiles, num_splits))
     used = tl.maximum(tl.cdiv(tiles, tiles_per_split), 1)
     if split >= used:
         return

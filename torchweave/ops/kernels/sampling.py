@@ -125,7 +125,9 @@ def _search(key, weight, floor, target, KEY_SHIFT: tl.constexpr):
     cutoff = tl.full((), INT_MIN, tl.int32)
     bit = tl.full((), 0x80000000, tl.uint32)
     for _ in range(32 - KEY_SHIFT):
-        trial = cutoff ^ bit.to(tl.int32, bitcast=True)  # INT_MIN is the sign bit alone: clears that, then sets lower ones
+        trial = cutoff ^ bit.to(
+            tl.int32, bitcast=True
+        )  # INT_MIN is the sign bit alone: clears that, then sets lower ones
         heavy = tl.sum(tl.where(key >= tl.maximum(trial, floor), weight, 0), axis=0) >= target
         cutoff = tl.where(heavy, trial, cutoff)
         bit = bit >> 1
@@ -141,7 +143,15 @@ def _fixed_mass(key, largest, inverse_temperature):
 
 @triton.jit
 def _row_weight(
-    row_logits, stop_ids, held, vocab_size, bound, largest, inverse_temperature, BY_MASS: tl.constexpr, TILE: tl.constexpr
+    row_logits,
+    stop_ids,
+    held,
+    vocab_size,
+    bound,
+    largest,
+    inverse_temperature,
+    BY_MASS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Count, or mass relative to the largest, of the row's tokens with key >= bound."""
     total = tl.zeros([TILE], tl.float32)
@@ -294,7 +304,9 @@ def _draw_row(
         mass = whole_mass
         if k < vocab_size:
             mass = _row_weight(row_logits, stop_ids, held, vocab_size, cutoff, largest, inverse, True, TILE)
-        edge = _row_search(row_logits, stop_ids, held, vocab_size, cutoff, p * mass, largest, inverse, True, KEY_SHIFT, TILE)
+        edge = _row_search(
+            row_logits, stop_ids, held, vocab_size, cutoff, p * mass, largest, inverse, True, KEY_SHIFT, TILE
+        )
         cutoff = tl.maximum(cutoff, edge)
     cutoff = tl.minimum(cutoff, _key(largest))
     score = tl.full([TILE // 4], INT_MIN, tl.int32)
@@ -330,7 +342,9 @@ def finish_kernel(
         inverse = tl.div_rn(1.0, t)
         log_min_p = tl.log(m)
         largest = _value(tl.max(best, axis=0))
-        mass = tl.where(chunk < num_chunks, other.to(tl.float32, bitcast=True) * tl.exp((_value(best) - largest) * inverse), 0.0)
+        mass = tl.where(
+            chunk < num_chunks, other.to(tl.float32, bitcast=True) * tl.exp((_value(best) - largest) * inverse), 0.0
+        )
         whole_mass = tl.sum(tl.where(best > INT_MIN, mass, 0.0), axis=0)
 
         sub = tl.arange(0, SUBS)
@@ -342,7 +356,9 @@ def finish_kernel(
         rank = tl.where(by_k, k, (num_subs + 1) // 2)
         bound = INT_MIN + 1
         if not fits:
-            bound = tl.maximum(_search(sub_max, tl.where(sub < num_subs, 1.0, 0.0), INT_MIN, rank.to(tl.float32), KEY_SHIFT), bound)
+            bound = tl.maximum(
+                _search(sub_max, tl.where(sub < num_subs, 1.0, 0.0), INT_MIN, rank.to(tl.float32), KEY_SHIFT), bound
+            )
         found = _collect(
             row_logits, row_stops, held, vocab_size, sub_max, bound, sub_list + row * SUBS, candidate_key + row * CAPACITY,
             candidate_index + row * CAPACITY, counters + row * 2, SUBS, SUB, CAPACITY, AT_ONCE,
@@ -359,7 +375,21 @@ def finish_kernel(
             )
         else:
             token = _draw_row(
-                row_logits, row_stops, held, k, p, whole_mass, largest, inverse, log_min_p, lo, hi, at, vocab_size, KEY_SHIFT, TILE
+                row_logits,
+                row_stops,
+                held,
+                k,
+                p,
+                whole_mass,
+                largest,
+                inverse,
+                log_min_p,
+                lo,
+                hi,
+                at,
+                vocab_size,
+                KEY_SHIFT,
+                TILE,
             )
         tl.store(out + row, token)
 
@@ -371,7 +401,9 @@ def launch_sample(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor, 
     chunks = triton.cdiv(vocab_size, _CHUNK)
     subs = triton.next_power_of_2(triton.cdiv(vocab_size, _SUB))
     sizes = (chunks, chunks, chunks * (_CHUNK // _SUB), 2, subs, _CAPACITY, _CAPACITY)
-    sizes = [triton.cdiv(rows * size, 64) * 64 for size in sizes]  # keeps the parts aligned, whatever the number of rows
+    sizes = [
+        triton.cdiv(rows * size, 64) * 64 for size in sizes
+    ]  # keeps the parts aligned, whatever the number of rows
     parts = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device).split(sizes)
     shared = (
         logits, logits.stride(0), slots, state.temperature, state.top_k, state.top_p, state.min_p, state.seed_lo, state.seed_hi,

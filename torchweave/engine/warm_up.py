@@ -1,0 +1,91 @@
+"""Build the kernels that steps launch while the model is still being captured: the one is Python, the other mostly is not.
+
+A stand-in takes the model's place in real steps: it calls attention as every kind of layer does, reads every width of weight,
+and returns logits of nothing. What it misses is built later, when it is first needed; nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchweave.compile.graphs import Boundary
+from torchweave.engine.runner import Runner
+from torchweave.log import Report
+from torchweave.ops.attention import AttentionBackend, LayerSpec
+from torchweave.ops.linear import MAX_TOKENS, linear
+from torchweave.ops.state import SlotState
+from torchweave.plan import Plan
+
+_TOKENS = (1, 2, 16, MAX_TOKENS, 256)
+_BLOCKS = 2
+_log = logging.getLogger("torchweave")
+
+
+class StandIn:
+    """A forward that launches what a model of these layers and weights launches, on zeros."""
+
+    def __init__(self, module: nn.Module, layers: Sequence[LayerSpec], vocab_size: int, dtype: torch.dtype) -> None:
+        self._layers = {layer: index for index, layer in reversed(list(enumerate(layers)))}
+        self._vocab_size = vocab_size
+        self._dtype = dtype
+        weights = [parameter.detach() for parameter in module.parameters() if parameter.ndim == 2]
+        self._weights = list(
+            {(weight.shape[1], weight.shape[0] > weight.shape[1]): weight for weight in weights}.values()
+        )
+
+    def __call__(self, boundary: Boundary, *inputs: Tensor) -> Tensor:
+        ids, _, index = inputs
+        tokens, device = ids.shape[0], ids.device
+        for weight in self._weights if tokens <= MAX_TOKENS else ():
+            linear(torch.zeros(tokens, weight.shape[1], dtype=weight.dtype, device=device), weight)
+        for layer, number in self._layers.items():
+            q, k, v = (
+                torch.zeros(tokens, heads, dim, dtype=self._dtype, device=device)
+                for heads, dim in (
+                    (layer.num_heads, layer.head_dim),
+                    (layer.num_kv_heads, layer.head_dim),
+                    (layer.num_kv_heads, layer.value_dim),
+                )
+            )
+            out = torch.empty(tokens, layer.num_heads, layer.value_dim, dtype=self._dtype, device=device)
+            sinks = torch.zeros(layer.num_heads, dtype=self._dtype, device=device) if layer.sinks else None
+            arguments = (q, k, v, out, number, 1.0, layer.window, layer.softcap, sinks, layer.chunk)
+            boundary(torch.ops.torchweave.attention.default, arguments, {})
+        return torch.zeros(index.shape[0], self._vocab_size, dtype=self._dtype, device=device)
+
+
+def start(
+    plan: Plan,
+    module: nn.Module,
+    layers: Sequence[LayerSpec],
+    vocab_size: int,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+) -> threading.Thread | None:
+    """Begin on a thread of its own; None on a CPU, where there is nothing to build."""
+    if not plan.device.startswith("cuda"):
+        return None
+    forward = StandIn(module, layers, vocab_size, dtype)
+
+    def build() -> None:
+        device = torch.device(plan.device)
+        try:
+            state = SlotState(plan.max_batch_size, -(-plan.max_model_len // plan.block_size), device=device)
+            caches = [backend.allocate(layer, _BLOCKS, plan.block_size, dtype, device) for layer in layers]
+            runner = Runner(plan, forward, backend, caches, state, Report(show=False))
+            runner.start()
+            for tokens in _TOKENS:
+                runner.run_padding(min(tokens, plan.max_num_tokens))
+                runner.run_padding_decode(min(tokens, plan.max_batch_size))
+            torch.cuda.synchronize(device)
+        except Exception:
+            _log.exception("Building kernels ahead failed; they are built when they are first needed.")
+
+    thread = threading.Thread(target=build, name="torchweave-warm-up", daemon=True)
+    thread.start()
+    return thread
