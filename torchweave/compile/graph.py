@@ -186,22 +186,27 @@ def refresh(graph: CapturedGraph, changed: dict[fx.Node, Any], commit: bool = Tr
     """Compute fake values again downstream of nodes whose value changed.
 
     Args:
-        changed: nodes and their new fake values.
+        changed: nodes and their new fake values, in the graph's order.
         commit: store the values in the graph; off, only find out whether every reader can run on them.
 
     Returns:
         Every node whose geometry changed, with its new value. Raises what a reader raises when it cannot run.
     """
+    node = next(iter(changed))
     changed = dict(changed)
+    stale = {reader for node in changed for reader in node.users} - changed.keys()
     with graph.faking():
-        for node in graph.graph.nodes:
-            if node in changed or not any(reader in changed for reader in node.all_input_nodes):
+        while stale:  # readers stand behind what they read: one walk, which ends where nothing changes any more
+            node = node.next
+            if node not in stale:
                 continue
+            stale.discard(node)
             if node.op == "output":
                 continue
             new = _run(graph, node, changed)
             if not same_geometry(new, value(node)):
                 changed[node] = new
+                stale.update(node.users)
     if commit:
         for node, new in changed.items():
             node.meta["example_value"] = new

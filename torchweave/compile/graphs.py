@@ -101,11 +101,15 @@ class GraphPool:
         return graph.replay
 
     def _abandon(self) -> None:
-        """End a capture in which something was raised, so that the stream can be used again."""
+        """End a capture in which something was raised, so that the stream can be used again.
+
+        Later recordings get memory of their own: torch cannot go back to a pool whose only graph is gone.
+        """
         graph, self._graph = self._graph, None
         with contextlib.suppress(RuntimeError):
             assert graph is not None
             graph.capture_end()
+        self.handle = torch.cuda.graph_pool_handle()
 
     def by_address(self, tensor: Tensor) -> Tensor:
         if not tensor.is_cuda:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -53,11 +53,16 @@ class MergeLinears(GraphPass):
         merged: dict[tuple[fx.Node, ...], tuple[fx.Node, fx.Node | None]] = {}
         matches = rewritten = 0
         for group in _groups(graph, near_misses):
-            why = _refusal(graph, group, merged)
-            if why is not None:
-                near_misses.append(NearMiss(", ".join(item.node.name for item in group), why))
+            faked, why = None, _refusal(group, merged)
+            if why is None:
+                try:
+                    faked = _fake_outputs(graph, group)
+                except Exception as error:  # whatever a reader raises when it cannot take a strided view
+                    why = f"a reader needs a contiguous result ({str(error).splitlines()[0]})"
+            if faked is None:
+                near_misses.append(NearMiss(", ".join(item.node.name for item in group), str(why)))
                 continue
-            _rewrite(graph, group, merged)
+            _rewrite(graph, group, merged, faked)
             matches += 1
             rewritten += len(group)
         graph.drop_unused_constants()
@@ -137,21 +142,25 @@ def _barrier(graph: CapturedGraph, node: fx.Node, last: fx.Node, read: int | Non
     return None
 
 
-def _refusal(graph: CapturedGraph, group: list[_Linear], merged: dict) -> str | None:
-    """Why a group cannot be merged, or None."""
+def _refusal(group: list[_Linear], merged: dict) -> str | None:
+    """Why a group cannot be merged, whatever its readers take, or None."""
     key = tuple(item.weight for item in group)
     parts = {weight for known in merged for weight in known}
     if key not in merged and (len(set(key)) < len(key) or parts & set(key)):
         return "a weight is already part of another merged weight"
-    try:
-        _fake_outputs(graph, group)
-    except Exception as error:  # whatever a reader raises when it cannot take a strided view
-        return f"a reader needs a contiguous result ({str(error).splitlines()[0]})"
     return None
 
 
-def _fake_outputs(graph: CapturedGraph, group: list[_Linear]) -> tuple[Any, tuple[Any, ...]]:
-    """The merged linear's fake value and its parts, checked to suit every reader downstream."""
+class _Faked(NamedTuple):
+    """Fake values of a merged linear, its parts, and every node downstream whose geometry changes with them."""
+
+    whole: Any
+    parts: tuple[Any, ...]
+    changed: dict[fx.Node, Any]
+
+
+def _fake_outputs(graph: CapturedGraph, group: list[_Linear]) -> _Faked:
+    """What merging would change; raises what a reader raises that cannot take it."""
     sizes = [value(item.weight).shape[0] for item in group]
     with graph.faking():
         weight = torch.cat([value(item.weight) for item in group])
@@ -160,11 +169,11 @@ def _fake_outputs(graph: CapturedGraph, group: list[_Linear]) -> tuple[Any, tupl
         )
         whole = torch.nn.functional.linear(value(group[0].x), weight, bias)
         parts = torch.split(whole, sizes, dim=-1)
-    refresh(graph, {item.node: part for item, part in zip(group, parts, strict=True)}, commit=False)
-    return whole, parts
+    changed = refresh(graph, {item.node: part for item, part in zip(group, parts, strict=True)}, commit=False)
+    return _Faked(whole, parts, changed)
 
 
-def _rewrite(graph: CapturedGraph, group: list[_Linear], merged: dict) -> None:
+def _rewrite(graph: CapturedGraph, group: list[_Linear], merged: dict, faked: _Faked) -> None:
     key = tuple(item.weight for item in group)
     if key not in merged:
         biases = [item.bias for item in group if item.bias is not None]
@@ -173,7 +182,9 @@ def _rewrite(graph: CapturedGraph, group: list[_Linear], merged: dict) -> None:
             _merge(graph, biases, "merged_bias") if biases else None,
         )
     weight, bias = merged[key]
-    whole, parts = _fake_outputs(graph, group)
+    whole, parts, changed = faked
+    for node, new in changed.items():
+        node.meta["example_value"] = new
     sizes = [part.shape[-1] for part in parts]
     nodes = graph.graph
     with nodes.inserting_before(group[0].node):
@@ -186,7 +197,6 @@ def _rewrite(graph: CapturedGraph, group: list[_Linear], merged: dict) -> None:
         new.meta["example_value"] = part
         item.node.replace_all_uses_with(new)
         nodes.erase_node(item.node)
-    refresh(graph, dict(zip(items, parts, strict=True)))
 
 
 def _merge(graph: CapturedGraph, nodes: list[fx.Node], name: str) -> fx.Node:
