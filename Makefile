@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # Without an NVIDIA GPU: the CPU build of torch, and Triton to interpret the GPU kernels in tests.
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
-TORCH := torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
+TORCH := torch==2.13.0
 TEST_EXTRAS := test,triton-on-cpu
 else
 TORCH := torch>=2.11
@@ -45,7 +45,7 @@ $(BIN)/python:
 # torch comes first, so that nothing else can pull in another build of it.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing torch and torchweave into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) '$(firstword $(TORCH))' $(wordlist 2,9,$(TORCH))
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) '$(TORCH)'
 	@$(PIP) --editable .
 	@touch $@
 

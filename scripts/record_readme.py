@@ -17,7 +17,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = (
     "torchweave generate demo '12+30=' '907-48=' 'sort: pear fig apple'",
-    "echo 'reverse: stone' | torchweave generate demo --json",
+    "echo 'reverse: stone' | torchweave generate demo",
     "torchweave generate demo '12+30=' --max_modle_len 64",
 )
 

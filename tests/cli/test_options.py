@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchweave.cli.arguments import Parser, engine_config, engine_parser, fill, normalised
-from torchweave.cli.options import build, convert, flatten, options_of, read_yaml
+from torchweave.cli.options import attribute_texts, build, convert, flatten, options_of, read_yaml
 from torchweave.config import EngineConfig, TorchCompileConfig
 from torchweave.engine.request import SamplingParams
 
@@ -127,6 +127,23 @@ def test_every_annotation_of_the_real_configs_is_understood():
     for config in (EngineConfig, SamplingParams):
         for option in options_of(config).values():
             assert "VALUE" not in option.metavar, option
+            assert option.text, f"the docstring of {config.__name__} does not say what {option.name} is"
+
+
+def test_texts_of_options_come_from_the_docstring():
+    class Documented:
+        """Something.
+
+        Attributes:
+            one: first line
+                and more: of it.
+            two, three: both.
+
+        Raises:
+            four: nothing.
+        """
+
+    assert attribute_texts(Documented) == {"one": "first line and more: of it.", "two": "both.", "three": "both."}
 
 
 def test_yaml_nested_and_dotted_are_the_same(tmp_path: Path):

@@ -54,7 +54,14 @@ class Parser(argparse.ArgumentParser):
                 continue
             self.options[name] = option
             action = "append" if option.is_list else "store"
-            group.add_argument(f"--{name}", dest=name, metavar=option.metavar, action=action, default=argparse.SUPPRESS)
+            group.add_argument(
+                f"--{name}",
+                dest=name,
+                metavar=option.metavar,
+                action=action,
+                default=argparse.SUPPRESS,
+                help=option.text.replace("%", "%%"),
+            )
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """The arguments; a name that no option has is refused with the nearest one."""
@@ -88,9 +95,10 @@ class Parser(argparse.ArgumentParser):
         return [*options, "--", *rest] if rest else options
 
 
-def engine_parser(name: str, description: str) -> Parser:
-    """A parser with MODEL, `--config`, `-O` and every option of the engine."""
-    parser = Parser(prog=f"torchweave {name}", description=description)
+def engine_parser(name: str, description: str, positionals: str = "MODEL") -> Parser:
+    """A parser with MODEL, `--config`, `-O` and every option of the engine; `positionals` as the usage shows them."""
+    usage = f"torchweave {name} {positionals} [OPTION...]"
+    parser = Parser(prog=f"torchweave {name}", usage=usage, description=description)
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, a built-in model (demo) or shape:NAME")
     add_engine_options(parser)
     return parser

@@ -35,9 +35,12 @@ class Options:
         input_len, output_len: tokens of a request while decoding is measured.
         ttft_lens: prompts whose time to first token is measured.
         prefill: batches of prompts that are read for one token each, `16x1024`.
-        num_requests, mixed_input_len, mixed_output_len: the run of requests of all lengths, bounds as `64,1024`.
+        num_requests: requests of all lengths that come at once; 0 leaves this run out.
+        mixed_input_len, mixed_output_len: bounds of their lengths, drawn uniformly, `64,1024`.
         repeats: runs of which the median is taken; the time to first token takes seven times as many, less one.
-        compare_requests, compare_input_len, compare_output_len: the run with `--compare`.
+        compare_requests: requests that come at once with `--compare`.
+        compare_input_len: bounds of their lengths.
+        compare_output_len: tokens that each answers.
         running: requests that run while host time is measured.
         seed: of everything that is drawn.
     """
@@ -68,7 +71,9 @@ _COMPARE = ("compare_requests", "compare_input_len", "compare_output_len")
 
 
 def parser(scenario: str) -> Parser:
-    found = Parser(prog=f"torchweave bench {scenario}", description=f"Measure {SCENARIOS[scenario]}.")
+    model = "" if scenario == "host" else "--model MODEL "
+    usage = f"torchweave bench {scenario} {model}[OPTION...]"
+    found = Parser(prog=f"torchweave bench {scenario}", usage=usage, description=f"Measure {SCENARIOS[scenario]}.")
     found.add_argument(
         "--output", metavar="FILE", type=Path, help="keep the result as JSON here, and as Markdown beside it"
     )

@@ -28,7 +28,9 @@ def parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     args = parser().read(argv)
-    return _list(args.json) if args.action == "list" else _verify(args.names, args.all, args.json, args.quiet, args.write)
+    return (
+        _list(args.json) if args.action == "list" else _verify(args.names, args.all, args.json, args.quiet, args.write)
+    )
 
 
 def _list(as_json: bool) -> int:

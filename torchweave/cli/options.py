@@ -8,7 +8,9 @@ converted to the field's type, and whatever does not convert, or names no field,
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
+import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -24,10 +26,11 @@ _TRUE, _FALSE, _NONE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}, 
 
 @dataclass(frozen=True)
 class Option:
-    """One field of a config: its dotted name and its annotation."""
+    """One field of a config: its dotted name, its annotation, and what its class's docstring says of it."""
 
     name: str
     hint: Any
+    text: str = ""
 
     @property
     def is_flag(self) -> bool:
@@ -46,12 +49,30 @@ class Option:
 def options_of(config: type, prefix: str = "") -> dict[str, Option]:
     """Every option of a dataclass and of the dataclasses in it, by dotted name."""
     found: dict[str, Option] = {}
+    texts = attribute_texts(config)
     for name, hint in get_type_hints(config).items():
         if is_dataclass(hint) and isinstance(hint, type):
             found.update(options_of(hint, f"{prefix}{name}."))
         else:
-            found[prefix + name] = Option(prefix + name, hint)
+            found[prefix + name] = Option(prefix + name, hint, texts.get(name, ""))
     return found
+
+
+def attribute_texts(config: type) -> dict[str, str]:
+    """What the `Attributes:` of a docstring say, by name; `a, b: text` is said of both."""
+    _, _, section = inspect.cleandoc(config.__doc__ or "").partition("Attributes:\n")
+    texts: dict[str, str] = {}
+    names: list[str] = []
+    for line in section.splitlines():
+        if line and not line.startswith(" "):
+            break
+        start = re.match(r" {4}(\w+(?:, \w+)*): (.*)", line)
+        if start:
+            names = start[1].split(", ")
+            texts.update(dict.fromkeys(names, start[2]))
+        elif line.strip():
+            texts.update({name: f"{texts[name]} {line.strip()}" for name in names})
+    return texts
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ A built piece is a function of one list, which it empties: tensors die as soon a
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,9 @@ def build_inductor(piece: Piece, config: TorchCompileConfig) -> BuiltPiece:
     from torch._inductor import standalone_compile
 
     begin = time.monotonic()
-    with torch.no_grad(), shapes_mode(config.dynamic_shapes):
+    with torch.no_grad(), shapes_mode(config.dynamic_shapes), warnings.catch_warnings():
+        # Models that compute RoPE in float32 mean it: a hint to round it more is no help to whoever reads the terminal.
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         artifact = standalone_compile(
             piece.module,
             piece.examples(),

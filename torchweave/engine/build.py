@@ -21,6 +21,7 @@ from torchweave.engine.limits import Limits
 from torchweave.engine.memory import MemoryUse, blocks_that_fit, bytes_per_block
 from torchweave.engine.runner import Runner
 from torchweave.engine.scheduler import POLICIES
+from torchweave.engine.threads import release_workers
 from torchweave.log import Report
 from torchweave.models.load import LoadedModel, load, model_facts
 from torchweave.ops.attention import AttentionBackend, KVLayer, get_backend
@@ -98,6 +99,8 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
     report.event("kv_cache", blocks=blocks, block_size=plan.block_size, bytes=blocks * block_bytes)
     if plan.device.startswith("cuda"):
         _record(runner, plan, report)
+    else:
+        release_workers()
     limits = Limits(
         max_batch_size=plan.max_batch_size,
         max_num_tokens=plan.max_num_tokens,

@@ -1,0 +1,71 @@
+"""Write the table of measured figures into README.md, between its marks, from bench/results/*.json.
+
+python scripts/results_table.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+NONE_YET = "No results are committed yet."
+
+
+def table(results: list[tuple[str, dict[str, Any]]]) -> str:
+    """A Markdown table of results, each (path from the root, content), a row each."""
+    if not results:
+        return NONE_YET
+    lines = ["| model, device | decode ms/token | to first token ms | prefill tokens/s | mixed, output tokens/s | |"]
+    lines.append("|---|---|---|---|---|---|")
+    for path, result in results:
+        decode = _cells(result.get("decode", ()), "batch_size", "median_tpot_ms", "{:.2f}")
+        first = _cells(result.get("first_token", ()), "input_len", "median_ttft_ms", "{:.1f}")
+        prefill = ", ".join(
+            f"{row['num_requests']}x{row['input_len']}: {row['input_throughput']:,.0f}"
+            for row in result.get("prefill", ())
+            if "input_throughput" in row
+        )
+        mixed = result.get("mixed", {}).get("output_throughput")
+        what = f"{result['model']} {result['dtype']}, {result['environment']['device']}"
+        lines.append(
+            f"| {what} | {decode} | {first} | {prefill or '-'} | {f'{mixed:,.0f}' if mixed else '-'} | [run]({path}) |"
+        )
+    return "\n".join(lines)
+
+
+def _cells(rows: Any, key: str, value: str, form: str) -> str:
+    return ", ".join(f"{row[key]}: {form.format(row[value])}" for row in rows if value in row) or "-"
+
+
+def read(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The results of `torchweave bench latency|throughput|suite` in a folder."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(result, dict) and result.get("scenario") in ("latency", "throughput", "suite"):
+            found.append((path.with_suffix(".md").relative_to(ROOT).as_posix(), result))
+    return found
+
+
+def replaced(page: str, content: str) -> str:
+    """`page` with `content` between the marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, mark, after = rest.partition(END)
+    if not mark:
+        raise ValueError(f"the page has no {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n{content}\n{END}{after}"
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    readme.write_text(
+        replaced(readme.read_text(encoding="utf-8"), table(read(ROOT / "bench" / "results"))), encoding="utf-8"
+    )
+    print(f"wrote {readme}")
+
+
+if __name__ == "__main__":
+    main()

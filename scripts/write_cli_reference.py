@@ -1,0 +1,141 @@
+"""Write docs/cli.md: every command and option, from the parsers and the dataclasses that they fill.
+
+python scripts/write_cli_reference.py [--output docs/cli.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from torchweave.cli import bench, chat, generate, main, models
+from torchweave.cli.arguments import LEVELS, Parser
+from torchweave.cli.options import options_of
+from torchweave.config import EngineConfig
+from torchweave.engine.request import SamplingParams
+from torchweave.plan import show
+
+ROOT = Path(__file__).resolve().parents[1]
+
+HEAD = """# Command line
+
+Written by `scripts/write_cli_reference.py` from the parsers; change those.
+
+    torchweave COMMAND [OPTION...]
+
+"""
+SPELLINGS = """
+Options may be written `--max_model_len 512`, `--max-model-len=512`; flags `--ignore_eos`, `--ignore_eos=true`,
+`--no_ignore_eos`. `-cc.NAME=VALUE` is short for `--torch_compile_config.NAME=VALUE`. Lists are `1,2,4` or the option more than
+once. Text that starts with a dash goes after `--`. A name that is not known is refused with the nearest one.
+
+A YAML file (`--config FILE`) holds the same names, nested or dotted:
+
+```yaml
+max_model_len: 4096
+torch_compile_config:
+  enable_inductor: true
+  capture_num_tokens: [1, 2, 4, 8, 16, 32, 64, 128, 256]
+cuda_graph_config.max_batch_size: 64
+```
+
+What is asked on the command line wins over the file, and both win over the level `-O`:
+"""
+EXIT_CODES = """
+Exit codes: 0 done; 1 a check failed (`models verify`); 2 what was asked cannot be, with one sentence on standard error
+(`--traceback` shows where in the code); 130 interrupted.
+"""
+
+
+def page() -> str:
+    """The page as Markdown."""
+    lines = [HEAD, "| command | |", "|---|---|"]
+    lines += [f"| [`{name}`](#{name}) | {text} |" for name, text in main.COMMANDS.items()]
+    lines += [SPELLINGS, "| level | sets |", "|---|---|"]
+    lines += [f"| `-O{level}` | {_settings(values)} |" for level, values in LEVELS.items()]
+    lines.append(EXIT_CODES)
+    lines += _command("generate", generate.DESCRIPTION, generate.parser())
+    lines += _command("chat", chat.DESCRIPTION, chat.parser())
+    lines += _command("explain", _explain_text(), None)
+    lines += _command(
+        "models", "`torchweave models list`, `torchweave models verify NAME...` or `--all`.", models.parser()
+    )
+    lines += [
+        "## bench",
+        "",
+        "`torchweave bench SCENARIO --model MODEL`. `shape:llama-1b` and `shape:llama-8b` are models",
+    ]
+    lines += ["without weights, for `--load_format dummy`.", "", "| scenario | measures |", "|---|---|"]
+    lines += [f"| `{name}` | {text} |" for name, text in bench.SCENARIOS.items()]
+    lines += ["", *_own_options(bench.parser("suite")), *_options("### What is measured", bench.Options)]
+    lines += _options("## Engine options", EngineConfig, skip=("model",))
+    lines += ["`torchweave explain MODEL` shows what each became, and why.", ""]
+    lines += _options("## Sampling options", SamplingParams)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _explain_text() -> str:
+    from torchweave.cli.explain import DESCRIPTION
+
+    return DESCRIPTION
+
+
+def _settings(values: dict[str, Any]) -> str:
+    return ", ".join(f"`{name}={show(value)}`" for name, value in values.items()) or "nothing: all defaults"
+
+
+def _command(name: str, text: str, parser: Parser | None) -> list[str]:
+    lines = [f"## {name}", "", text, ""]
+    return lines + (_own_options(parser) if parser is not None else [])
+
+
+def _own_options(parser: Parser) -> list[str]:
+    """The options of a parser that fill no dataclass."""
+    rows = []
+    for action in parser._actions:
+        names = [text for text in action.option_strings if text[2:] not in parser.options]
+        if names and action.help and "-h" not in names:
+            value = f" {action.metavar}" if action.metavar else ""
+            rows.append(f"| `{names[0]}{value}` | {_cell(action.help)} |")
+    return ["| option | |", "|---|---|", *rows, ""]
+
+
+def _options(title: str, config: type, skip: Sequence[str] = ()) -> list[str]:
+    defaults = _defaults(config)
+    rows = [
+        f"| `--{name}` | {_cell(option.metavar)} | {_cell(show(defaults[name]))} | {_cell(option.text)} |"
+        for name, option in options_of(config).items()
+        if name not in skip
+    ]
+    return [title, "", "| option | takes | default | |", "|---|---|---|---|", *rows, ""]
+
+
+def _defaults(config: type, prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    instance = config(model="") if config is EngineConfig else config()
+    for item in fields(instance):
+        value = getattr(instance, item.name)
+        if is_dataclass(value):
+            values.update(_defaults(type(value), f"{prefix}{item.name}."))
+        else:
+            values[prefix + item.name] = value
+    return values
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def run() -> None:
+    parser = argparse.ArgumentParser(description="Write docs/cli.md.", allow_abbrev=False)
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "cli.md")
+    path = parser.parse_args().output
+    path.write_text(page(), encoding="utf-8")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    run()
