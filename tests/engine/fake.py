@@ -61,6 +61,9 @@ class FakeRunner:
         assert isinstance(handle, np.ndarray)
         return StepResult(handle, "plain")
 
+    def rest(self) -> None:
+        pass
+
     def launch(self, step: Step) -> np.ndarray:
         if self.launched == self.fail_at:
             raise RuntimeError("the device is gone")

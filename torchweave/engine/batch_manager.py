@@ -62,6 +62,10 @@ class StepRunner(Protocol):
         """Wait for a step."""
         ...
 
+    def rest(self) -> None:
+        """Called when there is nothing left to run: what only a running engine needs may be let go."""
+        ...
+
 
 class BatchManager:
     """Runs requests in flight until it is shut down.
@@ -170,6 +174,8 @@ class BatchManager:
                 continue
             if self._stopping == "drain" and self._batch.num_active == 0:
                 return
+            if idle == _IDLE_SECONDS[0]:
+                self._runner.rest()
             self._wake.wait(idle)
             self._wake.clear()
             idle = min(idle * 2, _IDLE_SECONDS[1])

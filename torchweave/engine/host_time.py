@@ -42,6 +42,9 @@ class NoDevice:
         assert isinstance(handle, np.ndarray)
         return StepResult(handle, "plain")
 
+    def rest(self) -> None:
+        pass
+
 
 def measure_without_device(num_requests: int = 256, num_steps: int = 1000, streaming: bool = False) -> list[Timing]:
     """Timings of pure decode steps with `num_requests` running; the batch manager's own loop, thread and callbacks."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from torchweave.compile.graphs import Boundary, Forward, GraphPool, Recording, record
 from torchweave.engine.buffers import Staging, StepBuffers, pack, packed_size
 from torchweave.engine.step import Step, StepLogprobs, StepResult
+from torchweave.engine.threads import release_workers
 from torchweave.log import Report
 from torchweave.ops.attention import AttentionBackend, AttentionMetadata, AttentionStep, KVLayer, carry_out
 from torchweave.ops.sampling import logprobs, sample
@@ -93,6 +94,7 @@ class Runner:
         self._backend = backend
         self._report = report
         self._device = torch.device(plan.device)
+        self._debug = plan.config.torch_compile_config.debug
         self._buffers = StepBuffers(plan.max_batch_size, plan.max_num_tokens, self._device)
         self._decode_graphs: dict[int, Recording] = {}
         self._mixed_graphs: dict[int, Recording] = {}
@@ -215,18 +217,23 @@ class Runner:
         rows, whole = self.rows_of(tokens), self.plan.whole_mixed_graphs
         self._clear_packed(rows, tokens)
         run, boundary = self._mixed_step(rows, tokens, self.plan.max_model_len)
-        recording = record(run, boundary, whole=whole, pool=pool, debug=self.plan.config.torch_compile_config.debug)
+        recording = record(run, boundary, whole=whole, pool=pool, debug=self._debug, inputs=self._inputs())
         self._mixed_graphs[tokens] = recording
         self._tell("mixed", tokens, recording)
         return recording
 
     def record_decode(self, rows: int, pool: GraphPool) -> Recording:
         run, boundary = self._decode_step(rows)
-        debug = self.plan.config.torch_compile_config.debug
-        recording = record(run, boundary, whole=True, pool=pool, debug=debug)
+        recording = record(run, boundary, whole=True, pool=pool, debug=self._debug, inputs=self._inputs())
         self._decode_graphs[rows] = recording
         self._tell("decode", rows, recording)
         return recording
+
+    def _inputs(self) -> tuple[Tensor, ...]:
+        """What a replay reads beside weights: its addresses are checked under `debug`."""
+        buffers = self._buffers
+        cache = [tensor for layer in self.caches for tensor in layer]
+        return (self.state.arena, buffers.packed, buffers.ids, buffers.positions, buffers.slot_mapping, *cache)
 
     def _tell(self, step: str, size: int, recording: Recording) -> None:
         segments = recording.num_segments
@@ -234,7 +241,9 @@ class Runner:
         for recordings in (self._decode_graphs, self._mixed_graphs):  # in ascending order, for `_bucket`
             for key in sorted(recordings):
                 recordings[key] = recordings.pop(key)
-        self._report.event("graph", step=step, kind=kind, key=size, segments=segments, bytes=recording.bytes)
+        self._report.event(
+            "graph", step=step, kind=kind, key=size, segments=segments, bytes=recording.bytes, seconds=recording.seconds
+        )
 
     def forget_recordings(self) -> None:
         self._decode_graphs.clear()
@@ -341,6 +350,11 @@ class Runner:
         rows, (chosen, values, ids, ranks) = handle.logprobs
         found = StepLogprobs(rows, chosen.numpy(), ranks.numpy(), values.numpy(), ids.numpy())
         return StepResult(tokens, handle.how, found)
+
+    def rest(self) -> None:
+        """Let the workers of the CPU go, so that they are not in the way of what the process computes elsewhere."""
+        if self._device.type == "cpu":
+            release_workers()
 
     def _on_stream(self) -> torch.cuda.StreamContext | _Nothing:
         return torch.cuda.stream(self._stream) if self._stream is not None else _Nothing()

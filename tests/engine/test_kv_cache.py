@@ -1,0 +1,53 @@
+"""Blocks are given once, in order, and come back whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from torchweave.engine.kv_cache import KVCache
+
+
+def test_grants_fill_the_table_in_order() -> None:
+    kv = KVCache(num_blocks=10, block_size=4, max_slots=3, max_blocks_per_slot=5)
+    for slot in range(3):
+        kv.reserve(slot, 4)
+    grant = kv.grant(np.array([0, 2]), np.array([5, 9]))
+    assert grant.slots.tolist() == [0, 0, 2, 2, 2] and grant.columns.tolist() == [0, 1, 0, 1, 2]
+    assert len(set(grant.blocks.tolist())) == 5 and kv.num_free == 5
+    assert kv.grant(np.array([0]), np.array([8])).blocks.size == 0, "the second block still has room"
+    more = kv.grant(np.array([0, 1]), np.array([9, 1]))
+    assert more.slots.tolist() == [0, 1] and more.columns.tolist() == [2, 0]
+    assert kv.short(np.array([0, 1]), np.array([12, 5])).tolist() == [False, True]
+    kv.check()
+
+
+def test_random_grants_and_frees_lose_nothing() -> None:
+    rng = np.random.default_rng(0)
+    kv = KVCache(num_blocks=64, block_size=4, max_slots=8, max_blocks_per_slot=16)
+    lengths = np.zeros(8, int)
+    for _ in range(2000):
+        slot = int(rng.integers(8))
+        wanted = int(min(lengths[slot] + rng.integers(1, 9), 64))
+        blocks = kv.blocks_for(wanted) - int(kv.held[slot])
+        if rng.random() < 0.3 or blocks > kv.num_free:
+            kv.free(slot)
+            lengths[slot] = 0
+        else:
+            kv.reserve(slot, 16)
+            kv.grant(np.array([slot]), np.array([wanted]))
+            lengths[slot] = wanted
+        kv.check()
+    for slot in range(8):
+        kv.free(slot)
+    assert kv.num_free == 64 and kv.num_unreserved == 64
+
+
+def test_check_sees_a_block_that_is_held_twice() -> None:
+    kv = KVCache(num_blocks=4, block_size=4, max_slots=2, max_blocks_per_slot=2)
+    kv.reserve(0, 2)
+    kv.reserve(1, 2)
+    kv.grant(np.array([0, 1]), np.array([4, 4]))
+    kv.table[1, 0] = kv.table[0, 0]
+    with pytest.raises(AssertionError, match="held twice"):
+        kv.check()

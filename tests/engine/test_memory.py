@@ -1,0 +1,61 @@
+"""How the KV cache is sized, and what is said when too little is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchweave.config import EngineConfig
+from torchweave.engine.memory import GIB, MemoryUse, blocks_that_fit, bytes_per_block
+from torchweave.ops.attention import LayerSpec
+from torchweave.plan import AttentionFacts, DeviceFacts, ModelFacts, Plan, resolve
+
+LAYERS = [LayerSpec(num_kv_heads=8, head_dim=64, value_dim=64, num_heads=32)] * 16
+USE = MemoryUse(total=80 * GIB, in_use=3 * GIB, activations=GIB, graphs=GIB)
+
+
+def plan(device: str = "cuda:0", **options: object) -> Plan:
+    config = EngineConfig(model="m", **options)  # type: ignore[arg-type]
+    facts = DeviceFacts(device, "a device", (9, 0), (AttentionFacts("triton", 64), AttentionFacts("torch", 16)))
+    return resolve(config, facts, ModelFacts("m", 131072, "bfloat16"))
+
+
+def test_bytes_per_block_counts_keys_and_values_of_all_layers() -> None:
+    assert bytes_per_block(LAYERS, 64, torch.bfloat16) == 64 * 16 * 8 * (64 + 64) * 2
+
+
+def test_a_gpu_gives_what_is_left_of_its_share() -> None:
+    block = bytes_per_block(LAYERS, 64, torch.bfloat16)
+    blocks = blocks_that_fit(plan(), block, USE)
+    left = 80 * GIB * 0.9 - 5 * GIB
+    assert left - 0.3 * GIB < blocks * block <= left
+    more = blocks_that_fit(plan(gpu_memory_utilization=0.95), block, USE)
+    assert abs((more - blocks) * block - 80 * GIB * 0.05) < 2 * block
+
+
+def test_never_more_than_all_slots_can_hold() -> None:
+    small = plan(max_batch_size=2, max_model_len=640)
+    assert blocks_that_fit(small, 1 << 20, USE) == 2 * 10
+
+
+def test_num_kv_blocks_is_taken_as_asked() -> None:
+    assert blocks_that_fit(plan(num_kv_blocks=77), 1 << 20, USE) == 77
+
+
+def test_a_cpu_takes_its_own_option() -> None:
+    assert blocks_that_fit(plan("cpu", cpu_kv_cache_gib=0.5), 1 << 20, None) == 512
+
+
+@pytest.mark.parametrize(
+    ("options", "use", "words"),
+    [
+        ({"gpu_memory_utilization": 0.05}, USE, "gpu_memory_utilization"),
+        ({"max_model_len": 131072, "gpu_memory_utilization": 0.07}, USE, "one request of max_model_len=131072 needs"),
+        ({"num_kv_blocks": 3, "max_model_len": 4096}, USE, "num_kv_blocks"),
+    ],
+)
+def test_too_little_is_one_sentence_with_what_to_do(options: dict, use: MemoryUse, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        blocks_that_fit(plan(**options), 1 << 20, use)
+    text = str(error.value)
+    assert text.endswith(".") and "GiB" in text and text.count(". ") == 0
