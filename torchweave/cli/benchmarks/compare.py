@@ -32,6 +32,7 @@ def compare(
     Raises:
         ValueError: requests that are longer than the model's context.
     """
+    from torchweave.engine.threads import release_workers
     from torchweave.models.baseline import Baseline
 
     work = Workload(llm, seed)
@@ -57,6 +58,7 @@ def compare(
                 if repeat:
                     seconds[name].append(elapsed)
                 advance(1, f"{name}: {elapsed:.2f} s")
+                release_workers()  # of this thread, on which transformers computes; the engine lets its own go by itself
     finally:
         baseline.close()
     ours = statistics.median(seconds["torchweave"])
