@@ -29,7 +29,9 @@ def table(results: list[tuple[str, dict[str, Any]]]) -> str:
             if "input_throughput" in row
         )
         mixed = result.get("mixed", {}).get("output_throughput")
+        attention = result.get("plan", {}).get("attention_backend")
         what = f"{result['model']} {result['dtype']}, {result['environment']['device']}"
+        what += f", {attention} attention" if attention else ""
         lines.append(
             f"| {what} | {decode} | {first} | {prefill or '-'} | {f'{mixed:,.0f}' if mixed else '-'} | [run]({path}) |"
         )

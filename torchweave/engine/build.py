@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from torchweave.engine.scheduler import POLICIES
 from torchweave.engine.threads import release_workers
 from torchweave.log import Report
 from torchweave.models.load import LoadedModel, load, model_facts
-from torchweave.ops.attention import AttentionBackend, KVLayer, get_backend
+from torchweave.ops.attention import AttentionBackend, KVLayer, LayerSpec, get_backend
 from torchweave.ops.registry import boundary_ops
 from torchweave.ops.state import SlotState
 from torchweave.plan import ModelFacts, Plan, resolve
@@ -75,7 +75,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
         trust = config.trust_remote_code
         loaded = load(config.model, dtype, plan.device, config.load_format, trust, report, plan.max_model_len)
     layers = loaded.module.attention_layers
-    backend = get_backend(plan.attention_backend, plan.device, dtype, layers)
+    backend, plan = _attention(plan, layers, dtype)
     block_bytes = bytes_per_block(layers, plan.block_size, dtype)
     if not plan.device.startswith("cuda"):
         blocks_that_fit(plan, block_bytes, None)  # refused before the model is woven, which takes longest
@@ -118,6 +118,17 @@ def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts
     if loaded is None:
         return model_facts(config.model, config.trust_remote_code)
     return ModelFacts(loaded.name, loaded.max_model_len, str(loaded.dtype).removeprefix("torch."))
+
+
+def _attention(plan: Plan, layers: Sequence[LayerSpec], dtype: torch.dtype) -> tuple[AttentionBackend, Plan]:
+    """The plan's backend; where nobody asked for it and it cannot do what these layers need, the device's own."""
+    try:
+        return get_backend(plan.attention_backend, plan.device, dtype, layers), plan
+    except ValueError as error:
+        if plan.config.attention_backend != "auto":
+            raise
+        backend = get_backend("auto", plan.device, dtype, layers)
+        return backend, plan.settle("attention_backend", backend.name, str(error), attention_backend=backend.name)
 
 
 def _forward(module: torch.nn.Module, plan: Plan, report: Report) -> tuple[Forward, Plan]:

@@ -11,7 +11,7 @@ from torchweave.ops.kernels.cpp import NO_COMPILER, has_compiler
 from torchweave.plan import AttentionFacts, DeviceFacts, choose_device
 
 # In the order of preference on each kind of device; figures in bench/results.
-_PREFERENCE = {"cuda": ("triton", "fa3", "torch", "cpp"), "cpu": ("cpp", "torch", "triton", "fa3")}
+_PREFERENCE = {"cuda": ("fa3", "triton", "torch", "cpp"), "cpu": ("cpp", "torch", "triton", "fa3")}
 _ONLY_BLOCK_SIZES = {"fa3": (128,)}
 
 

@@ -29,7 +29,7 @@ class DecodeConfig:
         num_stages: depth of the software pipeline.
         programs_per_sm: programs to aim at by splitting the context; more splits cost more combining.
         min_tiles: a context of no more tiles is not split: combining costs about as much (4.9 against 7.8 us a layer at 192
-            keys and batch 1 on an H200).
+            keys and batch 1 on an H100).
         dot: scores by matrix product, the query heads padded to 16; else by multiply and sum, for small groups.
     """
 
