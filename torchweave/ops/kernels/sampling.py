@@ -8,8 +8,7 @@
 Every filter keeps the tokens whose logit reaches a cutoff. Logits are compared as `keys`: int32 in the order of the floats, so
 that the cutoff is found exactly, one bit of the key at a time. To search few tokens rather than the row, `finish` first takes a
 bound from the subs: at least k tokens reach the k-th largest sub maximum, and few more do. The tokens that reach the bound, the
-candidates, go to a list if they fit; if they are proven to hold all that the filters keep, the search runs on them in registers,
-else on the row in memory.
+candidates, go to a list if they fit; if they surely hold all that is kept, the search runs on them, else on the row in memory.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchweave.ops.kernels.random import gumbel, philox
 from torchweave.ops.philox import LANES
 from torchweave.ops.state import MAX_STOP_IDS, SlotState
 
@@ -65,27 +65,6 @@ def _load_keys(row_logits, stop_ids, held, index, inside):
 
 
 @triton.jit
-def _philox(counter, position, seed_lo, seed_hi):
-    """philox.philox_4x32 on (counter, position, 0, 0)."""
-    c0 = counter.to(tl.uint32)
-    c1 = (counter * 0 + position).to(tl.uint32)
-    c2 = (counter * 0).to(tl.uint32)
-    c3 = c2
-    k0 = c2 + seed_lo.to(tl.uint32, bitcast=True)
-    k1 = c2 + seed_hi.to(tl.uint32, bitcast=True)
-    return tl.philox_impl(c0, c1, c2, c3, k0, k1)
-
-
-@triton.jit
-def _gumbel(word):
-    """philox.gumbel."""
-    u = ((word & 0x7FFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    series = u * (1.0 + u * (0.5 + u * 0.3333333432674408))
-    complement = (16777216 - (word >> 8).to(tl.int32)).to(tl.float32) * 5.960464477539063e-08
-    return -tl.log(tl.where(word < 0x800000, series, -tl.log(complement)))
-
-
-@triton.jit
 def _kept(key, value, cutoff, largest, inverse_temperature, log_min_p):
     return (key >= cutoff) & ((value - largest) * inverse_temperature >= log_min_p)
 
@@ -97,14 +76,14 @@ def _draw_tile(
 ):  # fmt: skip
     """Fold the 4 * COUNTERS tokens from `first` into (best score key, its index), each [COUNTERS]."""
     lane = tl.arange(0, COUNTERS)
-    w0, w1, w2, w3 = _philox(first // 4 + lane, position, seed_lo, seed_hi)
+    w0, w1, w2, w3 = philox(first // 4 + lane, position, seed_lo, seed_hi)
     start = first + lane // _LANES * (4 * _LANES) + lane % _LANES
     for i in tl.static_range(4):
         index = start + i * _LANES
         inside = index < vocab_size
         value = _load(row_logits, stop_ids, held, index, inside)
         word = w0 if i == 0 else (w1 if i == 1 else (w2 if i == 2 else w3))
-        score = _key(value * inverse_temperature + _gumbel(word))
+        score = _key(value * inverse_temperature + gumbel(word))
         kept = inside & _kept(_key(value), value, cutoff, largest, inverse_temperature, log_min_p)
         score = tl.where(kept, score, INT_MIN)
         better = (score > best) | ((score == best) & (index < best_index))
@@ -281,10 +260,10 @@ def _draw_candidates(
         mass = tl.where(k < vocab_size, mass, whole_mass.to(tl.float64) * 1099511627776.0)
         cutoff = tl.maximum(cutoff, _search(key, weight, cutoff, (p * mass).to(tl.int64), KEY_SHIFT))
     cutoff = tl.minimum(cutoff, _key(largest))
-    w0, w1, w2, w3 = _philox(index // (4 * _LANES) * _LANES + index % _LANES, at, seed_lo, seed_hi)
+    w0, w1, w2, w3 = philox(index // (4 * _LANES) * _LANES + index % _LANES, at, seed_lo, seed_hi)
     turn = index // _LANES % 4
     word = tl.where(turn == 0, w0, tl.where(turn == 1, w1, tl.where(turn == 2, w2, w3)))
-    score = _key(value * inverse + _gumbel(word))
+    score = _key(value * inverse + gumbel(word))
     score = tl.where(inside & _kept(key, value, cutoff, largest, inverse, log_min_p), score, INT_MIN)
     return _first_best(score, index)[1]
 
