@@ -15,6 +15,7 @@ A pass of your own is a class with four facts and `run`:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -72,7 +73,7 @@ class Mismatch(Exception):
     """A call has arguments that a pattern does not know."""
 
 
-class GraphPass:
+class GraphPass(ABC):
     """Base of passes: defaults for the facts, and call matching that never ignores an argument."""
 
     name: str = ""
@@ -80,8 +81,9 @@ class GraphPass:
     numerics: Numerics = "exact"
     token_range: tuple[int | None, int | None] = (None, None)
 
+    @abstractmethod
     def run(self, graph: CapturedGraph) -> PassResult:
-        raise NotImplementedError
+        """See `Pass.run`."""
 
     @staticmethod
     def bind(node: fx.Node, *required: str, **optional: Any) -> tuple[Any, ...]:
