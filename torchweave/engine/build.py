@@ -30,6 +30,7 @@ from torchweave.ops.state import SlotState
 from torchweave.plan import ModelFacts, Plan, resolve
 
 _PROBE_BLOCKS = 2  # blocks of the cache that stands in while memory is measured
+_BYTES_PER_GRAPH = 4 << 20  # what a recording takes beside its tensors: nodes and kernel arguments
 
 
 @dataclass(frozen=True)
@@ -187,16 +188,12 @@ def _measure(
         recorded += runner.record_decode(max(plan.batch_sizes), pool).bytes
     torch.cuda.synchronize(device)
     graphs = max(free - torch.cuda.mem_get_info(device)[0], recorded)
-    sizes = len(plan.token_buckets) + len(plan.batch_sizes)
-    graphs += sizes * _BYTES_PER_GRAPH
+    graphs += (len(plan.token_buckets) + len(plan.batch_sizes)) * _BYTES_PER_GRAPH
     del runner, pool
     torch.cuda.empty_cache()
     use = MemoryUse(total=total, in_use=total - free, activations=activations, graphs=graphs)
     report.event("memory", total=total, in_use=use.in_use, activations=activations, graphs_expected=graphs)
     return use
-
-
-_BYTES_PER_GRAPH = 4 << 20  # what a recording takes beside its tensors: nodes and kernel arguments
 
 
 def _settle(plan: Plan, blocks: int, use: MemoryUse | None) -> Plan:
