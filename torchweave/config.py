@@ -34,6 +34,8 @@ class TorchCompileConfig:
         disabled_passes: names of passes that are left out.
         compile_cache: keep captured graphs and built pieces on disk, so that the next start loads them.
         compile_cache_dir: where; None means `torchweave` under the user's cache home.
+        dump_dir: a folder that gets the graph before and after each pass, the code of each piece, a timeline and the report
+            as a page; None writes nothing.
         debug: check addresses and shapes at every replay, and lint the graph after every pass.
     """
 
@@ -46,6 +48,7 @@ class TorchCompileConfig:
     disabled_passes: tuple[str, ...] = ()
     compile_cache: bool = True
     compile_cache_dir: str | None = None
+    dump_dir: str | None = None
     debug: bool = False
 
 

@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 Listener = Callable[[str, dict[str, Any]], None]
+Keeper = Callable[[str, str], None]
 
 
 class Report:
-    """A thread-safe list of events, each a kind and its facts.
+    """A thread-safe list of events, each a kind and its facts; and artifacts, texts that are made only for who keeps them.
 
     `show` decides whether long work draws progress bars: `None` draws them when standard error is a terminal.
     """
@@ -25,14 +26,19 @@ class Report:
     def __init__(self, show: bool | None = None) -> None:
         self._events: list[tuple[float, str, dict[str, Any]]] = []
         self._listeners: list[Listener] = []
+        self._keepers: list[Keeper] = []
         self._lock = threading.Lock()
         self._start = time.monotonic()
         self._show = sys.stderr.isatty() if show is None else show
 
+    def seconds(self) -> float:
+        """Seconds since the report began."""
+        return time.monotonic() - self._start
+
     def event(self, kind: str, /, **facts: Any) -> None:
         """Record that something was decided or done."""
         with self._lock:
-            self._events.append((time.monotonic() - self._start, kind, facts))
+            self._events.append((self.seconds(), kind, facts))
             listeners = tuple(self._listeners)
         for listener in listeners:
             listener(kind, facts)
@@ -41,6 +47,29 @@ class Report:
         """Call `listener(kind, facts)` for every later event, on the thread that records it."""
         with self._lock:
             self._listeners.append(listener)
+
+    def artifact(self, name: str, text: str | Callable[[], str]) -> None:
+        """Offer a text, such as a graph or generated code, under a relative path such as `passes/00-merge/after.py`.
+
+        A callable is called only when somebody keeps artifacts, so that offering one costs nothing. One that fails is kept
+        as the reason: looking at the work must not stop it.
+        """
+        with self._lock:
+            keepers = tuple(self._keepers)
+        if not keepers:
+            return
+        if not isinstance(text, str):
+            try:
+                text = text()
+            except Exception as error:
+                text = f"# this could not be written: {type(error).__name__}: {error}\n"
+        for keeper in keepers:
+            keeper(name, text)
+
+    def keep(self, keeper: Keeper) -> None:
+        """Call `keeper(name, text)` for every later artifact; `report.keep(texts.__setitem__)` keeps them in a dict."""
+        with self._lock:
+            self._keepers.append(keeper)
 
     def select(self, kind: str) -> list[dict[str, Any]]:
         """The facts of every event of one kind, oldest first, each with `at`: seconds since the report began."""

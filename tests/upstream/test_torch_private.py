@@ -88,7 +88,7 @@ def test_the_innermost_function_is_found_and_takes_a_list_that_it_empties() -> N
     graph.boundary_ops = BOUNDARY
     last = split(graph)[-1]
     built = build_inductor(last, TorchCompileConfig())
-    assert innermost(built.artifact) is built.call
+    assert innermost(built.artifact).current_callable is built.call
     examples = [
         torch.zeros([5 if isinstance(size, torch.SymInt) else size for size in fake.shape], dtype=fake.dtype) + 1
         for fake in last.examples()

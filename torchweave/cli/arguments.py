@@ -27,8 +27,11 @@ LEVELS: dict[int, dict[str, Any]] = {
     1: {"cuda_graph_config.max_batch_size": -1, "cuda_graph_config.capture_mixed": False},
     2: {},
 }
-# Names that users of vLLM know.
-ALIASES = {"cudagraph_capture_sizes": "torch_compile_config.capture_num_tokens"}
+# Names that users of vLLM know, and short ones.
+ALIASES = {
+    "cudagraph_capture_sizes": "torch_compile_config.capture_num_tokens",
+    "dump_dir": "torch_compile_config.dump_dir",
+}
 SHORT_PREFIX, LONG_PREFIX = "-cc.", "--torch_compile_config."
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchweave.compile.assumptions import size_range
 from torchweave.compile.cache import CompileCache
 from torchweave.compile.capture import capture
+from torchweave.compile.dump import graph_text
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.manager import PassManager
@@ -76,7 +77,7 @@ def _captured(
     graph = stored.load() if stored is not None else None
     source = "dynamo" if graph is None else "cache"
     if graph is None:
-        graph = capture(module, inputs, dynamic, config.dynamic_shapes)
+        graph = capture(module, inputs, dynamic, config.dynamic_shapes, report)
         if stored is not None:
             stored.store(graph)
     report.event("capture", seconds=time.monotonic() - begin, operations=graph.num_calls(), source=source)
@@ -100,6 +101,7 @@ def _build(
                 built[digest] = build_inductor(same[0], config)
             else:
                 built[digest] = StoredPiece(cache, same[0], config, device).load_or_build()
+            _keep_code(same[0], built[digest], report)
             report.event(
                 "piece",
                 hash=digest,
@@ -111,3 +113,9 @@ def _build(
             )
             advance(1, digest)
     return built
+
+
+def _keep_code(piece: Piece, built: BuiltPiece, report: Report) -> None:
+    report.artifact(f"pieces/{piece.digest}/fx.py", lambda: graph_text(piece.module))
+    if built.code:
+        report.artifact(f"pieces/{piece.digest}/inductor.py", built.code)

@@ -16,16 +16,22 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from torchweave.compile.dump import bytecode_text
 from torchweave.compile.errors import InvariantError, TraceError, place, trace_error
 from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size, tidy
 from torchweave.compile.mutation import storage, written
 from torchweave.compile.sources import SourceError, resolve
 from torchweave.compile.symbols import DynamicDims, example, mark, pick_hints, shapes_mode, symbol_name, value
 from torchweave.config import DynamicShapes
+from torchweave.log import Report
 
 
 def capture(
-    module: nn.Module, inputs: Mapping[str, Tensor], dynamic: DynamicDims, mode: DynamicShapes
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    dynamic: DynamicDims,
+    mode: DynamicShapes,
+    report: Report | None = None,
 ) -> CapturedGraph:
     """Trace `module(*inputs.values())` into one graph.
 
@@ -33,6 +39,7 @@ def capture(
         inputs: example tensors by forward's parameter names, in forward's order. Their values are not read.
         dynamic: names of the dimensions that vary, by input and dimension: `{"input_ids": {0: "T"}}`.
         mode: how these dimensions are kept symbolic.
+        report: is offered the code that Dynamo made of the forward.
 
     Raises:
         TraceError: the forward cannot be traced, with the line and the cause.
@@ -45,6 +52,9 @@ def capture(
     captured = _trace(module, examples, mode)
     if captured.backend_input is None:
         raise TraceError("forward computes no tensor, so there is nothing to compile")
+    if report is not None:
+        code = captured.graph_capture_output.bytecode
+        report.artifact("dynamo/transformed_code.txt", lambda: bytecode_text(code))
     gm = captured.backend_input.graph_module
     roots = _roots(module, names, examples, captured)
     bindings = _bind(gm, roots, dict(zip(names, examples, strict=True)))

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchweave.compile.backend import weave
+from torchweave.compile.dump import open_dump
 from torchweave.compile.forward import call_as_is
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
@@ -24,6 +25,8 @@ class Compiled:
         config: TorchCompileConfig | None,
         report: Report | None,
     ) -> None:
+        config, report = config or TorchCompileConfig(), report or Report(show=False)
+        open_dump(config, report)
         self.woven = weave(module, inputs, dynamic, boundary_ops=_known_boundary_ops(), config=config, report=report)
 
     def __call__(self, *inputs: Tensor) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size
-from torchweave.compile.pieces import BuiltPiece, callable_of
+from torchweave.compile.pieces import BuiltPiece, callable_of, generated_code
 from torchweave.compile.sources import SourceError, resolve
 from torchweave.compile.split import Piece
 from torchweave.compile.symbols import value
@@ -123,7 +123,8 @@ def load_piece(payload: bytes, piece: Piece, seconds: float = 0.0) -> BuiltPiece
     with _scratch() as path:
         path.write_bytes(payload)
         artifact = CompiledArtifact.load(path=str(path), format="binary")
-    return BuiltPiece(piece.digest, callable_of(artifact, piece.module), "cache", seconds)
+    call = callable_of(artifact, piece.module)
+    return BuiltPiece(piece.digest, call, "cache", seconds, code=generated_code(artifact))
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ class BuiltPiece:
         built: `inductor`, `fx` or `cache`.
         seconds: how long that took.
         artifact: what Inductor made, to be kept in the cache; None when there is nothing to keep.
+        code: what Inductor generated, as text; "" for a piece that it did not build.
     """
 
     digest: str
@@ -39,6 +40,7 @@ class BuiltPiece:
     built: str
     seconds: float
     artifact: Any = None
+    code: str = ""
 
 
 def inductor_options(config: TorchCompileConfig) -> dict[str, Any]:
@@ -78,7 +80,8 @@ def build_inductor(piece: Piece, config: TorchCompileConfig) -> BuiltPiece:
             dynamic_shapes="from_graph",
             options={"config_patches": inductor_options(config)},
         )
-    return BuiltPiece(piece.digest, callable_of(artifact, piece.module), "inductor", time.monotonic() - begin, artifact)
+    call, seconds = callable_of(artifact, piece.module), time.monotonic() - begin
+    return BuiltPiece(piece.digest, call, "inductor", seconds, artifact, generated_code(artifact))
 
 
 def callable_of(artifact: Any, module: fx.GraphModule) -> Boxed:
@@ -89,7 +92,7 @@ def callable_of(artifact: Any, module: fx.GraphModule) -> Boxed:
     """
     inner = None if writes_in_place(module.graph) else innermost(artifact)
     if inner is not None:
-        return inner
+        return inner.current_callable
 
     def call(args: list[Any]) -> Sequence[Any]:
         taken = tuple(args)
@@ -106,8 +109,13 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def innermost(artifact: Any) -> Boxed | None:
-    """The function that Inductor generated, found behind the wrappers of an artifact; None when it is not there."""
+def generated_code(artifact: Any) -> str:
+    """The text of what Inductor generated, kernels included; "" when it is not there."""
+    return getattr(innermost(artifact), "source_code", "") or ""
+
+
+def innermost(artifact: Any) -> Any:
+    """What Inductor generated, found behind the wrappers of an artifact: its `CompiledFxGraph`; None when it is not there."""
     from torch._inductor.output_code import CompiledFxGraph
 
     seen: set[int] = set()
@@ -118,7 +126,7 @@ def innermost(artifact: Any) -> Boxed | None:
             continue
         seen.add(id(thing))
         if isinstance(thing, CompiledFxGraph):
-            return thing.current_callable
+            return thing
         held = [_content(cell) for cell in getattr(thing, "__closure__", None) or ()]
         held += [getattr(thing, "__wrapped__", None), getattr(thing, "__self__", None)]
         queue += [item for item in held if callable(item)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from torchweave.compile.dump import open_dump
 from torchweave.config import EngineConfig
 from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.build import Engine, build
@@ -54,6 +55,7 @@ class LLM:
 
     def _open(self, config: EngineConfig, report: Report | None, loaded: LoadedModel | None) -> None:
         self.report = report if report is not None else Report()
+        open_dump(config.torch_compile_config, self.report)
         self.engine: Engine = build(config, self.report, loaded)
         self.plan = self.engine.plan
         self.tokenizer: Tokenizer | None = self.engine.loaded.tokenizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from torchweave.compile.dump import graph_text
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.passes.base import Pass, PassResult
 from torchweave.compile.passes.torch_ir.merge_linears import MergeLinears
@@ -47,11 +48,13 @@ class PassManager:
     def run(self, graph: CapturedGraph, report: Report) -> list[PassResult]:
         """Run every enabled pass; the graph is checked after each, so that a broken graph names the pass that broke it."""
         results = []
-        for each in self.passes:
+        for index, each in enumerate(self.passes):
             if each.name in self.disabled:
                 report.event("pass", name=each.name, enabled=False)
                 continue
+            report.artifact(f"passes/{index:02}-{each.name}/before.py", lambda: graph_text(graph.module))
             results.append(self._run_one(each, graph, report))
+            report.artifact(f"passes/{index:02}-{each.name}/after.py", lambda: graph_text(graph.module))
         return results
 
     def _run_one(self, each: Pass, graph: CapturedGraph, report: Report) -> PassResult:
