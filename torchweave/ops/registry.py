@@ -23,12 +23,14 @@ class OpInfo:
         reference: the eager implementation; the oracle of every faster one.
         mutates: names of the arguments that it writes into.
         boundary: whether graphs are cut at it.
+        cuda: what runs on a GPU instead of the reference, if anything.
     """
 
     name: str
     reference: Callable[..., Any]
     mutates: tuple[str, ...]
     boundary: bool
+    cuda: Callable[..., Any] | None = None
 
 
 _OPS: dict[str, OpInfo] = {}
@@ -40,10 +42,12 @@ def define(
     mutates: tuple[str, ...] = (),
     fake: Callable[..., Any] | None = None,
     boundary: bool = False,
+    cuda: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
     """Register the decorated function as custom op `name`, with itself as the eager reference.
 
     The schema comes from the annotations. `fake` gives the shapes of the outputs and may be left out when there are none.
+    `cuda` runs on CUDA tensors in the reference's place, so that the reference stays plain torch code, which can be traced.
     A boundary op must return nothing and write into at least one argument.
     """
 
@@ -57,7 +61,9 @@ def define(
         reference.__annotations__ = hints | ({"return": None} if returns_nothing else {})
         op = torch.library.custom_op(name, reference, mutates_args=mutates)
         op.register_fake(fake if fake is not None else _writes_only)
-        _OPS[name] = OpInfo(name, reference, mutates, boundary)
+        if cuda is not None:
+            op.register_kernel("cuda", cuda)
+        _OPS[name] = OpInfo(name, reference, mutates, boundary, cuda)
         return op
 
     return register

@@ -1,0 +1,75 @@
+"""Triton: RMSNorm of rows, with the residual add before it. A program owns whole rows and holds them in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchweave.ops.kernels.rows import rows_of
+
+
+@triton.jit
+def scale_rows(rows, norm, weight, offset, WEIGHT: tl.constexpr, WIDE: tl.constexpr, dtype: tl.constexpr):
+    """float32 rows times their norm `[ROWS, 1]` and the weight `[1, N]`, rounded to `dtype` where the dialect rounds; float32."""
+    rows = rows * norm
+    if WEIGHT:
+        if WIDE:
+            rows = rows * (weight.to(tl.float32) + offset)
+        else:
+            rows = rows.to(dtype).to(tl.float32) * weight.to(tl.float32)
+    return rows.to(dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def norm_kernel(
+    x, residual, weight, y, total, num_rows, eps, offset,
+    x_inner, x_outer_stride, x_inner_stride, r_inner, r_outer_stride, r_inner_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    ADD: tl.constexpr, KEEP: tl.constexpr, WEIGHT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """y [num_rows, WIDTH] = norm of x, or of x + residual, which also goes to `total` if KEEP; x and residual by `Rows`."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    at = row // x_inner * x_outer_stride + row % x_inner * x_inner_stride
+    value = tl.load(x + at[:, None] + column[None, :], mask=mask, other=0.0)
+    dtype = value.dtype
+    target = row[:, None] * WIDTH + column[None, :]
+    if ADD:
+        at = row // r_inner * r_outer_stride + row % r_inner * r_inner_stride
+        other = tl.load(residual + at[:, None] + column[None, :], mask=mask, other=0.0)
+        value = (value.to(tl.float32) + other.to(tl.float32)).to(dtype)
+        if KEEP:
+            tl.store(total + target, value, mask=mask)
+    wide = value.to(tl.float32)
+    norm = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)[None, :] if WEIGHT else 0.0
+    result = scale_rows(wide, norm[:, None], scale, offset, WEIGHT, WIDE, dtype)
+    tl.store(y + target, result.to(dtype), mask=mask)
+
+
+def launch_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool, keep_sum: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """The norm of x, or of x + residual, and that sum when there is one and it is wanted."""
+    rows = rows_of(x)
+    added = rows if residual is None else rows_of(residual)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    keep = residual is not None and keep_sum
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if keep else None
+    if not x.numel():
+        return y, total
+    width = x.shape[-1]
+    block = triton.next_power_of_2(width)
+    together = max(1, min(2048 // block, triton.next_power_of_2(rows.count)))
+    norm_kernel[(triton.cdiv(rows.count, together),)](
+        rows.tensor, added.tensor, x if weight is None else weight, y, y if total is None else total,
+        rows.count, eps, offset,
+        rows.inner, rows.outer_stride, rows.inner_stride, added.inner, added.outer_stride, added.inner_stride,
+        WIDTH=width, BLOCK=block, ROWS=together,
+        ADD=residual is not None, KEEP=keep, WEIGHT=weight is not None, WIDE=wide,
+        num_warps=max(1, min(16, block * together // 256)), enable_fp_fusion=False,
+    )  # fmt: skip
+    return y, total

@@ -1,0 +1,119 @@
+"""Triton: rotary embedding of queries and keys, after their RMSNorm if there is one. A program owns some heads of one token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchweave.ops.kernels.norm import scale_rows
+
+
+class Norm(NamedTuple):
+    """RMSNorm of each head before it is turned; the arguments of `torchweave::qk_norm_rope`."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    offset: float
+    wide: bool
+
+
+@triton.jit
+def turn(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexpr):
+    """Both halves turned: float32 in and out, every product and the sums rounded to `dtype`."""
+    new_low = (low * cos_low).to(dtype).to(tl.float32) - (high * sin_low).to(dtype).to(tl.float32)
+    new_high = (high * cos_high).to(dtype).to(tl.float32) + (low * sin_high).to(dtype).to(tl.float32)
+    return new_low, new_high
+
+
+@triton.jit
+def _heads(
+    x, weight, cos, sin, out, block, num_heads, token, x_stride, x_head_stride, eps, offset,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+    NORM: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One block of heads of one tensor: the two halves that turn, and the rest [2 * HALF, DIM) that passes."""
+    head = block * HEADS + tl.arange(0, HEADS)
+    half = tl.arange(0, HALF_PAD)
+    rest = 2 * HALF + tl.arange(0, REST_PAD)
+    real = (head < num_heads)[:, None]
+    turning = real & (half < HALF)[None, :]
+    passing = real & (rest < DIM)[None, :]
+    row = x + token * x_stride + head[:, None] * x_head_stride
+    low = tl.load(row + half[None, :], mask=turning, other=0.0)
+    dtype = low.dtype
+    low = low.to(tl.float32)
+    high = tl.load(row + HALF + half[None, :], mask=turning, other=0.0).to(tl.float32)
+    remaining = tl.zeros([HEADS, REST_PAD], tl.float32)
+    if 2 * HALF < DIM:
+        remaining = tl.load(row + rest[None, :], mask=passing, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1) + tl.sum(remaining * remaining, 1)
+        norm = tl.rsqrt(squares / DIM + eps)[:, None]
+        low_weight = tl.load(weight + half, mask=half < HALF, other=0.0)[None, :]
+        high_weight = tl.load(weight + HALF + half, mask=half < HALF, other=0.0)[None, :]
+        low = scale_rows(low, norm, low_weight, offset, True, WIDE, dtype)
+        high = scale_rows(high, norm, high_weight, offset, True, WIDE, dtype)
+        if 2 * HALF < DIM:
+            rest_weight = tl.load(weight + rest, mask=rest < DIM, other=0.0)[None, :]
+            remaining = scale_rows(remaining, norm, rest_weight, offset, True, WIDE, dtype)
+    angle = half < HALF
+    cos_low = tl.load(cos + half, mask=angle, other=0.0).to(tl.float32)[None, :]
+    cos_high = tl.load(cos + HALF + half, mask=angle, other=0.0).to(tl.float32)[None, :]
+    sin_low = tl.load(sin + half, mask=angle, other=0.0).to(tl.float32)[None, :]
+    sin_high = tl.load(sin + HALF + half, mask=angle, other=0.0).to(tl.float32)[None, :]
+    low, high = turn(low, high, cos_low, cos_high, sin_low, sin_high, dtype)
+    target = out + (token * num_heads + head[:, None]) * DIM
+    tl.store(target + half[None, :], low.to(dtype), mask=turning)
+    tl.store(target + HALF + half[None, :], high.to(dtype), mask=turning)
+    if 2 * HALF < DIM:
+        tl.store(target + rest[None, :], remaining.to(dtype), mask=passing)
+
+
+@triton.jit
+def rope_kernel(
+    q, k, q_weight, k_weight, cos, sin, q_out, k_out, eps, offset,
+    q_stride, q_head_stride, k_stride, k_head_stride, cos_stride, sin_stride,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, blocks of query heads, then blocks of key heads)."""
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cos, sin = cos + token * cos_stride, sin + token * sin_stride
+    if block < Q_BLOCKS:
+        _heads(
+            q, q_weight, cos, sin, q_out, block, Q_HEADS, token, q_stride, q_head_stride, eps, offset,
+            HEADS, DIM, HALF, HALF_PAD, REST_PAD, NORM, WIDE,
+        )  # fmt: skip
+    else:
+        _heads(
+            k, k_weight, cos, sin, k_out, block - Q_BLOCKS, K_HEADS, token, k_stride, k_head_stride, eps, offset,
+            HEADS, DIM, HALF, HALF_PAD, REST_PAD, NORM, WIDE,
+        )  # fmt: skip
+
+
+def launch_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
+    """See `torchweave.ops.rope.rope` and `qk_norm_rope`; q and k may be strided views of one product."""
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    cos, sin = cos.contiguous(), sin.contiguous()
+    heads, kv_heads, dim, half = q.shape[-2], k.shape[-2], q.shape[-1], cos.shape[-1] // 2
+    tokens = q.shape[-3]
+    assert q.numel() == tokens * heads * dim, "the dimensions before the tokens are 1"
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    if not tokens:
+        return q_out, k_out
+    together = max(1, min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(max(heads, kv_heads))))
+    q_blocks = triton.cdiv(heads, together)
+    rope_kernel[(tokens, q_blocks + triton.cdiv(kv_heads, together))](
+        q, k, q if norm is None else norm.q_weight, k if norm is None else norm.k_weight, cos, sin, q_out, k_out,
+        0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
+        q.stride(-3), q.stride(-2), k.stride(-3), k.stride(-2), cos.shape[-1], sin.shape[-1],
+        Q_HEADS=heads, K_HEADS=kv_heads, Q_BLOCKS=q_blocks, HEADS=together, DIM=dim,
+        HALF=half, HALF_PAD=max(2, triton.next_power_of_2(half)), REST_PAD=max(2, triton.next_power_of_2(dim - 2 * half)),
+        NORM=norm is not None, WIDE=norm is not None and norm.wide, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return q_out, k_out

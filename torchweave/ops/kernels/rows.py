@@ -1,0 +1,43 @@
+"""Tensors as rows of their last dimension, for kernels that take a program for each row."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """Row r of `tensor` begins at `r // inner * outer_stride + r % inner * inner_stride`.
+
+    Attributes:
+        tensor: as it was given, or a contiguous copy where its rows lie in more than two steps.
+        count: number of rows.
+    """
+
+    tensor: Tensor
+    count: int
+    inner: int
+    outer_stride: int
+    inner_stride: int
+
+
+def rows_of(x: Tensor) -> Rows:
+    """The rows of x. Heads cut out of a merged product are such rows: they need no copy."""
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        x = x.contiguous()
+    steps: list[tuple[int, int]] = []  # (size, stride), the outermost first, neighbours that run on merged into one
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if steps and steps[-1][1] == size * stride:
+            steps[-1] = (steps[-1][0] * size, stride)
+        else:
+            steps.append((size, stride))
+    if len(steps) > 2:
+        return rows_of(x.contiguous())
+    count = math.prod(x.shape[:-1])
+    if len(steps) == 2:
+        return Rows(x, count, steps[1][0], steps[0][1], steps[1][1])
+    return Rows(x, count, 1, steps[0][1] if steps else x.shape[-1], 0)

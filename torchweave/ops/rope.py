@@ -1,0 +1,105 @@
+"""Rotary position embedding of queries and keys in one kernel, after their RMSNorm where the model has one (Qwen 3, Gemma 3).
+
+The half style, as transformers writes it: of the first R numbers of a head, the two halves turn against each other,
+
+    x * cos + cat(-x[R/2:], x[:R/2]) * sin
+
+and the rest, if any, passes through. Each product is rounded to x's dtype before they are added, as in eager mode; the kernel does
+the same, without fused multiply-add, and is bit-equal. With the norm, see `torchweave.ops.norm` for what is left free.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchweave.ops.norm import _normalize
+from torchweave.ops.registry import define
+
+
+def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        torch.empty(k.shape, dtype=k.dtype, device=k.device),
+    )
+
+
+def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    from torchweave.ops.kernels.rope import launch_rope
+
+    return launch_rope(q, k, cos, sin)
+
+
+@define("torchweave::rope", fake=_fake, cuda=_launch)
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn queries and keys.
+
+    Args:
+        q: `[..., T, H, D]`; the dimensions before T are 1.
+        k: `[..., T, KH, D]`.
+        cos, sin: `[..., T, R]` of the same dtype, R even and at most D.
+
+    Returns:
+        q and k turned, contiguous.
+    """
+    return _turn(q, cos, sin), _turn(k, cos, sin)
+
+
+def _fake_norm(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    wide: bool = False,
+) -> tuple[Tensor, Tensor]:
+    return _fake(q, k, cos, sin)
+
+
+def _launch_norm(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    wide: bool = False,
+) -> tuple[Tensor, Tensor]:
+    from torchweave.ops.kernels.rope import Norm, launch_rope
+
+    return launch_rope(q, k, cos, sin, Norm(q_weight, k_weight, eps, offset, wide))
+
+
+@define("torchweave::qk_norm_rope", fake=_fake_norm, cuda=_launch_norm)
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    wide: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`rope` of `rms_norm(q, q_weight, ...)` and `rms_norm(k, k_weight, ...)`, the norm over each head; weights `[D]`."""
+    return (
+        _turn(_normalize(q, q_weight, eps, offset, wide), cos, sin),
+        _turn(_normalize(k, k_weight, eps, offset, wide), cos, sin),
+    )
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = cos.shape[-1]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    turning = x[..., :width]
+    swapped = torch.cat((-turning[..., width // 2 :], turning[..., : width // 2]), -1)
+    turned = turning * cos + swapped * sin
+    if width == x.shape[-1]:
+        return turned.contiguous()
+    return torch.cat((turned, x[..., width:]), -1)
