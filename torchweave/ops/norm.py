@@ -66,7 +66,7 @@ def _launch_add(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, wide: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`h = x + residual`, rounded to its dtype, and `y = rms_norm(h, ...)`. Returns `(y, h)`; the operands have one shape and dtype."""
+    """`(y, h)`: `h = x + residual`, rounded to its dtype, and `y = rms_norm(h, ...)`; operands of one shape and dtype."""
     h = (x + residual).contiguous()
     return _normalize(h, weight, eps, offset, wide), h
 

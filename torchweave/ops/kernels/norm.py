@@ -15,10 +15,8 @@ def scale_rows(rows, norm, weight, offset, WEIGHT: tl.constexpr, WIDE: tl.conste
     """float32 rows times their norm `[ROWS, 1]` and the weight `[1, N]`, rounded to `dtype` where the dialect rounds; float32."""
     rows = rows * norm
     if WEIGHT:
-        if WIDE:
-            rows = rows * (weight.to(tl.float32) + offset)
-        else:
-            rows = rows.to(dtype).to(tl.float32) * weight.to(tl.float32)
+        weight = weight.to(tl.float32)
+        rows = rows * (weight + offset) if WIDE else rows.to(dtype).to(tl.float32) * weight
     return rows.to(dtype).to(tl.float32)
 
 
