@@ -66,7 +66,7 @@ def page() -> str:
     lines += [
         "## bench",
         "",
-        "`torchweave bench SCENARIO --model MODEL`. `shape:llama-1b` and `shape:llama-8b` are models",
+        "`torchweave bench SCENARIO --model MODEL`. `shape:llama-1b`, `shape:llama-8b` and `shape:qwen3-30b-a3b` are models",
     ]
     lines += ["without weights, for `--load_format dummy`.", "", "| scenario | measures |", "|---|---|"]
     lines += [f"| `{name}` | {text} |" for name, text in bench.SCENARIOS.items()]

@@ -1,16 +1,14 @@
-"""Models on a GPU: loading, tokens over the paged cache, and routed experts inside a CUDA graph."""
+"""Models on a GPU: loading, tokens over the paged cache, and dummy weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.models.paged import paged_tokens
 from tests.models.test_zoo import prompts
-from tests.ops.test_experts import FORMS, arguments, expected
 from torchweave.models import load, zoo
 
 pytestmark = pytest.mark.gpu
@@ -40,24 +38,3 @@ def test_dummy_weights_are_made_on_the_device() -> None:
     logits = step(ids, ids, torch.tensor([3, 19], device="cuda"))
     assert logits.shape == (2, 128256)
     assert torch.isfinite(logits).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("form", FORMS, ids=["plain", "gpt_oss", "ungated", "clamped"])
-def test_experts_in_a_graph_follow_the_routing(form: dict[str, Any], dtype: torch.dtype) -> None:
-    given = arguments(48, dtype=dtype, **form)
-    moved = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in given.items()}
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.ops.torchweave.experts(*moved.values())
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        torch.ops.torchweave.experts(*moved.values())
-    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
-    for shift in range(3):
-        moved["index"].copy_((given["index"] + shift) % 6)
-        graph.replay()
-        right = expected(given | {"index": (given["index"] + shift) % 6}).float()
-        error = (moved["out"].float().cpu() - right).abs().max() / right.abs().max()
-        assert error < tolerance

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from torchweave.log import Report
 from torchweave.models import load, zoo
-from torchweave.models.load import model_facts
-from torchweave.models.resolve import SHAPES
+from torchweave.models.load import build_on_meta, model_facts, read_config
+from torchweave.models.resolve import SHAPES, resolve
 
 
 def save(name: str, folder: Path, **options: Any) -> Any:
@@ -96,6 +96,13 @@ def test_config_dict_and_benchmark_shapes() -> None:
         load("shape:llama-1b")
     with pytest.raises(ValueError, match="shape:llama-1b"):
         load("shape:llama-2b", load_format="dummy")
+
+
+def test_the_shape_of_qwen3_30b_is_the_published_one() -> None:
+    config = read_config(resolve("shape:qwen3-30b-a3b"))
+    model = build_on_meta(config, torch.bfloat16)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 30_532_122_624
+    assert model_facts("shape:qwen3-30b-a3b").max_model_len == 40960
 
 
 def test_generation_defaults(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 
-def run_interpreted(script: str) -> None:
+def run_interpreted(script: str, *arguments: str) -> None:
     """Run tests/ops/`script` in a process of its own, where Triton interprets its kernels on CPU tensors."""
     pytest.importorskip("triton")
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(root / "tests" / "ops" / script)], env=environment, capture_output=True, text=True)
+    command = [sys.executable, str(root / "tests" / "ops" / script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

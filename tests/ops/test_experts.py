@@ -1,4 +1,4 @@
-"""The routed experts op: every way of running it against the plain sum over experts."""
+"""The routed experts op: its ways on a CPU, its choice on a GPU, and its kernels without one."""
 
 from __future__ import annotations
 
@@ -6,95 +6,120 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
+from tests.ops.experts_cases import FORMS, call_of, cases, expected
+from tests.ops.interpreted import run_interpreted
 from torchweave.ops import experts as ops
+from torchweave.ops.experts_eager import Call, dense
+from torchweave.ops.experts_gpu import (
+    WORKSPACE_BYTES,
+    Grouped,
+    Rows,
+    Tiles,
+    bytes_per_pair,
+    choose,
+    chunk_tokens,
+    run,
+)
 
-E, K, INNER, TOP = 6, 32, 16, 2
-
-
-def arguments(
-    tokens: int, *, transposed: bool = False, interleaved: bool = False, biased: bool = False, gated: bool = True,
-    alpha: float = 0.0, limit: float = 0.0, dtype: torch.dtype = torch.float32, activation: str = "silu",
-) -> dict[str, Any]:  # fmt: skip
-    generator = torch.Generator().manual_seed(tokens)
-
-    def rand(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    columns = 2 * INNER if gated else INNER
-    up = rand(E, K, columns) if transposed else rand(E, columns, K)
-    return {
-        "x": rand(tokens, K),
-        "index": torch.stack([torch.randperm(E, generator=generator)[:TOP] for _ in range(tokens)]),
-        "weight": rand(tokens, TOP).float().softmax(-1),
-        "up": up * 0.3,
-        "down": (rand(E, INNER, K) if transposed else rand(E, K, INNER)) * 0.3,
-        "up_bias": rand(E, columns) if biased else None,
-        "down_bias": rand(E, K) if biased else None,
-        "out": torch.empty(tokens, K, dtype=dtype),
-        "activation": activation,
-        "gated": gated,
-        "interleaved": interleaved,
-        "transposed": transposed,
-        "alpha": alpha,
-        "limit": limit,
-    }
+QWEN3_30B = (128, 2048, 768)
+BF16 = torch.bfloat16
 
 
-def expected(a: dict[str, Any]) -> torch.Tensor:
-    rows = []
-    for x, index, weight in zip(a["x"].double(), a["index"], a["weight"].double(), strict=True):
-        total = torch.zeros(K, dtype=torch.float64)
-        for e, w in zip(index.tolist(), weight, strict=True):
-            if e >= E:
-                continue
-            up, down = a["up"][e].double(), a["down"][e].double()
-            h = x @ up if a["transposed"] else up @ x
-            if a["up_bias"] is not None:
-                h = h + a["up_bias"][e]
-            if not a["gated"]:
-                h = F.relu(h).square()
-            else:
-                gate, lift = (h[::2], h[1::2]) if a["interleaved"] else h.chunk(2)
-                if a["limit"]:
-                    gate, lift = gate.clamp(max=a["limit"]), lift.clamp(-a["limit"], a["limit"])
-                h = (lift + 1) * gate * torch.sigmoid(a["alpha"] * gate) if a["alpha"] else F.silu(gate) * lift
-            y = h @ down if a["transposed"] else down @ h
-            total += w * (y if a["down_bias"] is None else y + a["down_bias"][e])
-        rows.append(total)
-    return torch.stack(rows)
-
-
-FORMS = [
-    {},
-    {"transposed": True, "biased": True, "interleaved": True, "alpha": 1.702, "limit": 1.0},
-    {"gated": False, "activation": "relu2"},
-    {"limit": 0.5},
-]
-
-
-@pytest.mark.parametrize("form", FORMS, ids=["plain", "gpt_oss", "ungated", "clamped"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("tokens", [1, 7, 40])
-def test_all_ways_agree(form: dict[str, Any], tokens: int) -> None:
-    a = arguments(tokens, **form)
-    torch.ops.torchweave.experts(*a.values())
-    torch.testing.assert_close(a["out"].double(), expected(a), atol=1e-4, rtol=1e-4)
-    names = ("activation", "gated", "interleaved", "transposed", "alpha", "limit")
-    tensors = [value for key, value in a.items() if key not in (*names, "out")]
-    for way in (ops._dense, ops._grouped):
-        out = torch.empty_like(a["out"])
-        way(*tensors, out, tuple(a[name] for name in names))
-        torch.testing.assert_close(out.double(), expected(a), atol=1e-4, rtol=1e-4, msg=way.__name__)
+def test_on_a_cpu(form: dict[str, Any], tokens: int) -> None:
+    case = cases(tokens, **form)
+    call = call_of(case)
+    torch.ops.torchweave.experts(*case.values())
+    torch.testing.assert_close(call.out.double(), expected(call), atol=1e-4, rtol=1e-4)
+    call.out.fill_(torch.nan)
+    dense(call)
+    torch.testing.assert_close(call.out.double(), expected(call), atol=1e-4, rtol=1e-4)
 
 
 def test_experts_of_another_rank_add_nothing() -> None:
-    a = arguments(9)
-    a["index"][::2, 1] = E + 3
-    torch.ops.torchweave.experts(*a.values())
-    torch.testing.assert_close(a["out"].double(), expected(a), atol=1e-4, rtol=1e-4)
+    case = cases(9)
+    case["index"][::2, 1] = case["up"].shape[0] + 3
+    torch.ops.torchweave.experts(*case.values())
+    torch.testing.assert_close(case["out"].double(), expected(call_of(case)), atol=1e-4, rtol=1e-4)
 
 
 def test_opcheck() -> None:
-    for form in FORMS:
-        torch.library.opcheck(ops.experts, tuple(arguments(5, **form).values()))
+    for form in FORMS.values():
+        torch.library.opcheck(ops.experts, tuple(cases(5, **form).values()))
+
+
+def test_choice() -> None:
+    assert isinstance(choose(1, 8, QWEN3_30B, BF16), Rows) and isinstance(choose(2, 8, QWEN3_30B, BF16), Rows)
+    assert isinstance(choose(1, 8, QWEN3_30B, BF16, transposed=True), Tiles), "rows are read along their width"
+    assert isinstance(choose(3, 8, QWEN3_30B, BF16), Tiles) and isinstance(choose(64, 8, QWEN3_30B, BF16), Tiles)
+    assert isinstance(choose(4096, 8, QWEN3_30B, BF16), Grouped)
+    assert isinstance(choose(4096, 8, QWEN3_30B, torch.float16), Tiles), "the grouped matmul takes bfloat16 alone"
+    assert isinstance(choose(4096, 8, (128, 2048, 765), BF16), Tiles), "the grouped matmul takes rows of 16 bytes"
+
+
+def meta_call(tokens: int, form: dict[str, Any]) -> Call:
+    """A call of Qwen3-30B-A3B's sizes without memory."""
+    small = call_of(cases(1, **form, dtype=BF16))
+    experts, width, inner, top = *QWEN3_30B, 8
+    columns = inner * (2 if small.form.gated else 1)
+    up, down = (experts, columns, width), (experts, width, inner)
+    if small.form.transposed:
+        up, down = (experts, width, columns), (experts, inner, width)
+
+    def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    biases = (empty(experts, columns), empty(experts, width)) if small.up_bias is not None else (None, None)
+    index = empty(tokens, top, dtype=torch.int64)
+    x, out = empty(tokens, width), empty(tokens, width)
+    return Call(x, index, empty(tokens, top), empty(*up), empty(*down), *biases, out, small.form)
+
+
+def test_T11_chunks_have_one_size_and_stay_within_the_workspace() -> None:
+    for tokens in (1, 512, 8192, 20_000, 40_000):
+        call = meta_call(tokens, FORMS["plain"])
+        way = choose(tokens, 8, QWEN3_30B, BF16)
+        size = chunk_tokens(call, way, WORKSPACE_BYTES)
+        assert size * 8 * bytes_per_pair(call, way) <= WORKSPACE_BYTES
+        chunks = -(-tokens // size)
+        assert (tokens > 9400) == (chunks > 1) and chunks * size - tokens < chunks
+
+
+def test_T11_chunks_bound_the_memory_and_change_nothing() -> None:
+    run_interpreted("interpreted_experts.py", "stay_within_the_workspace")
+
+
+def test_every_way_in_the_interpreter() -> None:
+    run_interpreted("interpreted_experts.py", "agree")
+
+
+def test_skewed_and_foreign_routing_in_the_interpreter() -> None:
+    run_interpreted("interpreted_experts.py", "follow_skewed_and_foreign_routing")
+
+
+@pytest.mark.parametrize(("form", "tokens"), [("plain", (1, 64, 4096)), ("gpt_oss", (64, 4096)), ("ungated", (1, 64))])
+def test_kernels_build_for_hopper(form: str, tokens: tuple[int, ...]) -> None:
+    """What each way launches, with weights read 16 bytes at a time."""
+    pytest.importorskip("triton")
+    from tests.ops.cross_compile import compile_for_hopper, recorded
+    from torchweave.ops.kernels import experts_rows, experts_tiles
+
+    names = ("plan_kernel", "tiles_up_kernel", "tiles_down_kernel", "combine_kernel", "activate_kernel")
+    for count in tokens:
+        with (
+            recorded(experts_rows, "rows_up_kernel", "rows_down_kernel") as rows,
+            recorded(experts_tiles, *names) as tiles,
+        ):
+            run(meta_call(count, FORMS[form]))
+        assert len(rows + tiles) == {1: 2, 64: 4, 4096: 3}[count]
+        for launch in rows + tiles:
+            name = launch.kernel.fn.__name__
+            ptx = compile_for_hopper(launch).asm["ptx"]
+            assert ("griddepcontrol.wait" in ptx) == (count < 4096), name
+            if name.startswith("rows"):
+                assert "v4.b32" in ptx, name
+            if name.startswith("tiles"):
+                # cp.async.ca copies 4 or 8 bytes, cp.async.cg 16.
+                assert "cp.async.cg" in ptx and "cp.async.ca" not in ptx, name

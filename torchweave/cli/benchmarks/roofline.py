@@ -38,8 +38,8 @@ def memory_bandwidth(device: str) -> float:
 def decode_bytes(llm: LLM, batch_size: int, context: float) -> float:
     """Bytes that a decode step must read: the weights once, and each request's keys and values of `context` tokens.
 
-    A token embedding that is not also the output layer is left out: a step reads a few rows of it. All experts of a
-    mixture are counted, which a small batch need not read.
+    A token embedding that is not also the output layer is left out: a step reads a few rows of it. Of a mixture's experts
+    those are counted that the batch is expected to choose when every one is as likely as another.
     """
     loaded = llm.engine.loaded
     weights = loaded.weight_bytes
@@ -47,6 +47,9 @@ def decode_bytes(llm: LLM, batch_size: int, context: float) -> float:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is not None and head is not None and embedding.weight.data_ptr() != head.weight.data_ptr():
         weights -= embedding.weight.numel() * embedding.weight.element_size()
+    for experts in (weight for weight in model.parameters() if weight.ndim == 3):
+        unread = (1 - loaded.config.get("num_experts_per_tok", len(experts)) / len(experts)) ** batch_size
+        weights -= unread * experts.numel() * experts.element_size()
     per_token = sum(layer.bytes_per_token(loaded.dtype) for layer in loaded.module.attention_layers)
     return weights + batch_size * context * per_token
 

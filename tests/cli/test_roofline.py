@@ -1,0 +1,35 @@
+"""The least that a decode step reads, by which a measured step is judged."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchweave.cli.benchmarks.roofline import decode_bytes
+from torchweave.models import load, zoo
+
+
+def fake_llm(name: str) -> Any:
+    loaded = load(zoo.specimen(name).config().to_dict(), load_format="dummy")
+    return SimpleNamespace(engine=SimpleNamespace(loaded=loaded))
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
+    """The specimen has 8 experts, of which a token chooses 2."""
+    llm = fake_llm("qwen3_moe")
+    loaded = llm.engine.loaded
+    experts = sum(weight.numel() * 4 for weight in loaded.module.parameters() if weight.ndim == 3)
+    table = loaded.module.model.get_input_embeddings().weight
+    every = loaded.weight_bytes - table.numel() * 4
+    for batch_size, read in ((1, 1 / 4), (2, 7 / 16), (64, 1.0)):
+        assert decode_bytes(llm, batch_size, 0) == pytest.approx(every - (1 - read) * experts, rel=1e-6)
+
+
+def test_a_dense_model_reads_its_weights_and_each_request_its_own_tokens() -> None:
+    llm = fake_llm("llama-tied")
+    loaded = llm.engine.loaded
+    layer = loaded.module.attention_layers[0]
+    rows = 5 * 100 * len(loaded.module.attention_layers) * layer.bytes_per_token(loaded.dtype)
+    assert decode_bytes(llm, 5, 100) == loaded.weight_bytes + rows

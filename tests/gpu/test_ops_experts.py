@@ -1,0 +1,150 @@
+"""Routed experts on a GPU: every way against float64, inside CUDA graphs, repeatable to the bit, in bounded memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.experts_cases import FORMS, call_of, cases, expected
+from torchweave.ops.experts_eager import Call
+from torchweave.ops.experts_gpu import (
+    WORKSPACE_BYTES,
+    Grouped,
+    Product,
+    Rows,
+    Tiles,
+    Way,
+    bytes_per_pair,
+    choose,
+    run,
+)
+
+pytestmark = pytest.mark.gpu
+
+ROWS = [Rows(Product(4, 256, 4, 2), Product(2, 64, 4, 2)), Rows(Product(2, 128, 4, 1), Product(4, 128, 4, 1), dependent=True)]
+TILES = [
+    Tiles(Product(32, 64, 4, 4), Product(64, 64, 4, 3)),
+    Tiles(Product(16, 128, 4, 3), Product(32, 64, 4, 4), dependent=True),
+    Tiles(Product(64, 64, 8, 3), Product(128, 64, 8, 3), block_m=64),
+]
+SIZES = {"num_experts": 16, "width": 256, "inner": 192, "top": 4}
+
+
+def moved(case: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in case.items()}
+
+
+def ways(call: Call) -> list[Way]:
+    few = ROWS if call.num_tokens <= 2 and not call.form.transposed else []
+    grouped = [Grouped()] if call.x.dtype == torch.bfloat16 else []
+    return [*few, *TILES, *grouped]
+
+
+def close(got: torch.Tensor, right: torch.Tensor) -> None:
+    """Hidden columns and the result are rounded: a few units of the last place of the largest term."""
+    error = (got.double() - right).abs().max() / right.abs().max()
+    assert error < 4 * torch.finfo(got.dtype).eps, float(error)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", [form for name, form in FORMS.items() if name != "odd"], ids=[n for n in FORMS if n != "odd"])
+def test_every_way(form: dict[str, Any], dtype: torch.dtype) -> None:
+    for tokens in (1, 2, 7, 64, 300):
+        call = call_of(moved(cases(tokens, dtype=dtype, **form, **SIZES)))
+        right = expected(call)
+        for way in ways(call):
+            call.out.fill_(torch.nan)
+            run(call, way)
+            close(call.out, right)
+
+
+def test_the_shape_of_qwen3_30b() -> None:
+    shape = {"num_experts": 128, "width": 2048, "inner": 768, "top": 8}
+    for tokens in (1, 2, 8, 33, 130):
+        call = call_of(moved(cases(tokens, dtype=torch.bfloat16, **shape)))
+        run(call)
+        got, right = call.out.clone(), expected(call)
+        close(got, right)
+        run(call)
+        assert call.out.equal(got), "the same call gives the same bits"
+
+
+def test_sizes_that_are_no_multiples() -> None:
+    for tokens in (1, 9):
+        call = call_of(moved(cases(tokens, dtype=torch.bfloat16, num_experts=5, width=264, inner=200, top=3)))
+        right = expected(call)
+        for way in ways(call):
+            run(call, way)
+            close(call.out, right)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 48, 600])
+def test_a_graph_follows_the_routing(tokens: int) -> None:
+    """One recording, many routings: spread, all at one expert, some on another rank; dependent launches wait for each other."""
+    case = moved(cases(tokens, dtype=torch.bfloat16, **SIZES))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.ops.torchweave.experts(*case.values())
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        case["index"].add_(0)  # an ordinary kernel before, and one behind
+        torch.ops.torchweave.experts(*case.values())
+        case["out"].mul_(1)
+    first = case["index"].clone()
+    routings = [first, (first + 5) % 16, torch.zeros_like(first), torch.where(first < 9, first, first + 16)]
+    for index in routings * 3:
+        case["index"].copy_(index)
+        case["x"].copy_(torch.randn_like(case["x"]))
+        graph.replay()
+        close(case["out"], expected(call_of(case)))
+
+
+def test_layers_in_a_graph_as_dependent_launches() -> None:
+    """Each layer reads what the one before wrote: a launch that did not wait would read stale numbers."""
+    form: dict[str, Any] = {"gated": False, "activation": "relu"}  # neither grows nor dies over the layers
+    layers = [moved(cases(1, dtype=torch.bfloat16, seed=seed, **form, **SIZES)) for seed in range(12)]
+
+    def chain() -> None:
+        for before, layer in pairwise(layers):
+            run(replace(call_of(layer), x=before["out"]))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run(call_of(layers[0]))
+        chain()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run(call_of(layers[0]))
+        chain()
+    for _ in range(20):
+        layers[0]["x"].copy_(torch.randn_like(layers[0]["x"]))
+        graph.replay()
+        for before, layer in pairwise(layers):
+            close(layer["out"], expected(replace(call_of(layer), x=before["out"])))
+
+
+def test_T11_chunks_bound_the_memory() -> None:
+    call = call_of(moved(cases(2048, dtype=torch.bfloat16, **SIZES)))
+    results = []
+    for chunks in (1, 4):
+        way = choose(2048, 4, (16, 256, 192), torch.bfloat16)
+        workspace = bytes_per_pair(call, way) * call.index.numel() // chunks
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(call, way, workspace)
+        assert torch.cuda.max_memory_allocated() - before <= workspace + (1 << 20) < WORKSPACE_BYTES
+        results.append(call.out.clone())
+    close(results[0], expected(call))
+    close(results[1], results[0].double())
+
+
+def test_float32_is_dense_and_precise() -> None:
+    case = moved(cases(9, **FORMS["gpt_oss"]))
+    torch.ops.torchweave.experts(*case.values())
+    torch.testing.assert_close(case["out"].double(), expected(call_of(case)), rtol=1e-4, atol=1e-4)
