@@ -1,4 +1,4 @@
-"""FP8 activations: `torchweave::fp8_quant` and `torchweave::fp8_quant_static`, and the arithmetic that every fused form repeats.
+"""FP8 activations: `torchweave::fp8_quant`, and the arithmetic that every fused form of it repeats.
 
 A number is stored as float8_e4m3fn `q` with a float32 scale `s`, and stands for `q * s`:
 
@@ -11,7 +11,7 @@ ceil(K / 128), which is what cuBLAS reads and a decode step does not mind.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ GROUP = 128
 """Channels of an activation that share a scale, and side of a weight's block, in the block-wise scheme."""
 PER_TOKEN = 0
 """`group` of one scale a token."""
-MAX_WIDTH = 32768
-"""Widest token that the kernels hold in registers; wider ones take the reference."""
 
 
 def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
@@ -46,8 +44,10 @@ def num_groups(width: int) -> int:
     return -(-width // GROUP)
 
 
-def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """The dynamic scheme written in torch: x `[..., K]` -> q `[..., K]`, s as `fp8_quant`. The oracle of every kernel."""
+def quantize(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The scheme written in torch: x `[..., K]` -> q `[..., K]` and s, as `fp8_quant`. The oracle of every kernel."""
+    if scale is not None:
+        return to_fp8(x, scale).contiguous(), scale.clone()
     width = x.shape[-1]
     rows = x.reshape(-1, width).float()
     if group == PER_TOKEN:
@@ -59,48 +59,40 @@ def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return q.contiguous().view(x.shape), scale.t().contiguous()
 
 
-def like_quantized(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Empty results of quantising something of x's shape."""
-    width = x.shape[-1]
-    tokens = x.numel() // width
-    shape = (tokens, 1) if group == PER_TOKEN else (num_groups(width), tokens)
-    return x.new_empty(x.shape, dtype=FP8), x.new_empty(shape, dtype=torch.float32)
+def empty_quantized(x: Tensor, width: int, group: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Room for the q and s of tokens `[..., width]`, as many as x `[..., .]` has.
+
+    Raises:
+        ValueError: a scheme that there is not.
+    """
+    if group not in (PER_TOKEN, GROUP) or (scale is not None and (group != PER_TOKEN or scale.shape != (1,))):
+        given = "" if scale is None else f" beside a given scale of shape {list(scale.shape)}"
+        raise ValueError(
+            f"group {group}{given}: expected 0 (a scale for each token), {GROUP}, or 0 and a scale of shape [1]."
+        )
+    tokens = math.prod(x.shape[:-1])
+    shape = (1,) if scale is not None else (tokens, 1) if group == PER_TOKEN else (num_groups(width), tokens)
+    q = torch.empty((*x.shape[:-1], width), dtype=FP8, device=x.device)
+    return q, torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-def runs_here(x: Tensor) -> bool:
-    """Whether the kernels can take x: on a GPU, rows contiguous, not too wide."""
-    return x.device.type == "cuda" and x.is_contiguous() and x.shape[-1] <= MAX_WIDTH and x.numel() > 0
+def _fake(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return empty_quantized(x, x.shape[-1], group, scale)
 
 
-def check_group(group: int) -> None:
-    """ValueError unless `group` is one of the two schemes."""
-    if group not in (PER_TOKEN, GROUP):
-        raise ValueError(f"group is {group}: expected 0 (a scale for each token) or {GROUP}.")
-
-
-@define("torchweave::fp8_quant", fake=like_quantized)
-def fp8_quant(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Quantise dynamically: x `[..., K]` -> q e4m3 `[..., K]` and s float32 `[T, 1]` (group 0) or `[ceil(K / 128), T]` (128)."""
-    check_group(group)
-    if not runs_here(x):
-        return quantize(x, group)
+def _launch(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     from torchweave.ops.kernels.fp8_quant import launch_quant
 
-    q, scale = like_quantized(x, group)
-    launch_quant(x, q, scale, group)
-    return q, scale
+    return launch_quant(x, group, scale)
 
 
-@define("torchweave::fp8_quant_static", fake=lambda x, scale: x.new_empty(x.shape, dtype=FP8))
-def fp8_quant_static(x: Tensor, scale: Tensor) -> Tensor:
-    """Quantise with a scale that was measured beforehand: x `[..., K]`, scale float32 `[1]` -> q e4m3 `[..., K]`."""
-    if not runs_here(x):
-        return to_fp8(x, scale).contiguous()
-    from torchweave.ops.kernels.fp8_quant import launch_quant
+@define("torchweave::fp8_quant", fake=_fake, cuda=_launch)
+def fp8_quant(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantise: x `[..., K]` -> (q e4m3 `[..., K]` contiguous, s float32).
 
-    q = x.new_empty(x.shape, dtype=FP8)
-    launch_quant(x, q, scale, None)
-    return q
-
-
-Quantizer = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    Args:
+        group: 0: a scale for each token, s `[T, 1]`; 128: for each 128 channels of a token, s `[ceil(K / 128), T]`.
+        scale: float32 `[1]`, measured beforehand: the only one, group is 0 and s is a copy of it.
+    """
+    empty_quantized(x[:0], x.shape[-1], group, scale)
+    return quantize(x, group, scale)

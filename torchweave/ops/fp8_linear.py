@@ -91,36 +91,42 @@ def _fake(
     return q.new_empty((*q.shape[:-1], w.shape[0]), dtype=out_dtype)
 
 
-@define("torchweave::fp8_linear", fake=_fake)
+def _launch(
+    q: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    num_outputs, width = w.shape
+    rows, blocks = q.reshape(-1, width), w_scale.ndim == 2
+    tokens = rows.shape[0]
+    shape = (*q.shape[:-1], num_outputs)
+    if not tokens:
+        return q.new_empty(shape, dtype=out_dtype)
+    hopper = torch.cuda.get_device_capability(q.device)[0] == 9
+    config = choose(tokens, num_outputs, width, blocks=blocks, hopper=hopper)
+    if config is None:
+        product = scaled_mm_blocks if blocks else scaled_mm_rows
+        return product(rows, x_scale, w, w_scale, bias, out_dtype).view(shape)
+    out = q.new_empty(shape, dtype=out_dtype)
+    config.run(rows, x_scale, w, w_scale, bias, out.view(tokens, num_outputs))
+    return out
+
+
+@define("torchweave::fp8_linear", fake=_fake, cuda=_launch)
 def fp8_linear(
     q: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """(q * x_scale) @ (w * w_scale).T + bias.
+    """(q * x_scale) @ (w * w_scale).T + bias, in float32 throughout and rounded once.
 
     Args:
         q: e4m3 `[..., K]`.
-        x_scale: float32, `[1]`, `[T, 1]` or `[ceil(K / 128), T]`, as `torchweave.ops.fp8` has them.
+        x_scale: float32, `[1]`, `[T, 1]` or `[ceil(K / 128), T]`, as `fp8_quant` gives them.
         w: e4m3 `[N, K]`.
         w_scale: float32, `[N]` (one a row), or `[ceil(N / 128), at least ceil(K / 128)]` (one a block), with which x_scale is
             by group. `block_scales` makes one that cuBLAS can read.
         bias: `[N]` or none.
         out_dtype: of the result `[..., N]`.
     """
-    width = w.shape[1]
-    rows = q.reshape(-1, width)
-    if q.device.type == "cuda" and rows.shape[0]:
-        out = _on_gpu(rows, x_scale, w, w_scale, bias, out_dtype)
-    else:
-        out = reference(rows, x_scale, w, w_scale, bias, out_dtype)
-    return out.view(*q.shape[:-1], w.shape[0])
-
-
-def reference(
-    q: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """The product written in torch, in float32 throughout and rounded once: q `[T, K]` -> `[T, N]`."""
     num_outputs, width = w.shape
-    x = q.float()
+    x = q.reshape(-1, width).float()
     if w_scale.ndim == 2:
         by_block = w_scale[:, : num_groups(width)].repeat_interleave(GROUP, 0)[:num_outputs]
         weight = w.float() * by_block.repeat_interleave(GROUP, 1)[:, :width]
@@ -129,21 +135,7 @@ def reference(
         out = (x @ w.float().t()) * x_scale * w_scale
     if bias is not None:
         out += bias.float()
-    return out.to(out_dtype)
-
-
-def _on_gpu(
-    q: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    blocks = w_scale.ndim == 2
-    hopper = torch.cuda.get_device_capability(q.device)[0] == 9
-    config = choose(q.shape[0], w.shape[0], w.shape[1], blocks=blocks, hopper=hopper)
-    if config is None:
-        product = scaled_mm_blocks if blocks else scaled_mm_rows
-        return product(q, x_scale, w, w_scale, bias, out_dtype)
-    out = q.new_empty((q.shape[0], w.shape[0]), dtype=out_dtype)
-    config.run(q, x_scale, w, w_scale, bias, out)
-    return out
+    return out.to(out_dtype).view(*q.shape[:-1], num_outputs)
 
 
 def scaled_mm_rows(
@@ -152,9 +144,7 @@ def scaled_mm_rows(
     """cuBLAS with one scale for each row of both operands."""
     by_token = x_scale.expand(q.shape[0], 1).contiguous()
     fused = bias if bias is not None and bias.dtype == out_dtype != torch.float32 else None
-    out = torch._scaled_mm(
-        q, w.t(), by_token, w_scale[None], bias=fused, out_dtype=out_dtype, use_fast_accum=True
-    )
+    out = torch._scaled_mm(q, w.t(), by_token, w_scale[None], bias=fused, out_dtype=out_dtype, use_fast_accum=True)
     return out if bias is fused else out.add_(bias)
 
 

@@ -7,36 +7,41 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-STATIC: tl.constexpr = tl.constexpr(0)
-TOKEN: tl.constexpr = tl.constexpr(1)
-GROUPS: tl.constexpr = tl.constexpr(2)
+from torchweave.ops.fp8 import empty_quantized
+from torchweave.ops.kernels.rows import rows_of
+
+DEPENDENT_TOKENS = 2
+"""Up to this many tokens kernels that end in FP8 are dependent launches, as the products that read them are."""
 FP8_MAX: tl.constexpr = tl.constexpr(448.0)
 TINY: tl.constexpr = tl.constexpr(1e-10)
 
 
 @triton.jit
 def store_fp8(
-    values, inside, column, first_group, q, scale, token, num_tokens,
+    values, inside, column, first_group, q, s, given, token, num_tokens,
     WIDTH: tl.constexpr, SCHEME: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Round float32 `values [ROWS, 128]`, of which `inside` are real, into row `token` of `q`; write the scale, or read it."""
+    """Round float32 `values [ROWS, 128]`, of which `inside` are real, into row `token` of q; and s. SCHEME: see `scheme_of`."""
     if SCHEME == 0:
-        divisor = tl.full([ROWS, 1], 1.0, tl.float32) * tl.load(scale)
+        one = tl.load(given)
+        tl.store(s, one, mask=(token == 0) & (first_group == 0))
+        divisor = tl.full([ROWS, 1], 1.0, tl.float32) * one
     else:
         size = tl.max(tl.where(inside, tl.abs(values), 0.0), 1)
         if SCHEME == 1:
             one = tl.div_rn(tl.maximum(tl.max(size, 0), TINY), FP8_MAX)
-            tl.store(scale + token, one)
+            tl.store(s + token, one)
             divisor = tl.full([ROWS, 1], 1.0, tl.float32) * one
         else:
             each = tl.div_rn(tl.maximum(size, TINY), FP8_MAX)
             group = first_group + tl.arange(0, ROWS)
-            tl.store(scale + group.to(tl.int64) * num_tokens + token, each, mask=group < (WIDTH + 127) // 128)
+            tl.store(s + group.to(tl.int64) * num_tokens + token, each, mask=group < (WIDTH + 127) // 128)
             divisor = each[:, None]
     scaled = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
     scaled = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -45,10 +50,10 @@ def store_fp8(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def quant_kernel(
-    x, q, scale, num_tokens,
+    x, q, s, given, num_tokens, x_inner, x_outer_stride, x_inner_stride,
     WIDTH: tl.constexpr, SCHEME: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, parts): a program quantises `ROWS * 128` channels of a token, which is all of it when SCHEME is per token."""
+    """Grid (T, parts): a program quantises `ROWS * 128` channels of a token of x, which is by `Rows`."""
     token = tl.program_id(0)
     first_group = tl.program_id(1) * ROWS
     column = (first_group + tl.arange(0, ROWS))[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -56,35 +61,51 @@ def quant_kernel(
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    values = tl.load(x + token.to(tl.int64) * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    store_fp8(values, inside, column, first_group, q, scale, token, num_tokens, WIDTH, SCHEME, ROWS)
+    at = token.to(tl.int64) // x_inner * x_outer_stride + token % x_inner * x_inner_stride
+    values = tl.load(x + at + column, mask=inside, other=0.0).to(tl.float32)
+    store_fp8(values, inside, column, first_group, q, s, given, token, num_tokens, WIDTH, SCHEME, ROWS)
 
 
-def scheme_of(group: int | None) -> int:
-    """The kernels' SCHEME: None is static, 0 per token, else per 128 channels."""
-    return 0 if group is None else 1 if group == 0 else 2
+def scheme_of(group: int, scale: Tensor | None) -> int:
+    """The kernels' SCHEME: 0 with a given scale, 1 with a scale for each token, 2 for each 128 channels of a token."""
+    return 0 if scale is not None else 1 if group == 0 else 2
 
 
-def rows_of(width: int) -> int:
-    """ROWS of a whole token: its groups, padded to a power of two."""
+def groups_of(width: int) -> int:
+    """ROWS that hold a whole token: its groups of 128, padded to a power of two."""
     return triton.next_power_of_2(triton.cdiv(width, 128))
 
 
+def part_of(width: int, scheme: int) -> int:
+    """ROWS that a program takes where it need not see the whole token: only SCHEME 1 must."""
+    return groups_of(width) if scheme == 1 else min(groups_of(width), 8)
+
+
 def warps_of(rows: int) -> int:
-    """Warps of a program that holds a whole token: eight numbers a thread where there are threads enough."""
+    """Warps of a program: eight numbers a thread where there are threads enough."""
     return min(max(rows // 2, 1), 16)
 
 
-def launch_quant(x: Tensor, q: Tensor, scale: Tensor, group: int | None, *, dependent: bool = False) -> None:
-    """x `[..., K]` contiguous into q `[..., K]`; `scale` is written (`group` 0 or 128) or read (None)."""
+def launch_quant(x: Tensor, group: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `fp8_quant`."""
     width = x.shape[-1]
-    tokens, rows = x.numel() // width, rows_of(width)
-    if group != 0:
-        rows = min(rows, 8)
-    quant_kernel[(tokens, triton.cdiv(triton.cdiv(width, 128), rows))](
-        x, q, scale, tokens, WIDTH=width, SCHEME=scheme_of(group), ROWS=rows, DEPENDENT=dependent,
-        num_warps=warps_of(rows), **dependent_launch(dependent),
-    )  # fmt: skip
+    rows, scheme = rows_of(x), scheme_of(group, scale)
+    q, s = empty_quantized(x, width, group, scale)
+    if rows.count:
+        part, dependent = part_of(width, scheme), depends(x)
+        quant_kernel[(rows.count, triton.cdiv(triton.cdiv(width, 128), part))](
+            rows.tensor, q, s, s if scale is None else scale, rows.count, rows.inner, rows.outer_stride, rows.inner_stride,
+            WIDTH=width, SCHEME=scheme, ROWS=part, DEPENDENT=dependent,
+            num_warps=warps_of(part), **dependent_launch(dependent),
+        )  # fmt: skip
+    return q, s
+
+
+def depends(x: Tensor) -> bool:
+    """Whether to launch as a dependent of the kernel before: few tokens, where the launch itself counts, on Hopper or later."""
+    if x.device.type != "cuda" or x.numel() > x.shape[-1] * DEPENDENT_TOKENS:
+        return False
+    return torch.cuda.get_device_capability(x.device)[0] >= 9
 
 
 def dependent_launch(dependent: bool) -> dict[str, Any]:
