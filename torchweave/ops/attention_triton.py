@@ -31,6 +31,7 @@ class DecodeConfig:
         min_tiles: a context of no more tiles is not split: combining costs about as much (4.9 against 7.8 us a layer at 192
             keys and batch 1 on an H100).
         dot: scores by matrix product, the query heads padded to 16; else by multiply and sum, for small groups.
+        dependent: start while the kernel before runs, and let the one behind start (programmatic dependent launch, sm_90).
     """
 
     block_n: int = 64
@@ -39,6 +40,7 @@ class DecodeConfig:
     programs_per_sm: int = 2
     min_tiles: int = 4
     dot: bool = True
+    dependent: bool = False
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,8 @@ class TritonStep:
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
             BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, SPLITS_PAD=splits if splits == 1 else max(splits, 16),
             DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, DOT=config.dot,
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            DEPENDENT=config.dependent, num_warps=config.num_warps, num_stages=config.num_stages,
+            **({"launch_pdl": True} if config.dependent else {}),
         )  # fmt: skip
 
     def _prefill(

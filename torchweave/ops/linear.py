@@ -1,7 +1,9 @@
-"""`torchweave::linear`: F.linear that reads its weight at full speed when there are few tokens.
+"""Linears that read their weight at full speed when there are few tokens, alone and with what stands around them.
 
-The number of tokens is symbolic in the captured graph but known when the op runs, which is when a CUDA graph is recorded: so the
-op, not the compiler, chooses between cuBLAS and the project's kernels, bucket by bucket.
+`torchweave::linear` is F.linear. `torchweave::fused_linear` also normalises its input, gates one half of its output by the other,
+or adds a residual: what a decoder layer has between two of its products. The number of tokens is symbolic in the captured graph
+but known when an op runs, which is when a CUDA graph is recorded: so the op, not the compiler, chooses between the BLAS and the
+project's kernels, bucket by bucket.
 """
 
 from __future__ import annotations
@@ -17,38 +19,57 @@ from torchweave.ops.registry import define
 
 
 @dataclass(frozen=True)
+class Around:
+    """What a product is fused with; the default is nothing.
+
+    Attributes:
+        bias: `[N]`, added to the product before it is rounded.
+        norm: weight `[K]` of the RMSNorm of x; `eps`, `offset` and `wide` as in `torchweave::rms_norm`.
+        residual: `[T, N]`, added to the rounded product.
+        activation: gates the first half of the product's columns by the second: `[T, N // 2]`; see `torchweave.ops.activation`.
+    """
+
+    bias: Tensor | None = None
+    norm: Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+    wide: bool = False
+    residual: Tensor | None = None
+    activation: str | None = None
+
+
+NOTHING = Around()
+
+
+@dataclass(frozen=True)
 class LinearConfig:
     """One way to run the product.
 
     Attributes:
-        kernel: "row" multiplies element by element (1 or 2 tokens), "dot" uses tensor cores (any small number).
-        block_n, block_k: rows of the weight that a program owns, and how much of them it reads at a time.
+        kernel: "row" multiplies element by element (up to 4 tokens); on tensor cores, "dot" gives a program's warps its
+            rows, "split" gives each of them a part of K.
+        block_n, block_k: rows of the weight that a program owns, and how much of them it (with "split": each of its warps)
+            reads at a time.
         num_warps: warps of a program.
-        depth: iterations in flight: the loop's unrolling for "row", its pipeline stages for "dot".
-        dependent: start while the kernel before drains (programmatic dependent launch, sm_90).
+        depth: iterations in flight: the loop's unrolling for "row", its pipeline stages otherwise.
+        dependent: start while the kernel before runs (programmatic dependent launch, sm_90), and let the kernel behind
+            start: 1: once this one has waited; 2: at once.
+        ahead: how many numbers of each row are asked for before anything is computed; 0 for none.
     """
 
-    kernel: Literal["row", "dot"]
+    kernel: Literal["row", "dot", "split"]
     block_n: int
     block_k: int
     num_warps: int
     depth: int
-    dependent: bool = False
+    dependent: int = 0
+    ahead: int = 0
 
-    def run(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """out [T, N] = x [T, K] @ w [N, K].T + bias [N], all on one GPU, rows contiguous."""
-        from torchweave.ops.kernels.linear import launch_dot, launch_row
+    def run(self, x: Tensor, w: Tensor, out: Tensor, around: Around = NOTHING) -> None:
+        """out [T, N] = x [T, K] @ w [N, K].T, and what is around it; all on one GPU, rows contiguous."""
+        from torchweave.ops.kernels.linear import launch
 
-        shape = {
-            "block_n": self.block_n,
-            "block_k": self.block_k,
-            "num_warps": self.num_warps,
-            "dependent": self.dependent,
-        }
-        if self.kernel == "row":
-            launch_row(x, w, bias, out, unroll=self.depth, **shape)
-        else:
-            launch_dot(x, w, bias, out, stages=self.depth, **shape)
+        launch(self, x, w, out, around)
 
 
 MAX_TOKENS = 32
@@ -97,7 +118,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         config = choose(x.numel() // width, w.shape[0], width, x.dtype)
         if config is not None:
             out = x.new_empty((*x.shape[:-1], w.shape[0]))
-            config.run(x.view(-1, width), w, bias, out.view(-1, w.shape[0]))
+            config.run(x.view(-1, width), w, out.view(-1, w.shape[0]), Around(bias))
             return out
     return F.linear(x, w, bias)
 

@@ -1,103 +1,273 @@
 """Triton kernels for `x @ w.T` with few tokens, where the weight is read once and its bandwidth is all that counts.
 
-Both may be launched as dependents of the kernel before (programmatic dependent launch): they start while it drains, the row kernel
-with its first weights already under way, and wait before they touch anything that it wrote.
+Each may normalise x on its way in (RMSNorm), and add a residual to what comes out, or gate one half of it by the other. They round
+where the separate operations round.
+
+Each may be launched as a dependent of the kernel before (programmatic dependent launch): it then starts while that one runs,
+asks for its first weights, and waits before it touches anything that is not a weight. What a kernel writes may be read by any
+later one that waits: a launch ends only after its own wait, hence after all launches before it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from torchweave.ops.kernels.activation import activate
+from torchweave.ops.kernels.norm import scale_rows
+
+if TYPE_CHECKING:
+    from torchweave.ops.linear import Around, LinearConfig
+
+_LINE = tl.constexpr(128)  # numbers that one request asks for: 256 bytes
+
 
 @triton.jit
-def row_kernel(
-    x, w, bias, out, num_outputs, x_stride, w_stride, out_stride,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    UNROLL: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """out[TOKENS, N], for one or two tokens: a program multiplies BLOCK_N whole rows of w by x, element by element in float32."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = rows < num_outputs
-    k = tl.arange(0, BLOCK_K)
-    weights = w + rows.to(tl.int64)[:, None] * w_stride + k[None, :]
-    tile = tl.load(weights, mask=inside[:, None] & (k < WIDTH)[None, :], other=0.0, eviction_policy="evict_first")
-    if DEPENDENT:
-        gdc_wait()
+def _weight_rows(num_outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """The rows of w that this program multiplies, `[BLOCK_N]`, and whether each exists.
+
+    GATED: the first half of them are gates, the second the rows that they gate, `num_outputs` further down.
+    """
+    index = tl.arange(0, BLOCK_N)
+    if GATED:
+        half: tl.constexpr = BLOCK_N // 2
+        output = tl.program_id(0) * half + index % half
+        return output + index // half * num_outputs, output < num_outputs
+    else:  # noqa: RET505 (Triton compiles only the branch that is taken when there are two)
+        output = tl.program_id(0) * BLOCK_N + index
+        return output, output < num_outputs
+
+
+@triton.jit
+def _start(weights, inside, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Ask memory for the first AHEAD numbers of this program's rows (`weights [BLOCK_N]` points at them), then, as a
+    dependent launch, wait for the kernel before."""
+    if AHEAD > 0:
+        line = tl.arange(0, AHEAD // _LINE) * _LINE
+        there = tl.where(inside, weights.to(tl.int64), tl.min(weights.to(tl.int64), 0))
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0;",
+            "=r,l",
+            [there[:, None] + line[None, :] * 2],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    if DEPENDENT == 2:
         gdc_launch_dependents()
+    if DEPENDENT > 0:
+        gdc_wait()
+    if DEPENDENT == 1:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _inverse_rms(x, eps, real, WIDTH: tl.constexpr):
+    """`rsqrt(mean(x ** 2) + eps)` of one token, if it is real: a float32 number."""
+    k = tl.arange(0, 1024)
+    squares = tl.zeros([1024], tl.float32)
+    for start in range(0, WIDTH, 1024):
+        value = tl.load(x + start + k, mask=real & (start + k < WIDTH), other=0.0).to(tl.float32)
+        squares += value * value
+    return tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
+
+
+@triton.jit
+def _inverse_rms_of_all(x, num_tokens, x_stride, eps, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
+    """`_inverse_rms` of each token, `[TOKENS]`."""
+    block: tl.constexpr = 512 if TOKENS <= 8 else 256
+    token, k = tl.arange(0, TOKENS), tl.arange(0, block)
+    squares = tl.zeros([TOKENS, block], tl.float32)
+    for start in range(0, WIDTH, block):
+        real = (token < num_tokens)[:, None] & (start + k < WIDTH)[None, :]
+        value = tl.load(x + token[:, None] * x_stride + start + k[None, :], mask=real, other=0.0).to(tl.float32)
+        squares += value * value
+    return tl.rsqrt(tl.sum(squares, 1) / WIDTH + eps)
+
+
+@triton.jit
+def _finish(
+    total, bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
+    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Store float32 products `total [BLOCK_N, TOKENS]` after bias, gate and residual, rounding as the separate operations do."""
+    dtype = out.dtype.element_ty
+    token = tl.arange(0, TOKENS)
+    if BIAS:
+        total += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
+    value = total.to(dtype).to(tl.float32)
+    output = rows
+    if ACTIVATION is not None:
+        half: tl.constexpr = BLOCK_N // 2
+        gate, up = tl.split(tl.permute(tl.reshape(value, [2, half, TOKENS]), [1, 2, 0]))
+        value = (activate(gate, ACTIVATION).to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
+        output = tl.program_id(0) * half + tl.arange(0, half)
+        inside = output < num_outputs
+    mask = inside[:, None] & (token < num_tokens)[None, :]
+    if ADD:
+        value += tl.load(residual + token[None, :] * residual_stride + output[:, None], mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token[None, :].to(tl.int64) * out_stride + output[:, None], value.to(dtype), mask=mask)
+
+
+@triton.jit
+def _row_total(total, tile, x, norm, scale, offset, here, real, WIDTH: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr):
+    """`total [BLOCK_N, BLOCK_K]` plus a tile of the weight times the same columns `here` of one token."""
+    value = tl.load(x + here, mask=real & (here < WIDTH), other=0.0)
+    wide = value.to(tl.float32)
+    if NORM:
+        weight = tl.load(norm + here, mask=here < WIDTH, other=0.0)
+        wide = scale_rows(wide, scale, weight, offset, True, WIDE, value.dtype)
+    return total + tile * wide[None, :]
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def row_kernel(
+    x, w, bias, norm, residual, out, num_tokens, num_outputs, eps, offset, x_stride, w_stride, residual_stride, out_stride,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+    AHEAD: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
+    ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Up to four tokens: a program multiplies BLOCK_N whole rows of w by x, element by element in float32."""
+    rows, inside = _weight_rows(num_outputs, BLOCK_N, ACTIVATION is not None)
+    k = tl.arange(0, BLOCK_K)
+    first = w + rows.to(tl.int64) * w_stride
+    weights = first[:, None] + k[None, :]
+    tile = tl.load(weights, mask=inside[:, None] & (k < WIDTH)[None, :], other=0.0, eviction_policy="evict_first")
+    _start(first, inside, AHEAD, DEPENDENT)
+    scale0 = _inverse_rms(x, eps, num_tokens > 0, WIDTH) if NORM else 0.0
+    scale1 = _inverse_rms(x + x_stride, eps, num_tokens > 1, WIDTH) if NORM and TOKENS > 1 else 0.0
+    scale2 = _inverse_rms(x + 2 * x_stride, eps, num_tokens > 2, WIDTH) if NORM and TOKENS > 2 else 0.0
+    scale3 = _inverse_rms(x + 3 * x_stride, eps, num_tokens > 3, WIDTH) if NORM and TOKENS > 2 else 0.0
     sum0 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     sum1 = tl.zeros([BLOCK_N, BLOCK_K] if TOKENS > 1 else [1, 1], tl.float32)
+    sum2 = tl.zeros([BLOCK_N, BLOCK_K] if TOKENS > 2 else [1, 1], tl.float32)
+    sum3 = tl.zeros([BLOCK_N, BLOCK_K] if TOKENS > 2 else [1, 1], tl.float32)
     for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLL):
         here = start + k
         ahead = inside[:, None] & (here + BLOCK_K < WIDTH)[None, :]
         following = tl.load(weights + start + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
-        value = tile.to(tl.float32)
-        sum0 += value * tl.load(x + here, mask=here < WIDTH, other=0.0).to(tl.float32)[None, :]
+        wide = tile.to(tl.float32)
+        sum0 = _row_total(sum0, wide, x, norm, scale0, offset, here, True, WIDTH, NORM, WIDE)
         if TOKENS > 1:
-            sum1 += value * tl.load(x + x_stride + here, mask=here < WIDTH, other=0.0).to(tl.float32)[None, :]
+            sum1 = _row_total(sum1, wide, x + x_stride, norm, scale1, offset, here, num_tokens > 1, WIDTH, NORM, WIDE)
+        if TOKENS > 2:
+            sum2 = _row_total(sum2, wide, x + 2 * x_stride, norm, scale2, offset, here, num_tokens > 2, WIDTH, NORM, WIDE)
+            sum3 = _row_total(sum3, wide, x + 3 * x_stride, norm, scale3, offset, here, num_tokens > 3, WIDTH, NORM, WIDE)
         tile = following
-    added = tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros([BLOCK_N], tl.float32)
-    tl.store(out + rows, (tl.sum(sum0, axis=1) + added).to(out.dtype.element_ty), mask=inside)
-    if TOKENS > 1:
-        tl.store(out + out_stride + rows, (tl.sum(sum1, axis=1) + added).to(out.dtype.element_ty), mask=inside)
+    total = tl.sum(sum0, 1)[:, None]
+    if TOKENS == 2:
+        total = tl.join(tl.sum(sum0, 1), tl.sum(sum1, 1))
+    if TOKENS == 4:
+        even, odd = tl.join(tl.sum(sum0, 1), tl.sum(sum2, 1)), tl.join(tl.sum(sum1, 1), tl.sum(sum3, 1))
+        total = tl.reshape(tl.join(even, odd), [BLOCK_N, TOKENS])
+    _finish(
+        total, bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
+        TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def dot_kernel(
-    x, w, bias, out, num_tokens, num_outputs, x_stride, w_stride, out_stride,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, w, bias, norm, residual, out, num_tokens, num_outputs, eps, offset, x_stride, w_stride, residual_stride, out_stride,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out[num_tokens <= TOKENS, N] on tensor cores, with the rows of w as the long side: w [BLOCK_N, K] times x.T [K, TOKENS]."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = tl.arange(0, TOKENS)
-    inside, real = rows < num_outputs, token < num_tokens
-    k = tl.arange(0, BLOCK_K)
-    weights = w + rows.to(tl.int64)[:, None] * w_stride + k[None, :]
+    """On tensor cores, with the rows of w as the long side: w [BLOCK_N, K] times x.T [K, TOKENS]."""
+    rows, inside = _weight_rows(num_outputs, BLOCK_N, ACTIVATION is not None)
+    token, k = tl.arange(0, TOKENS), tl.arange(0, BLOCK_K)
+    real = (token < num_tokens)[None, :]
+    first = w + rows.to(tl.int64) * w_stride
+    weights = first[:, None] + k[None, :]
     inputs = x + token[None, :] * x_stride + k[:, None]
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    _start(first, inside, AHEAD, DEPENDENT)
+    if NORM:
+        scale = _inverse_rms_of_all(x, num_tokens, x_stride, eps, WIDTH, TOKENS)[None, :]
     total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
     for start in range(0, WIDTH, BLOCK_K):
         left = k < WIDTH - start
         a = tl.load(weights + start, mask=inside[:, None] & left[None, :], other=0.0, eviction_policy="evict_first")
-        b = tl.load(inputs + start, mask=left[:, None] & real[None, :], other=0.0)
-        total = tl.dot(a, b, total)
-    if HAS_BIAS:
-        total += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
-    at = out + token[None, :] * out_stride + rows[:, None]
-    tl.store(at, total.to(out.dtype.element_ty), mask=inside[:, None] & real[None, :])
-
-
-def launch_row(
-    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor,
-    *, block_n: int, block_k: int, num_warps: int, unroll: int, dependent: bool,
-) -> None:  # fmt: skip
-    """x [T, K], w [N, K], out [T, N] with T 1 or 2; rows contiguous."""
-    row_kernel[(triton.cdiv(w.shape[0], block_n),)](
-        x, w, w if bias is None else bias, out, w.shape[0], x.stride(0), w.stride(0), out.stride(0),
-        WIDTH=w.shape[1], TOKENS=x.shape[0], HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k, UNROLL=unroll,
-        DEPENDENT=dependent, num_warps=num_warps, **_dependent_launch(dependent),
+        b = tl.load(inputs + start, mask=left[:, None] & real, other=0.0)
+        if NORM:
+            weight = tl.load(norm + start + k, mask=left, other=0.0)[:, None]
+            b = scale_rows(b.to(tl.float32), scale, weight, offset, True, WIDE, b.dtype).to(b.dtype)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    _finish(
+        total, bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
+        TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION,
     )  # fmt: skip
 
 
-def launch_dot(
-    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor,
-    *, block_n: int, block_k: int, num_warps: int, stages: int, dependent: bool,
-) -> None:  # fmt: skip
-    """x [T, K], w [N, K], out [T, N]; rows contiguous. T is padded to a power of two of at least 16 inside."""
-    tokens = x.shape[0]
-    dot_kernel[(triton.cdiv(w.shape[0], block_n),)](
-        x, w, w if bias is None else bias, out, tokens, w.shape[0], x.stride(0), w.stride(0), out.stride(0),
-        WIDTH=w.shape[1], TOKENS=max(16, triton.next_power_of_2(tokens)), HAS_BIAS=bias is not None, BLOCK_N=block_n,
-        BLOCK_K=block_k, DEPENDENT=dependent, num_warps=num_warps, num_stages=stages, **_dependent_launch(dependent),
+@triton.jit(do_not_specialize=["num_tokens"])
+def split_kernel(
+    x, w, bias, norm, residual, out, num_tokens, num_outputs, eps, offset, x_stride, w_stride, residual_stride, out_stride,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
+    ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """`dot_kernel` for few rows: the SPLIT warps of a program share its rows and divide K between them, and add up at the end.
+
+    Warp i takes columns `[i * BLOCK_K, (i + 1) * BLOCK_K)` of every SPLIT * BLOCK_K: Triton gives each batch of a batched
+    product a warp of its own.
+    """
+    rows, inside = _weight_rows(num_outputs, BLOCK_N, ACTIVATION is not None)
+    token = tl.arange(0, TOKENS)
+    begin = tl.arange(0, SPLIT)[:, None, None] * BLOCK_K
+    along, down = begin + tl.arange(0, BLOCK_K)[None, None, :], begin + tl.arange(0, BLOCK_K)[None, :, None]
+    real = (token < num_tokens)[None, None, :]
+    first = w + rows.to(tl.int64) * w_stride
+    weights = first[None, :, None] + along
+    inputs = x + token[None, None, :] * x_stride + down
+    _start(first, inside, AHEAD, DEPENDENT)
+    if NORM:
+        scale = _inverse_rms_of_all(x, num_tokens, x_stride, eps, WIDTH, TOKENS)[None, None, :]
+    total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
+    for start in range(0, WIDTH, SPLIT * BLOCK_K):
+        left = WIDTH - start
+        a = tl.load(weights + start, mask=inside[None, :, None] & (along < left), other=0.0, eviction_policy="evict_first")
+        b = tl.load(inputs + start, mask=(down < left) & real, other=0.0)
+        if NORM:
+            weight = tl.load(norm + start + down, mask=down < left, other=0.0)
+            b = scale_rows(b.to(tl.float32), scale, weight, offset, True, WIDE, b.dtype).to(b.dtype)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    _finish(
+        tl.sum(total, 0), bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
+        TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION,
     )  # fmt: skip
 
 
-def _dependent_launch(dependent: bool) -> dict[str, Any]:
-    return {"launch_pdl": True} if dependent else {}
+def launch(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, around: Around) -> None:
+    """x [T, K], w [N, K], out [T, N], or [T, N // 2] when gated; rows contiguous. T is padded to a power of two inside."""
+    tokens, width = x.shape
+    gated = around.activation is not None
+    outputs = w.shape[0] // 2 if gated else w.shape[0]
+    residual = around.residual
+    padded = triton.next_power_of_2(tokens)
+    constants: dict[str, Any] = {
+        "WIDTH": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "AHEAD": _ahead(config.ahead, width),
+        "BIAS": around.bias is not None, "NORM": around.norm is not None, "WIDE": around.wide, "ADD": residual is not None,
+        "ACTIVATION": around.activation, "DEPENDENT": config.dependent, "num_warps": config.num_warps,
+    }  # fmt: skip
+    if config.dependent:
+        constants["launch_pdl"] = True
+    if config.kernel == "row":
+        kernel, more = row_kernel, {"TOKENS": padded, "UNROLL": config.depth}
+    elif config.kernel == "dot":
+        kernel, more = dot_kernel, {"TOKENS": max(8, padded), "num_stages": config.depth}
+    else:
+        kernel, more = split_kernel, {"TOKENS": max(8, padded), "SPLIT": config.num_warps, "num_stages": config.depth}
+    kernel[(triton.cdiv(outputs, config.block_n // 2 if gated else config.block_n),)](
+        x, w, w if around.bias is None else around.bias, x if around.norm is None else around.norm,
+        x if residual is None else residual, out, tokens, outputs, around.eps, around.offset,
+        x.stride(0), w.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), **constants, **more,
+    )  # fmt: skip
+
+
+def _ahead(wanted: int, width: int) -> int:
+    """How much of each row is asked for before the wait: requests of 256 bytes, a power of two of them, within the row."""
+    lines = min(wanted, width) // 128
+    return 0 if lines == 0 else 128 << (lines.bit_length() - 1)
