@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchweave.ops.linear import LinearConfig, choose, linear
+from torchweave.ops.linear import Around, LinearConfig, choose, linear, run_apart
 
 pytestmark = pytest.mark.gpu
 
@@ -42,18 +42,50 @@ def test_op_at_every_small_number_of_tokens(shape: tuple[int, int], dtype: torch
 def test_configs(shape: tuple[int, int], dependent: bool) -> None:
     configs = [LinearConfig("row", n, k, 4, 4, dependent) for n, k in ((4, 1024), (8, 512), (2, 2048))]
     configs += [LinearConfig("dot", 16, 256, 4, 3, dependent), LinearConfig("dot", 64, 128, 4, 4, dependent)]
+    configs += [LinearConfig("split", 16, 64, 4, 4, dependent), LinearConfig("split", 32, 32, 8, 3, dependent, ahead=2048)]
     for config in configs:
         for tokens in (1, 2) if config.kernel == "row" else (1, 5, 16):
             x, w, bias = operands(tokens, *shape, torch.bfloat16)
             out = torch.full((tokens, shape[0]), torch.nan, device="cuda", dtype=torch.bfloat16)
-            config.run(x, w, bias, out)
+            config.run(x, w, out, Around(bias))
             check(out, x, w, bias)
 
 
-@pytest.mark.parametrize("dependent", [False, True])
-def test_chain_in_a_graph(dependent: bool) -> None:
+def differs(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Part of the numbers that are not equal, after a check that none is far off."""
+    unit = torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.float(), expected.float(), rtol=4 * unit, atol=4 * unit)
+    return (got != expected).float().mean().item()
+
+
+@pytest.mark.parametrize("norm_apart", [False, True])
+@pytest.mark.parametrize("kernel", ["row", "dot", "split"])
+def test_what_is_around_a_product_rounds_where_the_separate_operations_do(kernel: str, norm_apart: bool) -> None:
+    config = {
+        "row": LinearConfig("row", 4, 1024, 4, 2, 1, 2048, norm_apart),
+        "dot": LinearConfig("dot", 64, 128, 4, 4, 1, 2048, norm_apart),
+        "split": LinearConfig("split", 16, 64, 4, 4, 1, 2048, norm_apart),
+    }[kernel]
+    for tokens in (1, 2, 3) if kernel == "row" else (1, 7, 33):
+        x, w, bias = operands(tokens, 4096, 2048, torch.bfloat16)
+        norm, half, whole = torch.rand_like(x[0]), torch.randn_like(x), torch.randn(tokens, 4096, device="cuda").bfloat16()
+        for around in (
+            Around(bias=bias, residual=whole),
+            Around(norm=norm, eps=1e-5),
+            Around(norm=norm, eps=1e-5, activation="silu"),
+            Around(norm=norm, eps=1e-5, offset=1.0, wide=True, activation="gelu_tanh", residual=half),
+        ):
+            expected = run_apart(x, w, around)
+            out = torch.full_like(expected, torch.nan)
+            config.run(x, w, out, around)
+            # cuBLAS may sum in another order: a product that falls on the other side of a tie is another number.
+            assert differs(out, expected) < 0.05, around
+
+
+@pytest.mark.parametrize("dependent", [0, 1, 2])
+def test_chain_in_a_graph(dependent: int) -> None:
     """Layers that read what the one before wrote: a dependent launch that did not wait would read stale numbers."""
-    config = LinearConfig("row", 4, 1024, 4, 4, dependent)
+    config = LinearConfig("row", 4, 1024, 4, 4, dependent, ahead=2048)
     weights = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 2048**0.5 for _ in range(24)]
     x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
     outs = [torch.empty_like(x) for _ in weights]
@@ -61,7 +93,7 @@ def test_chain_in_a_graph(dependent: bool) -> None:
     def chain() -> None:
         value = x
         for weight, out in zip(weights, outs, strict=True):
-            config.run(value, weight, None, out)
+            config.run(value, weight, out)
             value = F.silu(out) if out is outs[7] else out  # an ordinary kernel between dependent ones
 
     stream = torch.cuda.Stream()

@@ -1,25 +1,66 @@
-"""Run by test_linear with TRITON_INTERPRET=1: both kernels against float64, with odd sizes and strided rows."""
+"""Run by test_linear with TRITON_INTERPRET=1: every kernel against float64, with odd sizes, strided rows and all that is fused."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 
-from torchweave.ops.linear import LinearConfig
+from torchweave.ops.linear import Around, LinearConfig
 
-CONFIGS = (LinearConfig("row", 4, 64, 4, 2), LinearConfig("row", 8, 256, 4, 1), LinearConfig("dot", 16, 64, 4, 2))
+CONFIGS = (
+    LinearConfig("row", 4, 64, 4, 2),
+    LinearConfig("row", 8, 256, 4, 1),
+    LinearConfig("dot", 16, 64, 4, 2),
+    LinearConfig("split", 16, 32, 4, 2),
+)
+EPS = 1e-3
+
+
+def around_of(kind: str, tokens: int, outputs: int, width: int) -> Around:
+    """What a letter stands for: b bias, n norm as Llama's, w norm as Gemma's, r residual, g gate, h the other gate."""
+    bias = torch.randn(outputs) if "b" in kind else None
+    norm = torch.rand(width) if set(kind) & {"n", "w"} else None
+    activation = "silu" if "g" in kind else "gelu_tanh" if "h" in kind else None
+    columns = outputs // 2 if activation else outputs
+    residual = torch.randn(tokens, columns + 5)[:, :columns] if "r" in kind else None
+    return Around(bias, norm, EPS, 1.0 if "w" in kind else 0.0, "w" in kind, residual, activation)
+
+
+def expected_of(x: torch.Tensor, w: torch.Tensor, around: Around) -> torch.Tensor:
+    x, w = x.double(), w.double()
+    if around.norm is not None:
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * (around.norm.double() + around.offset)
+    y = x @ w.T + (0 if around.bias is None else around.bias.double())
+    if around.activation is not None:
+        gate, up = y.chunk(2, -1)
+        act = (
+            torch.nn.functional.silu
+            if around.activation == "silu"
+            else lambda v: torch.nn.functional.gelu(v, approximate="tanh")
+        )
+        y = act(gate) * up
+    return y if around.residual is None else y + around.residual.double()
+
+
+def check(config: LinearConfig, tokens: int, outputs: int, width: int, kind: str) -> None:
+    x, w = torch.randn(tokens, width), torch.randn(outputs, width + 8)[:, :width] / width**0.5
+    around = around_of(kind, tokens, outputs, width)
+    columns = outputs // 2 if around.activation else outputs
+    out = torch.full((tokens, columns + 3), torch.nan)[:, :columns]
+    config.run(x, w, out, around)
+    torch.testing.assert_close(out.double(), expected_of(x, w, around), rtol=1e-5, atol=1e-4)
 
 
 def main() -> None:
     torch.manual_seed(0)
     for config in CONFIGS:
-        for tokens in (1, 2) if config.kernel == "row" else (1, 3, 16, 17):
-            for outputs, width in ((32, 128), (37, 200), (5, 40)):
-                for bias in (None, torch.randn(outputs)):
-                    x, w = torch.randn(tokens, width), torch.randn(outputs, width + 8)[:, :width]
-                    out = torch.full((tokens, outputs + 3), torch.nan)[:, :outputs]
-                    config.run(x, w, bias, out)
-                    expected = x.double() @ w.double().T + (0 if bias is None else bias.double())
-                    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
+        for tokens in (1, 2, 3) if config.kernel == "row" else (1, 17):
+            for outputs, width in ((38, 72),):
+                for kind in ("", "b"):
+                    check(config, tokens, outputs, width, kind)
+        for tokens, kind in product((1, 4), ("n", "r", "g", "wbh", "bngr")):
+            check(config, tokens, 38, 72, kind)
 
 
 if __name__ == "__main__":

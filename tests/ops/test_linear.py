@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,19 +55,42 @@ def test_kernels_in_the_interpreter() -> None:
     run_interpreted("interpreted_linear.py")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dependent", [False, True])
-def test_kernels_build_for_hopper(dtype: torch.dtype, dependent: bool) -> None:
-    pytest.importorskip("triton")
+def _built(config: LinearConfig, tokens: int, kind: str, dtype: torch.dtype) -> str:
+    """PTX of a configuration for sm_90; `kind` as in interpreted_linear."""
     from tests.ops.cross_compile import compile_for_hopper, recorded
+    from tests.ops.interpreted_linear import around_of
     from torchweave.ops.kernels import linear as kernels
 
-    configs = [LinearConfig("row", 4, 1024, 4, 4, dependent), LinearConfig("dot", 16, 256, 4, 4, dependent)]
-    for config in configs:
-        for tokens in (1, 2):
-            x, w = torch.empty(tokens, 2048, dtype=dtype), torch.empty(3072, 2048, dtype=dtype)
-            with recorded(kernels, "row_kernel", "dot_kernel") as launches:
-                config.run(x, w, None, torch.empty(tokens, 3072, dtype=dtype))
-            ptx = compile_for_hopper(launches[0]).asm["ptx"]
-            assert "v4.b32" in ptx or "cp.async" in ptx, "the weight must be read 16 bytes at a time"
-            assert ("griddepcontrol.wait" in ptx) == dependent
+    around = around_of(kind, tokens, 4096, 2048)
+    fused = {
+        name: getattr(around, name).to(dtype)
+        for name in ("bias", "norm", "residual")
+        if getattr(around, name) is not None
+    }
+    x, w = torch.empty(tokens, 2048, dtype=dtype), torch.empty(4096, 2048, dtype=dtype)
+    out = torch.empty(tokens, 2048 if around.activation else 4096, dtype=dtype)
+    with recorded(kernels, "row_kernel", "dot_kernel", "split_kernel") as launches:
+        config.run(x, w, out, replace(around, **fused))
+    return compile_for_hopper(launches[0]).asm["ptx"]
+
+
+BUILDS = [
+    (LinearConfig("row", 4, 1024, 4, 4), 1, "n"),
+    (LinearConfig("row", 8, 1024, 4, 2, dependent=1, ahead=2048), 2, "ng"),
+    (LinearConfig("row", 2, 1024, 4, 2, dependent=2), 4, "r"),
+    (LinearConfig("dot", 64, 128, 4, 4, dependent=1, ahead=2048), 32, "g"),
+    (LinearConfig("dot", 16, 256, 4, 4), 8, "r"),
+    (LinearConfig("split", 16, 64, 4, 4, dependent=1), 8, "n"),
+    (LinearConfig("split", 32, 32, 8, 4, dependent=1, ahead=4096), 32, "wh"),
+]
+
+
+@pytest.mark.parametrize(("config", "tokens", "kind"), BUILDS, ids=lambda value: getattr(value, "kernel", value))
+def test_kernels_build_for_hopper(config: LinearConfig, tokens: int, kind: str) -> None:
+    pytest.importorskip("triton")
+    ptx = _built(config, tokens, kind, torch.bfloat16 if tokens != 4 else torch.float16)
+    weights = re.findall(r"cp\.async\.cg\.shared\.global .*0x10|ld\.global\.L1::evict_first\S*v4\.b32", ptx)
+    assert weights, "the weight must be read 16 bytes at a time"
+    assert ("griddepcontrol.wait" in ptx) == bool(config.dependent)
+    assert ("prefetch.L2" in ptx) == bool(config.ahead)
+    assert ("mma" in ptx) == (config.kernel != "row"), "tensor cores are used where they are meant to be"

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec
+from torchweave.ops.kernels.dependent import options
 from torchweave.ops.kernels.paged_decode import paged_decode
 from torchweave.ops.kernels.paged_prefill import paged_prefill, write_kv
 
@@ -209,7 +210,7 @@ class TritonStep:
             BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, SPLITS_PAD=splits if splits == 1 else max(splits, 16),
             DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, DOT=config.dot,
             DEPENDENT=config.dependent, num_warps=config.num_warps, num_stages=config.num_stages,
-            **({"launch_pdl": True} if config.dependent else {}),
+            **options(config.dependent),
         )  # fmt: skip
 
     def _prefill(

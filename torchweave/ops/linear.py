@@ -8,13 +8,15 @@ project's kernels, bucket by bucket.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchweave.ops import activation as _activation  # noqa: F401 (registers the ops that stand around a product)
+from torchweave.ops import norm as _norm  # noqa: F401
 from torchweave.ops.registry import define
 
 
@@ -55,6 +57,7 @@ class LinearConfig:
         dependent: start while the kernel before runs (programmatic dependent launch, sm_90), and let the kernel behind
             start: 1: once this one has waited; 2: at once.
         ahead: how many numbers of each row are asked for before anything is computed; 0 for none.
+        norm_apart: an RMSNorm of x is a launch of its own, before this one; else every program computes it.
     """
 
     kernel: Literal["row", "dot", "split"]
@@ -64,12 +67,29 @@ class LinearConfig:
     depth: int
     dependent: int = 0
     ahead: int = 0
+    norm_apart: bool = False
 
     def run(self, x: Tensor, w: Tensor, out: Tensor, around: Around = NOTHING) -> None:
         """out [T, N] = x [T, K] @ w [N, K].T, and what is around it; all on one GPU, rows contiguous."""
         from torchweave.ops.kernels.linear import launch
 
+        if self.norm_apart and around.norm is not None:
+            x, around = _normalized(x, around), replace(around, norm=None)
         launch(self, x, w, out, around)
+
+
+def _normalized(x: Tensor, around: Around) -> Tensor:
+    return torch.ops.torchweave.rms_norm(x, around.norm, around.eps, around.offset, around.wide)
+
+
+def run_apart(x: Tensor, w: Tensor, around: Around) -> Tensor:
+    """The product by the BLAS, and what is around it by kernels of their own."""
+    if around.norm is not None:
+        x = _normalized(x, around)
+    y = F.linear(x, w, around.bias)
+    if around.activation is not None:
+        y = torch.ops.torchweave.gated_activation(y, around.activation)
+    return y if around.residual is None else around.residual + y
 
 
 MAX_TOKENS = 32

@@ -88,7 +88,8 @@ class GraphClock:
                 marks[name].append((begin, end))
         torch.cuda.synchronize()
         return {
-            name: timing_of([begin.elapsed_time(end) * 1e3 / copies for begin, end in pairs]) for name, pairs in marks.items()
+            name: timing_of([begin.elapsed_time(end) * 1e3 / copies for begin, end in pairs])
+            for name, pairs in marks.items()
         }
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchweave.ops.kernels.dependent import enter, options, takes_part
 from torchweave.ops.kernels.rows import rows_of
 
 
@@ -31,9 +32,11 @@ def activate(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def gated_kernel(
     gate, up, out, gate_inner, gate_outer_stride, gate_inner_stride, up_inner, up_outer_stride, up_inner_stride,
-    width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A block of columns of one row of out [rows, width]; gate and up by `Rows`."""
+    if DEPENDENT:
+        enter()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -49,7 +52,7 @@ def gated_kernel(
 def launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """`act(gate) * up` as a contiguous tensor."""
     first, second = rows_of(gate), rows_of(up)
-    width = gate.shape[-1]
+    width, dependent = gate.shape[-1], takes_part(gate.device)
     block = min(1024, triton.next_power_of_2(width))
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if not out.numel():
@@ -57,6 +60,6 @@ def launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     gated_kernel[(first.count, triton.cdiv(width, block))](
         first.tensor, second.tensor, out, first.inner, first.outer_stride, first.inner_stride,
         second.inner, second.outer_stride, second.inner_stride, width,
-        ACTIVATION=activation, BLOCK=block, num_warps=4, enable_fp_fusion=False,
+        ACTIVATION=activation, BLOCK=block, DEPENDENT=dependent, num_warps=4, enable_fp_fusion=False, **options(dependent),
     )  # fmt: skip
     return out

@@ -3,9 +3,8 @@
 Each may normalise x on its way in (RMSNorm), and add a residual to what comes out, or gate one half of it by the other. They round
 where the separate operations round.
 
-Each may be launched as a dependent of the kernel before (programmatic dependent launch): it then starts while that one runs,
-asks for its first weights, and waits before it touches anything that is not a weight. What a kernel writes may be read by any
-later one that waits: a launch ends only after its own wait, hence after all launches before it.
+Each may be launched as a dependent of the kernel before (`dependent.py`): it then starts while that one runs, and asks for its
+first weights before it waits.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torchweave.ops.kernels.activation import activate
+from torchweave.ops.kernels.dependent import options
 from torchweave.ops.kernels.norm import scale_rows
 
 if TYPE_CHECKING:
@@ -251,9 +251,8 @@ def launch(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, around: Arou
         "WIDTH": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "AHEAD": _ahead(config.ahead, width),
         "BIAS": around.bias is not None, "NORM": around.norm is not None, "WIDE": around.wide, "ADD": residual is not None,
         "ACTIVATION": around.activation, "DEPENDENT": config.dependent, "num_warps": config.num_warps,
+        **options(config.dependent),
     }  # fmt: skip
-    if config.dependent:
-        constants["launch_pdl"] = True
     if config.kernel == "row":
         kernel, more = row_kernel, {"TOKENS": padded, "UNROLL": config.depth}
     elif config.kernel == "dot":

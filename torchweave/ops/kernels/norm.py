@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchweave.ops.kernels.dependent import enter, options, takes_part
 from torchweave.ops.kernels.rows import rows_of
 
 
@@ -25,9 +26,11 @@ def norm_kernel(
     x, residual, weight, y, total, num_rows, eps, offset,
     x_inner, x_outer_stride, x_inner_stride, r_inner, r_outer_stride, r_inner_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    ADD: tl.constexpr, KEEP: tl.constexpr, WEIGHT: tl.constexpr, WIDE: tl.constexpr,
+    ADD: tl.constexpr, KEEP: tl.constexpr, WEIGHT: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """y [num_rows, WIDTH] = norm of x, or of x + residual, which also goes to `total` if KEEP; x and residual by `Rows`."""
+    if DEPENDENT:
+        enter()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
@@ -59,7 +62,7 @@ def launch_norm(
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if keep else None
     if not x.numel():
         return y, total
-    width = x.shape[-1]
+    width, dependent = x.shape[-1], takes_part(x.device)
     block = triton.next_power_of_2(width)
     together = max(1, min(2048 // block, triton.next_power_of_2(rows.count)))
     norm_kernel[(triton.cdiv(rows.count, together),)](
@@ -68,6 +71,6 @@ def launch_norm(
         rows.inner, rows.outer_stride, rows.inner_stride, added.inner, added.outer_stride, added.inner_stride,
         WIDTH=width, BLOCK=block, ROWS=together,
         ADD=residual is not None, KEEP=keep, WEIGHT=weight is not None, WIDE=wide,
-        num_warps=max(1, min(16, block * together // 256)), enable_fp_fusion=False,
+        DEPENDENT=dependent, num_warps=max(1, min(16, block * together // 256)), enable_fp_fusion=False, **options(dependent),
     )  # fmt: skip
     return y, total

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from torchweave.ops.kernels.dependent import enter
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
@@ -171,11 +172,9 @@ def paged_decode(
 ):  # fmt: skip
     """One row, one key head, one split. DECODE_ONLY: row i is token i, padding rows are zeroed and K/V are written here;
     otherwise rows that do not have exactly one token are left to the prefill kernel, and K/V are in the cache already.
-    SPLITS_PAD: a power of two, at least `num_splits`; 1 leaves the combining out. DEPENDENT: the kernel behind may start at once
-    (it waits for this one's end before it reads), and this one starts while the one before runs."""
+    SPLITS_PAD: a power of two, at least `num_splits`; 1 leaves the combining out. DEPENDENT: see `dependent.py`."""
     if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
+        enter()
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + row).to(tl.int64)
     length = tl.load(seq_lens + row)

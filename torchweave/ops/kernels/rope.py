@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchweave.ops.kernels.dependent import enter, options, takes_part
 from torchweave.ops.kernels.norm import scale_rows
 
 
@@ -80,8 +81,11 @@ def rope_kernel(
     q_stride, q_head_stride, k_stride, k_head_stride, cos_stride, sin_stride,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, blocks of query heads, then blocks of key heads)."""
+    if DEPENDENT:
+        enter()
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos, sin = cos + token * cos_stride, sin + token * sin_stride
     if block < Q_BLOCKS:
@@ -107,13 +111,14 @@ def launch_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norm: Norm | Non
     if not tokens:
         return q_out, k_out
     together = max(1, min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(max(heads, kv_heads))))
-    q_blocks = triton.cdiv(heads, together)
+    q_blocks, dependent = triton.cdiv(heads, together), takes_part(q.device)
     rope_kernel[(tokens, q_blocks + triton.cdiv(kv_heads, together))](
         q, k, q if norm is None else norm.q_weight, k if norm is None else norm.k_weight, cos, sin, q_out, k_out,
         0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
         q.stride(-3), q.stride(-2), k.stride(-3), k.stride(-2), cos.shape[-1], sin.shape[-1],
         Q_HEADS=heads, K_HEADS=kv_heads, Q_BLOCKS=q_blocks, HEADS=together, DIM=dim,
         HALF=half, HALF_PAD=max(2, triton.next_power_of_2(half)), REST_PAD=max(2, triton.next_power_of_2(dim - 2 * half)),
-        NORM=norm is not None, WIDE=norm is not None and norm.wide, num_warps=4, enable_fp_fusion=False,
+        NORM=norm is not None, WIDE=norm is not None and norm.wide,
+        DEPENDENT=dependent, num_warps=4, enable_fp_fusion=False, **options(dependent),
     )  # fmt: skip
     return q_out, k_out
