@@ -16,6 +16,7 @@ LoadFormat = Literal["auto", "dummy"]
 AttentionName = Literal["auto", "triton", "torch", "fa3", "cpp"]
 CapacityPolicy = Literal["guaranteed_no_evict"]
 DynamicShapes = Literal["backed", "unbacked", "backed_size_oblivious"]
+PassNumerics = Literal["exact", "tolerance"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,11 @@ class TorchCompileConfig:
             to 3072, clamped to what a step can hold. vLLM calls these `cudagraph_capture_sizes`.
         max_padding_ratio: a step that would be padded by more than this factor runs unpadded instead.
         dynamic_shapes: how the token count is kept symbolic while the graph is captured.
+        passes: passes of your own, as `module:Name`; they run behind the stack's.
         disabled_passes: names of passes that are left out.
+        enabled_passes: names of passes that run although no measurement says that they pay, or that they are exact.
+        pass_numerics: `exact` leaves out passes that add or omit a rounding; `tolerance` lets them run, each within its
+            documented bound.
         compile_cache: keep captured graphs and built pieces on disk, so that the next start loads them.
         compile_cache_dir: where; None means `torchweave` under the user's cache home.
         dump_dir: a folder that gets the graph before and after each pass, the code of each piece, a timeline and the report
@@ -45,7 +50,10 @@ class TorchCompileConfig:
     capture_num_tokens: tuple[int, ...] | None = None
     max_padding_ratio: float = 2.0
     dynamic_shapes: DynamicShapes = "backed_size_oblivious"
+    passes: tuple[str, ...] = ()
     disabled_passes: tuple[str, ...] = ()
+    enabled_passes: tuple[str, ...] = ()
+    pass_numerics: PassNumerics = "exact"
     compile_cache: bool = True
     compile_cache_dir: str | None = None
     dump_dir: str | None = None

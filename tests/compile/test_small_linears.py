@@ -176,7 +176,7 @@ def woven_with_and_without() -> tuple[Woven, Woven]:
 def test_a_decoder_behind_merge_linears(woven_with_and_without: tuple[Woven, Woven]) -> None:
     woven, plain = woven_with_and_without
     event = woven.report.select("pass")[1]
-    assert (event["name"], event["numerics"]) == ("small_linears", "tolerance")
+    assert (event["name"], event["numerics"]) == ("small_linears", "exact")
     assert (event["matches"], event["ops_after"]) == (9, event["ops_before"]), "three in each of three layers"
     assert len(event["near_misses"]) == 2 and "[96, 768]" in event["near_misses"][1], "o and the head are small"
     for tokens in SIZES:

@@ -62,8 +62,36 @@ class OutputTree:
         return self.spec.is_leaf() and self.leaves == (0,)
 
 
+class Faked:
+    """A graph module whose nodes know their fake values: what every pass works on."""
+
+    module: fx.GraphModule
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def fake_mode(self) -> Any:
+        for node in self.graph.nodes:
+            mode = getattr(value(node), "fake_mode", None)
+            if mode is not None:
+                return mode
+        raise AssertionError("a graph holds at least one tensor")
+
+    @contextlib.contextmanager
+    def faking(self) -> Iterator[None]:
+        """Ops on fake values. Composite ops must be taken apart in Python: C++ cannot read a symbolic size."""
+        with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
+            yield
+
+    def num_calls(self) -> int:
+        """Operations in the graph: every node but inputs and the output."""
+        return sum(node.op.startswith("call") for node in self.graph.nodes)
+
+
 @dataclass
-class CapturedGraph:
+class CapturedGraph(Faked):
     """One graph of Torch IR over flat inputs.
 
     Attributes:
@@ -83,10 +111,6 @@ class CapturedGraph:
     symbols: dict[str, str]
     sources: tuple[str, ...] = ()
     boundary_ops: frozenset[str] = frozenset()
-
-    @property
-    def graph(self) -> fx.Graph:
-        return self.module.graph
 
     def placeholders(self) -> list[fx.Node]:
         return [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -124,24 +148,6 @@ class CapturedGraph:
             if not node.users and isinstance(self.bindings[node.name], Constant):
                 del self.bindings[node.name]
                 self.graph.erase_node(node)
-
-    @property
-    def fake_mode(self) -> Any:
-        for node in self.graph.nodes:
-            mode = getattr(value(node), "fake_mode", None)
-            if mode is not None:
-                return mode
-        raise AssertionError("a captured graph holds at least one tensor")
-
-    @contextlib.contextmanager
-    def faking(self) -> Iterator[None]:
-        """Ops on fake values. Composite ops must be taken apart in Python: C++ cannot read a symbolic size."""
-        with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
-            yield
-
-    def num_calls(self) -> int:
-        """Operations in the graph: every node but inputs and the output."""
-        return sum(node.op not in ("placeholder", "output", "get_attr") for node in self.graph.nodes)
 
 
 def tidy(graph: CapturedGraph) -> None:
@@ -203,7 +209,7 @@ def refresh(graph: CapturedGraph, changed: dict[fx.Node, Any], commit: bool = Tr
             stale.discard(node)
             if node.op == "output":
                 continue
-            new = _run(graph, node, changed)
+            new = run_fake(node, changed)
             if not same_geometry(new, value(node)):
                 changed[node] = new
                 stale.update(node.users)
@@ -213,7 +219,8 @@ def refresh(graph: CapturedGraph, changed: dict[fx.Node, Any], commit: bool = Tr
     return changed
 
 
-def _run(graph: CapturedGraph, node: fx.Node, changed: dict[fx.Node, Any]) -> Any:
+def run_fake(node: fx.Node, changed: dict[fx.Node, Any]) -> Any:
+    """What a call computes from the fake values of its arguments, or from newer ones in `changed`; within `faking()`."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda arg: changed.get(arg, value(arg)))
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)

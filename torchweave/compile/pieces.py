@@ -71,13 +71,14 @@ def build_inductor(piece: Piece, config: TorchCompileConfig) -> BuiltPiece:
     from torch._inductor import standalone_compile
 
     begin = time.monotonic()
-    with torch.no_grad(), shapes_mode(config.dynamic_shapes), warnings.catch_warnings():
+    context = torch._guards.TracingContext(piece.fake_mode)
+    with torch.no_grad(), shapes_mode(config.dynamic_shapes), torch._guards.tracing(context), warnings.catch_warnings():
         # Models that compute RoPE in float32 mean it: a hint to round it more is no help to whoever reads the terminal.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         artifact = standalone_compile(
             piece.module,
             piece.examples(),
-            dynamic_shapes="from_graph",
+            dynamic_shapes="from_tracing_context",
             options={"config_patches": inductor_options(config)},
         )
     call, seconds = callable_of(artifact, piece.module), time.monotonic() - begin

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, fx
 
 from torchweave.compile.errors import InvariantError, TraceError, place
-from torchweave.compile.graph import CapturedGraph, Constant
+from torchweave.compile.graph import CapturedGraph, Constant, Faked
 from torchweave.compile.symbols import free_symbols, is_size, value
+
+_CONSTANT = "constant_"  # how the name of a placeholder begins that stands for a tensor of the module
 
 
 @dataclass(frozen=True)
-class Piece:
+class Piece(Faked):
     """The operations between two boundary ops.
 
     Attributes:
@@ -40,9 +42,9 @@ class Piece:
         """The fake values of the piece's placeholders."""
         return [value(node) for node in self.module.graph.nodes if node.op == "placeholder"]
 
-    def num_calls(self) -> int:
-        """Operations in the piece."""
-        return sum(node.op.startswith("call") for node in self.module.graph.nodes)
+    def is_constant(self, node: Any) -> bool:
+        """Whether the node is a placeholder for a tensor of the module, which is another one in each layer."""
+        return isinstance(node, fx.Node) and node.op == "placeholder" and str(node.target).startswith(_CONSTANT)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def _piece(graph: CapturedGraph, body: list[fx.Node], index: int) -> Piece:
     for position, node in enumerate(inputs + constants):
         if not isinstance(value(node), (Tensor, torch.SymInt)):
             raise TraceError("a context manager or other object is held across a boundary op", place(node))
-        copies[node] = new.placeholder(f"input_{position}" if position < len(inputs) else f"constant_{position}")
+        copies[node] = new.placeholder(f"input_{position}" if position < len(inputs) else f"{_CONSTANT}{position}")
         copies[node].meta = dict(node.meta)
 
     def copy_size(node: fx.Node) -> None:

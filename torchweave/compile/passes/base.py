@@ -26,6 +26,7 @@ from torchweave.compile.graph import CapturedGraph
 
 Numerics = Literal["exact", "tolerance"]
 Stage = Literal["torch_ir", "aten"]
+TokenRange = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,37 @@ class PassResult:
 
 @runtime_checkable
 class Pass(Protocol):
-    """A rewrite of a captured graph.
+    """A rewrite of a graph. Its docstring (of a fusion: its file's) shows Before, After, When, Numerics and Pays.
 
     Attributes:
-        name: unique; a config switches a pass off by it.
-        stage: `torch_ir`: on the graph as traced; `aten`: on a piece after lowering.
-        numerics: `exact`: results stay what they were; `tolerance`: within the pass's own documented bound.
-        token_range: smallest and largest token count at which it pays; None for an open end.
+        name: unique; a config switches a pass on or off by it.
+        stage: `torch_ir`: on the whole graph as traced (weights and their layout); `aten`: on each distinct piece after
+            lowering (operations).
+        numerics: `exact`: the same roundings at the same places, the order of a sum is free; `tolerance`: a rounding is left
+            out or added, within the pass's own documented bound.
+        token_range: smallest and largest token count at which it pays; None for an open end. A piece in which such a pass of
+            the ATen stage matches is built twice, and the call chooses by its token count. An op that chooses its kernel
+            when it runs leaves the range open.
+        fixpoint: run again until nothing matches any more.
+        gated: off unless a measurement, or the config, says that it pays.
     """
 
-    name: str
-    stage: Stage
-    numerics: Numerics
-    token_range: tuple[int | None, int | None]
+    @property
+    def name(self) -> str: ...
+    @property
+    def stage(self) -> Stage: ...
+    @property
+    def numerics(self) -> Numerics: ...
+    @property
+    def token_range(self) -> TokenRange: ...
+    @property
+    def fixpoint(self) -> bool: ...
+    @property
+    def gated(self) -> bool: ...
 
-    def run(self, graph: CapturedGraph) -> PassResult: ...
+    def run(self, graph: Any) -> PassResult:
+        """Rewrite a graph in place: a `CapturedGraph` in the Torch IR stage, a lowered `Piece` in the ATen stage."""
+        ...
 
 
 class Mismatch(Exception):
@@ -79,7 +96,9 @@ class GraphPass(ABC):
     name: str = ""
     stage: Stage = "torch_ir"
     numerics: Numerics = "exact"
-    token_range: tuple[int | None, int | None] = (None, None)
+    token_range: TokenRange = (None, None)
+    fixpoint: bool = False
+    gated: bool = False
 
     @abstractmethod
     def run(self, graph: CapturedGraph) -> PassResult:

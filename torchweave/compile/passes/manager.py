@@ -1,16 +1,29 @@
-"""The pass manager: an explicit, ordered, printable list of passes, each run with a receipt."""
+"""The pass manager: an explicit, ordered, printable list of passes, each switched by the config and run with a receipt."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from torchweave.compile.dump import graph_text
-from torchweave.compile.graph import CapturedGraph
-from torchweave.compile.passes.base import Pass, PassResult
+from torchweave.compile.graph import CapturedGraph, Faked, run_fake, same_geometry
+from torchweave.compile.passes.base import NearMiss, Pass, PassResult, Stage
+from torchweave.compile.passes.load import load_pass
 from torchweave.compile.passes.torch_ir.merge_linears import MergeLinears
 from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
+from torchweave.compile.split import Piece
+from torchweave.compile.symbols import value
+from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
+
+_MOST_ROUNDS = 16
+"""A pass that still matches after this many rounds feeds on its own results."""
 
 
 def default_passes() -> tuple[Pass, ...]:
@@ -18,64 +31,151 @@ def default_passes() -> tuple[Pass, ...]:
     return (MergeLinears(), SmallLinears())
 
 
+@dataclass(frozen=True)
+class Setting:
+    """Whether a pass of the list runs, and why not."""
+
+    each: Pass
+    on: bool
+    why: str
+
+
 class PassManager:
-    """Runs passes in order over a captured graph.
+    """The passes of one compilation, in order.
 
     Args:
-        passes: in the order in which they run.
-        disabled: names of passes that are left out. A name that no pass has is an error.
+        passes: in the order in which they run; None takes the stack's own, then those that the config names.
+        config: which of them run.
+
+    Raises:
+        ValueError: two passes have one name, or the config names a pass that is not there.
     """
 
-    def __init__(self, passes: Sequence[Pass] | None = None, disabled: Sequence[str] = ()) -> None:
-        self.passes = tuple(default_passes() if passes is None else passes)
-        names = [each.name for each in self.passes]
+    def __init__(self, passes: Sequence[Pass] | None = None, config: TorchCompileConfig | None = None) -> None:
+        self.config = config or TorchCompileConfig()
+        if passes is None:
+            passes = (*default_passes(), *(load_pass(name) for name in self.config.passes))
+        names = [each.name for each in passes]
         if len(set(names)) < len(names):
             raise ValueError(f"two passes have one name: {', '.join(names)}")
-        known = set(names) | {each.name for each in default_passes()}
-        if unknown := sorted(set(disabled) - known):
+        known = {*names, *(each.name for each in default_passes())}
+        asked = {*self.config.disabled_passes, *self.config.enabled_passes}
+        if unknown := sorted(asked - known):
             raise ValueError(f"no pass is called {', '.join(unknown)}; there are {', '.join(names)}")
-        self.disabled = frozenset(disabled)
+        self.settings = tuple(self._setting(each) for each in passes)
+
+    def _setting(self, each: Pass) -> Setting:
+        config = self.config
+        if each.name in config.disabled_passes:
+            return Setting(each, False, "disabled_passes")
+        if each.name in config.enabled_passes:
+            return Setting(each, True, "enabled_passes")
+        if each.numerics == "tolerance" and config.pass_numerics == "exact":
+            return Setting(each, False, "changes results within a tolerance, and pass_numerics is exact")
+        if each.gated:
+            return Setting(each, False, "no measurement says that it pays here")
+        return Setting(each, True, "")
+
+    def passes(self, stage: Stage) -> tuple[Pass, ...]:
+        """The passes of a stage that run."""
+        return tuple(setting.each for setting in self.settings if setting.on and setting.each.stage == stage)
 
     def __str__(self) -> str:
         rows = []
-        for index, each in enumerate(self.passes):
+        for index, setting in enumerate(self.settings):
+            each = setting.each
             low, high = each.token_range
             tokens = f"T {'' if low is None else low}..{'' if high is None else high}"
-            state = "off" if each.name in self.disabled else "on"
+            state = "on" if setting.on else f"off: {setting.why}"
             rows.append(f"{index} {each.name:<24} {each.stage:<9} {each.numerics:<10} {tokens:<12} {state}")
         return "\n".join(rows)
 
     def run(self, graph: CapturedGraph, report: Report) -> list[PassResult]:
-        """Run every enabled pass; the graph is checked after each, so that a broken graph names the pass that broke it."""
+        """The Torch IR stage, over the whole graph; an event for every pass of the list that is off."""
+        for setting in self.settings:
+            if not setting.on:
+                report.event("pass", name=setting.each.name, stage=setting.each.stage, enabled=False, why=setting.why)
         results = []
-        for index, each in enumerate(self.passes):
-            if each.name in self.disabled:
-                report.event("pass", name=each.name, enabled=False)
-                continue
-            report.artifact(f"passes/{index:02}-{each.name}/before.py", lambda: graph_text(graph.module))
-            results.append(self._run_one(each, graph, report))
-            report.artifact(f"passes/{index:02}-{each.name}/after.py", lambda: graph_text(graph.module))
+        for each in self.passes("torch_ir"):
+            result, facts = self._run_one(each, graph, "passes", report)
+            report.event("pass", **facts)
+            results.append(result)
         return results
 
-    def _run_one(self, each: Pass, graph: CapturedGraph, report: Report) -> PassResult:
-        begin, before = time.monotonic(), graph.num_calls()
+    def rewrite(self, piece: Piece, passes: Sequence[Pass], report: Report) -> list[dict[str, Any]]:
+        """The ATen stage, over one lowered piece; returns the facts of each pass's event, to be kept with what is built."""
+        return [self._run_one(each, piece, f"pieces/{piece.digest}", report)[1] for each in passes]
+
+    def _run_one(self, each: Pass, graph: Faked, folder: str, report: Report) -> tuple[PassResult, dict[str, Any]]:
+        index = next(index for index, setting in enumerate(self.settings) if setting.each is each)
+        report.artifact(f"{folder}/{index:02}-{each.name}/before.py", lambda: graph_text(graph.module))
+        result, facts = receipt(each, graph, self.config.debug)
+        report.artifact(f"{folder}/{index:02}-{each.name}/after.py", lambda: graph_text(graph.module))
+        return result, facts
+
+
+def receipt(each: Pass, graph: Faked, debug: bool) -> tuple[PassResult, dict[str, Any]]:
+    """Run a pass; what it did, and the facts of its event."""
+    begin, before = time.monotonic(), _ops(graph)
+    result = run_pass(each, graph, debug)
+    after = _ops(graph)
+    facts = {
+        "name": each.name,
+        "enabled": True,
+        "stage": each.stage,
+        "numerics": each.numerics,
+        "matches": result.matches,
+        "rewritten": result.rewritten,
+        "near_misses": [f"{miss.node}: {miss.why}" for miss in result.near_misses],
+        "seconds": time.monotonic() - begin,
+        "ops_before": before.total(),
+        "ops_after": after.total(),
+        "diff": {name: after[name] - before[name] for name in sorted(before | after) if after[name] != before[name]},
+    }
+    return result, facts
+
+
+def run_pass(each: Pass, graph: Faked, debug: bool = False) -> PassResult:
+    """Run a pass, to a fixpoint where it asks for that; the graph is checked after each round.
+
+    Raises:
+        RuntimeError: the pass left a graph that does not hold together, and its name.
+    """
+    matches = rewritten = 0
+    near_misses: tuple[NearMiss, ...] = ()
+    for _ in range(_MOST_ROUNDS):
         result = each.run(graph)
+        near_misses = result.near_misses
+        matches, rewritten = matches + result.matches, rewritten + result.rewritten
         try:
-            graph.graph.lint()
-            graph.module.recompile()
+            _lint(graph, debug)
         except Exception as error:
             raise RuntimeError(f"pass {each.name} left a graph that does not hold together: {error}") from error
-        report.event(
-            "pass",
-            name=each.name,
-            enabled=True,
-            stage=each.stage,
-            numerics=each.numerics,
-            matches=result.matches,
-            rewritten=result.rewritten,
-            near_misses=[f"{miss.node}: {miss.why}" for miss in result.near_misses],
-            seconds=time.monotonic() - begin,
-            ops_before=before,
-            ops_after=graph.num_calls(),
-        )
-        return result
+        if not (each.fixpoint and result.matches):
+            return PassResult(matches, rewritten, near_misses)
+    raise RuntimeError(f"pass {each.name} still matches after {_MOST_ROUNDS} rounds: it feeds on its own results")
+
+
+def _lint(graph: Faked, debug: bool) -> None:
+    graph.graph.lint()
+    graph.module.recompile()
+    for node in graph.graph.nodes:
+        if node.op.startswith("call") and node.users and value(node) is None:
+            raise ValueError(f"{node.name} has no fake value in meta, so nobody can know its shape")
+    if debug:
+        with graph.faking():
+            for node in graph.graph.nodes:
+                if node.op == "call_function" and isinstance(value(node), (Tensor, torch.SymInt, tuple, list)):
+                    computed = run_fake(node, {})
+                    if not same_geometry(computed, value(node)):
+                        raise ValueError(f"{node.name} says that it is {value(node)}, but computes {computed}")
+
+
+def _ops(graph: Faked) -> Counter[str]:
+    """How often each operation stands in a graph."""
+    return Counter(
+        str(getattr(node.target, "__name__", node.target)) if not isinstance(node.target, torch._ops.OpOverload)
+        else str(node.target)
+        for node in graph.graph.nodes
+        if node.op.startswith("call")
+    )  # fmt: skip

@@ -5,7 +5,7 @@ Before                                  After
 
 When      x is [T, K] or [1, T, K] with T dynamic, W [N, K] and b [N] are parameters on a GPU, and `torchweave.ops.linear` has
           a kernel for one token of that shape and dtype: bfloat16 or float16, K a multiple of 8, N * K at least a million.
-Numerics  tolerance: the order of summation. The op's kernel sums in float32 and rounds once; where the BLAS does so too, they
+Numerics  exact, but for the order of summation. The op's kernel sums in float32 and rounds once; where the BLAS does so too, they
           differ by no more than 2 * K * 2**-24 * sum(|x * W|) and one unit in the last place. Above `MAX_TOKENS` tokens
           the op calls the BLAS, and nothing differs.
 Pays      up to `MAX_TOKENS` tokens: the weight is read nearer to the memory's bandwidth. The op chooses when it runs, which is
@@ -35,7 +35,7 @@ class SmallLinears(GraphPass):
     """
 
     name = "small_linears"
-    numerics: Numerics = "tolerance"
+    numerics: Numerics = "exact"
     token_range: tuple[int | None, int | None] = (1, MAX_TOKENS)
 
     def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:

@@ -1,0 +1,149 @@
+"""Lowering: a piece of Torch IR as a functional graph of ATen and custom ops, which passes of the ATen stage rewrite.
+
+Nothing is decomposed that torch can call whole: tracing stops above autograd ("pre-dispatch"), so that `linear`, `layer_norm` or
+`scaled_dot_product_attention` stay one node, as fast to call and as easy to match as they were. Only what may alias or
+write is taken apart, because a functional graph has to know. Sizes stay symbolic, constants stay placeholders, and a custom
+op that writes into its arguments becomes `auto_functionalized_v2`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchweave.compile.mutation import storage, written
+from torchweave.compile.split import Piece, digest
+from torchweave.compile.symbols import value
+
+aten = torch.ops.aten
+
+_CHECKS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg)
+
+
+class NotLowered(Exception):
+    """A piece has no functional form that does the same, and why."""
+
+
+def lower(piece: Piece) -> Piece:
+    """The piece in ATen IR: same inputs, constants and outputs, fake values in `meta["val"]`.
+
+    Raises:
+        NotLowered: it writes to an input that is also seen by another name, or tracing fails.
+    """
+    _refuse_aliased_writes(piece)
+    try:
+        traced = trace(fx.Interpreter(piece.module).run, piece.examples())
+    except Exception as error:  # tracing raises what an op's fake kernel raises
+        raise NotLowered(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+    names = [str(node.target) for node in piece.module.graph.nodes if node.op == "placeholder"]
+    return replace(piece, module=_renamed(traced, names, piece.examples()))
+
+
+def trace(function: Callable[..., Any], examples: Sequence[Any]) -> fx.GraphModule:
+    """`function(*examples)` as a tidy functional ATen graph.
+
+    Args:
+        function: takes one argument for each example and returns tensors, or a nest of them.
+        examples: fake tensors and symbolic sizes of one fake mode.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
+
+    def functional(*arguments: Any) -> Any:
+        # `export` is what keeps composite ops whole; nothing is exported.
+        return _functionalized(function, arguments, FunctionalTensorMode(pre_dispatch=True, export=True))
+
+    with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="At pre-dispatch tracing, we assume")
+        traced = make_fx(functional, tracing_mode="symbolic", pre_dispatch=True, _allow_fake_constant=True)(*examples)
+    _tidy(traced)
+    return traced
+
+
+def as_piece(traced: fx.GraphModule) -> Piece:
+    """A traced graph as a piece of its own, without a captured graph that it was cut from."""
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    names = [f"input_{position}" for position in range(len(placeholders))]
+    module = _renamed(traced, names, [value(node) for node in placeholders])
+    nodes = list(module.graph.nodes)
+    inputs = tuple(node for node in nodes if node.op == "placeholder")
+    return Piece(0, module, inputs, (), tuple(nodes[-1].all_input_nodes), digest(module, len(inputs)))
+
+
+def _functionalized(function: Callable[..., Any], arguments: Sequence[Any], mode: Any) -> Any:
+    """Call `function` without its writes; those to arguments are made good at the end, by copies."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    inner_most = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
+
+    def plain(tensor: Any) -> Any:
+        torch._sync(tensor)
+        return torch._from_functional_tensor(tensor.elem)
+
+    with inner_most, mode:
+        wrapped = [FunctionalTensor.to_functional(item) if isinstance(item, Tensor) else item for item in arguments]
+        result = tree_map_only(FunctionalTensor, plain, function(*wrapped))
+        changed = [
+            (given, plain(now))
+            for given, now in zip(arguments, wrapped, strict=True)
+            if isinstance(now, FunctionalTensor) and torch._functionalize_has_data_mutation(now.elem)
+        ]
+    for given, now in changed:
+        given.copy_(now)
+    return result
+
+
+def _refuse_aliased_writes(piece: Piece) -> None:
+    """A functional graph writes to an input at its end: nobody may look at it by another name."""
+    nodes = list(piece.module.graph.nodes)
+    targets = {storage(argument) for node in nodes for argument in written(node)}
+    seen = Counter(storage(node) for node in nodes if node.op == "placeholder")
+    returned = {storage(node) for node in nodes[-1].all_input_nodes}
+    for node in nodes:
+        if node.op == "placeholder" and (home := storage(node)) in targets and home is not None:
+            if seen[home] > 1:
+                raise NotLowered(f"it writes to {node.name}, which shares its memory with another input")
+            if home in returned:
+                raise NotLowered(f"it writes to {node.name} and returns a view of it")
+
+
+def _tidy(traced: fx.GraphModule) -> None:
+    """One node for each size, no checks, nothing that nobody reads."""
+    graph = traced.graph
+    first: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if isinstance(value(node), torch.SymInt):
+            same = first.setdefault(str(value(node).node.expr), node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+        elif node.op == "call_function" and node.target in _CHECKS:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    traced.recompile()
+
+
+def _renamed(traced: fx.GraphModule, names: Sequence[str], values: Sequence[Any]) -> fx.GraphModule:
+    """The traced graph with placeholders of other names, and a flat tuple of outputs."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    wanted = zip(names, values, strict=True)
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            name, fake = next(wanted)
+            copies[node] = graph.placeholder(name)
+            copies[node].meta = {**node.meta, "val": fake}
+        elif node.op == "output":
+            flat = tree_leaves(node.args[0])
+            output = graph.output(tuple(copies[item] if isinstance(item, fx.Node) else item for item in flat))
+            output.meta["val"] = tuple(value(item) if isinstance(item, fx.Node) else item for item in flat)
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(traced, graph, "Lowered")
