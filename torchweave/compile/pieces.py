@@ -68,11 +68,12 @@ def build_fx(piece: Piece) -> BuiltPiece:
 
 def build_inductor(piece: Piece, config: TorchCompileConfig) -> BuiltPiece:
     """The piece as Inductor's code for the device, sizes symbolic as they were captured."""
+    from torch._guards import TracingContext, tracing
     from torch._inductor import standalone_compile
 
     begin = time.monotonic()
-    context = torch._guards.TracingContext(piece.fake_mode)
-    with torch.no_grad(), shapes_mode(config.dynamic_shapes), torch._guards.tracing(context), warnings.catch_warnings():
+    context = TracingContext(piece.fake_mode)
+    with torch.no_grad(), shapes_mode(config.dynamic_shapes), tracing(context), warnings.catch_warnings():
         # Models that compute RoPE in float32 mean it: a hint to round it more is no help to whoever reads the terminal.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         artifact = standalone_compile(

@@ -25,7 +25,9 @@ def load_pass(name: str) -> Pass:
     try:
         made = found() if isinstance(found, type) else found
     except TypeError as error:
-        raise ValueError(f"passes: {name} cannot be made without arguments ({error}); name an instance of it") from error
+        raise ValueError(
+            f"passes: {name} cannot be made without arguments ({error}); name an instance of it"
+        ) from error
     if not isinstance(made, Pass):
         facts = ("name", "stage", "numerics", "token_range", "fixpoint", "gated", "run")
         missing = ", ".join(fact for fact in facts if not hasattr(made, fact))

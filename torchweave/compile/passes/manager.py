@@ -92,14 +92,15 @@ class PassManager:
 
     def run(self, graph: CapturedGraph, report: Report) -> list[PassResult]:
         """The Torch IR stage, over the whole graph; an event for every pass of the list that is off."""
-        for setting in self.settings:
-            if not setting.on:
-                report.event("pass", name=setting.each.name, stage=setting.each.stage, enabled=False, why=setting.why)
         results = []
-        for each in self.passes("torch_ir"):
-            result, facts = self._run_one(each, graph, "passes", report)
-            report.event("pass", **facts)
-            results.append(result)
+        for setting in self.settings:
+            each = setting.each
+            if not setting.on:
+                report.event("pass", name=each.name, stage=each.stage, enabled=False, why=setting.why)
+            elif each.stage == "torch_ir":
+                result, facts = self._run_one(each, graph, "passes", report)
+                report.event("pass", **facts)
+                results.append(result)
         return results
 
     def rewrite(self, piece: Piece, passes: Sequence[Pass], report: Report) -> list[dict[str, Any]]:

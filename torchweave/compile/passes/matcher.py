@@ -308,6 +308,8 @@ def _has_calls(items: Any) -> bool:
 
 
 def _name(target: Any) -> str:
+    if isinstance(target, str):
+        return "an input"
     return str(target) if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) else target.__name__
 
 

@@ -1,4 +1,4 @@
-"""Putting new operations into a graph: traced from a plain function, with fake values, in a place that comes after all they read."""
+"""Putting new operations into a graph: traced from a plain function, with fake values, behind all that they read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def _copy(graph: Faked, before: fx.Node, traced: fx.Graph, nodes: list[fx.Node])
             elif node.op == "output":
                 flat = fx.map_arg(node.args[0], copies.__getitem__)
             elif node.op == "get_attr":
-                raise ValueError("a replacement makes a tensor of its own; hand it in, or compute it from the arguments")
+                raise ValueError(
+                    "a replacement makes a tensor of its own; hand it in, or compute it from the arguments"
+                )
             else:
                 copies[node] = graph.graph.node_copy(node, copies.__getitem__)
                 copies[node].meta["stack_trace"] = before.meta.get("stack_trace")

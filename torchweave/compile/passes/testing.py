@@ -1,9 +1,9 @@
 """Test a pass alone: a five-line function becomes a graph with a symbolic token count, the pass runs, everything is checked.
 
-    def unfused(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor: ...
+def unfused(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor: ...
 
-    check(FUSION, unfused, [randn(T, 64), randn(T, 64), randn(64)], matches=1)
-    check(FUSION, nearly, [randn(T, 64), randn(T, 64), randn(64)], near_miss="also read by")
+check(FUSION, unfused, [randn(T, 64), randn(T, 64), randn(64)], matches=1)
+check(FUSION, nearly, [randn(T, 64), randn(T, 64), randn(64)], near_miss="also read by")
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def check(
         result = run_pass(each, graph, debug=True)
     wanted = (0 if near_miss is not None else 1) if matches is None else matches
     whys = [f"{miss.node}: {miss.why}" for miss in result.near_misses]
-    assert result.matches == wanted, f"{each.name} matched {result.matches} times, not {wanted}; {whys}\n{graph.module.code}"
+    assert result.matches == wanted, (
+        f"{each.name} matched {result.matches} times, not {wanted}; {whys}\n{graph.module.code}"
+    )
     assert near_miss is None or any(near_miss in why for why in whys), f"no near-miss says {near_miss!r}: {whys}"
     for tokens in TOKENS:
         _compare(graph, function, [_resized(item, tokens) for item in examples], rtol, atol)
