@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec
+from torchweave.ops.attention import AttentionMetadata, AttentionStep, KVLayer, LayerSpec, TurningStep
+from torchweave.ops.rope import Rotary
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step: `rows` are `(new tokens, cached tokens)`; None is a padding row."""
+    """A step: `rows` are `(new tokens, cached tokens)`; None is a padding row.
+
+    rotary: how many numbers of each head the backend turns; 0: it is given heads that have been turned. norm: before that.
+    """
 
     rows: tuple[tuple[int, int] | None, ...]
     spec: LayerSpec = field(default_factory=lambda: LayerSpec(2, 32, 32, 4))
@@ -20,6 +24,8 @@ class Case:
     padded_tokens: int = 0
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    rotary: int = 0
+    norm: bool = False
 
     @property
     def decode_only(self) -> bool:
@@ -39,12 +45,25 @@ class Built:
     arguments: dict
     expected: Tensor
     expected_cache: KVLayer
+    rotary: Rotary | None = None
+
+    def run(self, step: AttentionStep) -> None:
+        """One layer of the step."""
+        if self.rotary is None:
+            step.forward(self.q, self.k, self.v, self.out, self.cache, **self.arguments)
+        else:
+            assert isinstance(step, TurningStep)
+            step.forward_turning(self.rotary, self.q, self.k, self.v, self.out, self.cache, **self.arguments)
 
     def check(self, tolerance: float) -> None:
         """`out` and the cache hold what they must, padding included, and nothing else was written."""
         torch.testing.assert_close(self.out.double().cpu(), self.expected, rtol=tolerance, atol=tolerance)
         for got, wanted in zip(self.cache, self.expected_cache, strict=True):
-            assert torch.equal(torch.nan_to_num(got.cpu(), 7.5), torch.nan_to_num(wanted, 7.5)), "the cache is wrong"
+            got, wanted = torch.nan_to_num(got.cpu(), 7.5), torch.nan_to_num(wanted, 7.5)
+            if self.rotary is None:
+                assert torch.equal(got, wanted), "the cache is wrong"
+            else:  # a norm adds up in another order
+                torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, arguments: dict) -> Tensor:
@@ -101,6 +120,12 @@ def build(case: Case, device: str = "cpu") -> Built:
     )
     after = KVLayer(cache.k.clone(), cache.v.clone())
     q, k = draw(tokens, spec.num_heads, spec.head_dim), draw(tokens, spec.num_kv_heads, spec.head_dim)
+    given_q, given_k, rotary = q, k, None
+    if case.rotary:
+        weights = (draw(spec.head_dim), draw(spec.head_dim)) if case.norm else ()
+        rotary = Rotary(draw(1, tokens, case.rotary), draw(1, tokens, case.rotary), *weights, eps=1e-6)
+        q, k = rotary.turn(q, k)
+        rotary = Rotary(*(item.to(device) if isinstance(item, Tensor) else item for item in rotary))
     v = draw(tokens, spec.num_kv_heads, spec.value_dim)
     mapping = torch.full((tokens,), -1, dtype=torch.int64)
     expected = torch.zeros(tokens, spec.num_heads, spec.value_dim, dtype=torch.float64)
@@ -134,7 +159,8 @@ def build(case: Case, device: str = "cpu") -> Built:
     )
     out = torch.full((tokens, spec.num_heads, spec.value_dim), nan, dtype=case.dtype, device=device)
     cache = KVLayer(cache.k.to(device), cache.v.to(device))
-    return Built(meta, q.to(device), k.to(device), v.to(device), out, cache, arguments, expected, after)
+    given = (given_q.to(device), given_k.to(device), v.to(device))
+    return Built(meta, *given, out, cache, arguments, expected, after, rotary)
 
 
 PLAIN = LayerSpec(2, 32, 32, 4)
@@ -162,3 +188,11 @@ CASES: dict[str, Case] = {
     "mixed_odd_head": Case(((1, 44), (20, 9)), LayerSpec(1, 80, 80, 5), block_size=32),
     "only_padding": Case((None, None), padded_tokens=4),
 }
+TURNING: dict[str, Case] = {
+    "turned_decode": Case(((1, 5), (1, 0), (1, 40), None), rotary=32),
+    "turned_decode_part": Case(((1, 5), (1, 33)), LayerSpec(1, 24, 16, 3), rotary=8),
+    "turned_decode_norm": Case(((1, 5), (1, 40)), LayerSpec(2, 32, 32, 4, window=16), rotary=24, norm=True),
+    "turned_mixed": Case(((1, 44), (1, 0), (13, 0), (18, 25)), padded_tokens=3, rotary=32),
+    "turned_mixed_norm": Case(((1, 44), (20, 9)), LayerSpec(2, 48, 32, 6), padded_tokens=2, rotary=32, norm=True),
+}
+"""Steps whose queries and keys the backend turns itself."""

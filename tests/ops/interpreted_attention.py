@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from tests.ops.attention_cases import CASES, Case, build
+from tests.ops.attention_cases import CASES, TURNING, Case, build
 from torchweave.ops.attention import LayerSpec
 from torchweave.ops.attention_triton import DecodeConfig, PrefillConfig, TritonBackend
 
@@ -23,7 +23,7 @@ def run(name: str, case: Case, decode: DecodeConfig = DECODE, prefill: PrefillCo
     built = build(case)
     for _ in range(2 if case.decode_only else 1):  # a launch must leave the counters as it found them
         built.out.fill_(float("nan"))
-        backend.begin(built.meta).forward(built.q, built.k, built.v, built.out, built.cache, **built.arguments)
+        built.run(backend.begin(built.meta))
         built.check(1e-5)
     assert all(not work.counters.any() for work in backend._workspaces.values()), "counters were not reset"
     print("ok", name, flush=True)
@@ -50,8 +50,8 @@ def variants() -> dict[str, tuple]:
 
 if __name__ == "__main__":
     extra = variants()
-    for wanted in sys.argv[1:] or [*CASES, *extra]:
-        if wanted in CASES:
-            run(wanted, CASES[wanted])
+    for wanted in sys.argv[1:] or [*CASES, *TURNING, *extra]:
+        if wanted in CASES or wanted in TURNING:
+            run(wanted, (CASES | TURNING)[wanted])
         else:
             run(wanted, *extra[wanted])

@@ -23,13 +23,14 @@ from torchweave.ops.attention_triton import (
     TritonBackend,
     default_decode_config,
 )
+from torchweave.ops.kernels import rope
 
 KERNELS = ("paged_decode", "paged_prefill", "write_kv")
 HOPPER_SMEM = 232448
 
 
 def test_interpreted_kernels_are_right() -> None:
-    """All of `attention_cases.CASES`, and the variants of the program itself."""
+    """All of `attention_cases.CASES` and `TURNING`, and the variants of the program itself."""
     run_interpreted("interpreted_attention.py")
 
 
@@ -37,9 +38,13 @@ def launches(case: Case, decode: DecodeConfig | None = None, prefill: PrefillCon
     """What the backend launches on an H100 for one step of `case`."""
     backend = TritonBackend(torch.device("cpu"), decode=decode, prefill=prefill, num_sms=132)
     built = build(case)
-    with recorded(attention_triton, *KERNELS) as found:
-        backend.begin(built.meta).forward(built.q, built.k, built.v, built.out, built.cache, **built.arguments)
-    return found
+    with recorded(attention_triton, *KERNELS) as found, recorded(rope, "rope_kernel") as turned:
+        built.run(backend.begin(built.meta))
+    return turned + found
+
+
+def names(found: list) -> list[str]:
+    return [launch.kernel.fn.__name__ for launch in found]
 
 
 DECODE = ((1, 200), (1, 30))
@@ -61,12 +66,7 @@ BUILT = {
 def test_kernels_build_for_hopper(name: str) -> None:
     spec, dtype, block_size = BUILT[name]
     found = launches(Case(DECODE, spec, block_size, dtype=dtype)) + launches(Case(MIXED, spec, block_size, dtype=dtype))
-    assert [launch.kernel.fn.__name__ for launch in found] == [
-        "paged_decode",
-        "write_kv",
-        "paged_prefill",
-        "paged_decode",
-    ]
+    assert names(found) == ["paged_decode", "write_kv", "paged_prefill", "paged_decode"]
     for launch in found:
         kernel = compile_for_hopper(launch)
         assert kernel.metadata.shared <= HOPPER_SMEM, f"{launch.kernel.fn.__name__} takes too much shared memory"
@@ -75,8 +75,18 @@ def test_kernels_build_for_hopper(name: str) -> None:
 
 
 def test_a_decode_step_is_one_launch() -> None:
-    found = launches(Case(DECODE, LayerSpec(8, 64, 64, 32)))
-    assert [launch.kernel.fn.__name__ for launch in found] == ["paged_decode"]
+    assert names(launches(Case(DECODE, LayerSpec(8, 64, 64, 32)))) == ["paged_decode"]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("spec", [LayerSpec(8, 64, 64, 32), LayerSpec(8, 128, 128, 32)])
+def test_turning_queries_and_keys_takes_no_launch_of_its_own(spec: LayerSpec, norm: bool) -> None:
+    rotary = {"rotary": spec.head_dim, "norm": norm, "dtype": torch.bfloat16, "block_size": 64}
+    decode, mixed = launches(Case(DECODE, spec, **rotary)), launches(Case(MIXED, spec, **rotary))
+    assert names(decode) == ["paged_decode"]
+    assert names(mixed) == ["rope_kernel", "paged_prefill", "paged_decode"]
+    for launch in decode + mixed[:1]:
+        assert compile_for_hopper(launch).metadata.shared <= HOPPER_SMEM
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchweave.ops.kernels.cpp import NO_COMPILER, has_compiler
 from torchweave.ops.registry import define
+from torchweave.ops.rope import Rotary
 
 
 @define("torchweave::attention", mutates=("out",), boundary=True)
@@ -34,6 +35,13 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     chunk: int = 0,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
 ) -> None:
     """Write the attention of T tokens into `out`; here the T tokens are one sequence.
 
@@ -48,11 +56,21 @@ def attention(
         softcap: scores become `softcap * tanh(score / softcap)`; 0 means as they are.
         sinks: `[H]` logits that join the denominator of the softmax.
         chunk: keys with `k_pos // chunk == q_pos // chunk` are seen (Llama 4); 0 means all.
+        cos, sin: `[..., T, R]`: q and k are turned first, as `torchweave::rope` does; None means that they have been.
+        q_weight, k_weight, norm_eps, norm_offset, norm_wide: and before that normed, as `torchweave::qk_norm_rope` does.
     """
+    rotary = _rotary(cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
+    if rotary is not None:
+        q, k = rotary.turn(q, k)
     positions = torch.arange(q.shape[0], device=q.device)[None]
     bias = None if not (window or chunk) else visibility_bias(positions, positions, window, chunk, q.dtype)
     result = attend(q[None], k[None], v[None], bias, scale=scale, softcap=softcap, sinks=sinks)[0]
     out.unflatten(1, result.shape[1:3]).copy_(result)
+
+
+def _rotary(cos: Tensor | None, sin: Tensor | None, *norm: Any) -> Rotary | None:
+    assert (cos is None) == (sin is None), "cos and sin come together"
+    return None if cos is None or sin is None else Rotary(cos, sin, *norm)
 
 
 def visibility_bias(q_pos: Tensor, k_pos: Tensor, window: int, chunk: int, dtype: torch.dtype) -> Tensor:
@@ -188,7 +206,10 @@ class AttentionMetadata:
 
 
 class AttentionStep(Protocol):
-    """A backend that has looked at the metadata of one step; its `forward` is called once per layer."""
+    """A backend that has looked at the metadata of one step; its `forward` is called once per layer.
+
+    One that can also turn queries and keys, for less than a kernel of its own would take, is a `TurningStep`.
+    """
 
     def forward(
         self,
@@ -208,6 +229,29 @@ class AttentionStep(Protocol):
 
         Rows of `out` that belong to padded tokens become zero, and padded tokens write nothing into the cache.
         """
+        ...
+
+
+@runtime_checkable
+class TurningStep(Protocol):
+    """An `AttentionStep` that takes queries and keys before their rotary embedding, and applies it itself."""
+
+    def forward_turning(
+        self,
+        rotary: Rotary,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        cache: KVLayer,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        chunk: int = 0,
+    ) -> None:
+        """As `AttentionStep.forward` of what `rotary.turn(q, k)` gives."""
         ...
 
 
@@ -248,9 +292,23 @@ def carry_out(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     chunk: int = 0,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
 ) -> None:
     """Carry out one intercepted call of `torchweave::attention`, given as the op's own arguments."""
-    step.forward(q, k, v, out, caches[layer], scale=scale, window=window, softcap=softcap, sinks=sinks, chunk=chunk)
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
+    rotary = _rotary(cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
+    if rotary is None:
+        step.forward(q, k, v, out, caches[layer], **how)
+    elif isinstance(step, TurningStep):
+        step.forward_turning(rotary, q, k, v, out, caches[layer], **how)
+    else:
+        step.forward(*rotary.turn(q, k), v, out, caches[layer], **how)
 
 
 BACKENDS = ("triton", "torch", "fa3", "cpp")

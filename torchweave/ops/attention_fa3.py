@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec
-from torchweave.ops.attention_triton import TritonBackend, TritonStep, write
+from torchweave.ops.attention_triton import TritonBackend, TritonStep, turn_and_write, write
+from torchweave.ops.rope import Rotary
 
 PAGE_SIZE = 128
 LONG_QUERY = 256
@@ -77,8 +78,31 @@ class Fa3Step:
     ) -> None:
         """See `AttentionStep.forward`."""
         assert not window and not softcap and sinks is None and not chunk, "refused when the backend was chosen"
+        write(k, v, cache, self.meta)
+        self._attend(q, out, cache, scale)
+
+    def forward_turning(
+        self,
+        rotary: Rotary,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        cache: KVLayer,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        chunk: int = 0,
+    ) -> None:
+        """See `TurningStep.forward_turning`: by the kernel that writes the cache."""
+        assert not window and not softcap and sinks is None and not chunk, "refused when the backend was chosen"
+        q, _ = turn_and_write(rotary, q, k, v, cache, self.meta)
+        self._attend(q, out, cache, scale)
+
+    def _attend(self, q: Tensor, out: Tensor, cache: KVLayer, scale: float) -> None:
         meta = self.meta
-        write(k, v, cache, meta)
         out.zero_()  # padded tokens belong to no row, which leaves their results as they were
         _fwd(q, cache, out, meta.query_start, meta.seq_lens, max(meta.num_tokens, LONG_QUERY), self.pages, scale)
 

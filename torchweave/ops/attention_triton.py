@@ -16,6 +16,8 @@ from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec
 from torchweave.ops.kernels.dependent import options
 from torchweave.ops.kernels.paged_decode import paged_decode
 from torchweave.ops.kernels.paged_prefill import paged_prefill, write_kv
+from torchweave.ops.kernels.rope import CacheWrite, Norm, launch_rope
+from torchweave.ops.rope import Rotary
 
 MAX_SPLITS = 64
 
@@ -171,17 +173,55 @@ class TritonStep:
         chunk: int = 0,
     ) -> None:
         """See `AttentionStep.forward`."""
+        self._forward(None, q, k, v, out, cache, scale, window, softcap, sinks, chunk)
+
+    def forward_turning(
+        self,
+        rotary: Rotary,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        cache: KVLayer,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        chunk: int = 0,
+    ) -> None:
+        """See `TurningStep.forward_turning`: in the decode kernel itself, or by the kernel that writes the cache."""
+        self._forward(rotary, q, k, v, out, cache, scale, window, softcap, sinks, chunk)
+
+    def _forward(
+        self,
+        rotary: Rotary | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        cache: KVLayer,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None,
+        chunk: int,
+    ) -> None:
         assert out.is_contiguous(), "attention writes into a contiguous tensor"
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if self.meta.decode_only:
-            self._decode(q, k, v, out, cache, scale, window, softcap, sinks, chunk)
+            self._decode(rotary, q, k, v, out, cache, scale, window, softcap, sinks, chunk)
             return
-        write(k, v, cache, self.meta)
+        if rotary is None:
+            write(k, v, cache, self.meta)
+        else:
+            q, k = turn_and_write(rotary, q, k, v, cache, self.meta)
         self._prefill(q, out, cache, scale, window, softcap, sinks, chunk)
-        self._decode(q, k, v, out, cache, scale, window, softcap, sinks, chunk)
+        self._decode(None, q, k, v, out, cache, scale, window, softcap, sinks, chunk)
 
     def _decode(
         self,
+        rotary: Rotary | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -199,16 +239,21 @@ class TritonStep:
         config = backend.decode_config(head_dim, q.dtype)
         splits = backend.num_splits(config, meta.num_rows, kv_heads, meta.max_seq_len)
         work = backend.workspace(group, head_dim, value_dim, q.dtype)
+        turning = rotary or Rotary(meta.slots, meta.slots)
+        optional = (turning.q_weight, turning.k_weight, turning.cos.contiguous(), turning.sin.contiguous())
+        tensors = [q if tensor is None else tensor for tensor in optional]
+        half = 0 if rotary is None else rotary.cos.shape[-1] // 2
         paged_decode[(kv_heads, splits, meta.num_rows)](
             q, k, v, out, cache.k, cache.v,
             meta.slots, meta.query_start, meta.seq_lens, meta.block_table, meta.slot_mapping, q if sinks is None else sinks,
-            work.partial, work.maxima, work.sums, work.counters,
-            scale, softcap, window, chunk, splits, config.min_tiles,
+            work.partial, work.maxima, work.sums, work.counters, *tensors,
+            scale, softcap, window, chunk, splits, config.min_tiles, turning.eps, turning.offset,
             meta.block_table.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(triton.next_power_of_2(group), 16 if config.dot else 1),
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
             BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, SPLITS_PAD=splits if splits == 1 else max(splits, 16),
             DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, DOT=config.dot,
+            HALF=half, NORM=turning.q_weight is not None, WIDE=turning.wide,
             DEPENDENT=config.dependent, num_warps=config.num_warps, num_stages=config.num_stages,
             **options(config.dependent),
         )  # fmt: skip
@@ -256,3 +301,13 @@ def write(k: Tensor, v: Tensor, cache: KVLayer, meta: AttentionMetadata) -> None
         k, v, cache.k, cache.v, meta.slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK=block, num_warps=4,
     )  # fmt: skip
+
+
+def turn_and_write(
+    rotary: Rotary, q: Tensor, k: Tensor, v: Tensor, cache: KVLayer, meta: AttentionMetadata
+) -> tuple[Tensor, Tensor]:
+    """q and k turned, and `write` of the keys and values, in one launch."""
+    norm = None
+    if rotary.q_weight is not None and rotary.k_weight is not None:
+        norm = Norm(rotary.q_weight, rotary.k_weight, rotary.eps, rotary.offset, rotary.wide)
+    return launch_rope(q, k, rotary.cos, rotary.sin, norm, CacheWrite(v, cache.k, cache.v, meta.slot_mapping))

@@ -10,6 +10,8 @@ the same, without fused multiply-add, and is bit-equal. With the norm, see `torc
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -103,3 +105,25 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if width == x.shape[-1]:
         return turned.contiguous()
     return torch.cat((turned, x[..., width:]), -1)
+
+
+class Rotary(NamedTuple):
+    """What an attention backend that turns queries and keys itself needs: the arguments of `rope` or `qk_norm_rope`.
+
+    Without weights there is no norm. `cos` and `sin` are `[..., T, R]`.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+    wide: bool = False
+
+    def turn(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q `[T, H, D]` and k `[T, KH, D]`, normed if there are weights, and turned."""
+        cos, sin = self.cos.reshape(-1, self.cos.shape[-1]), self.sin.reshape(-1, self.sin.shape[-1])
+        if self.q_weight is None or self.k_weight is None:
+            return rope(q, k, cos, sin)
+        return qk_norm_rope(q, k, self.q_weight, self.k_weight, cos, sin, self.eps, self.offset, self.wide)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent import enter
+from torchweave.ops.kernels.rope import load_turned
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
@@ -96,16 +97,20 @@ def _combine(
 @triton.jit
 def _new_token(
     query, token, head, k_new, v_new, k_cache, v_cache, slot_mapping, sinks, scale, softcap,
-    k_stride, k_head_stride, v_stride, v_head_stride,
+    k_stride, k_head_stride, v_stride, v_head_stride, k_weight, cos, sin, eps, offset,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     STORE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The running softmax (maximum, total, sum of values) after the sinks and the new token; STORE: also cache the token."""
     group = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
-    key = tl.load(k_new + token * k_stride + head * k_head_stride + dim, mask=dim < HEAD_DIM, other=0.0)
+    first = tl.zeros([1, 1], tl.int32)
+    key_row = k_new + token * k_stride + head * k_head_stride + first
+    key = load_turned(key_row, first == 0, k_weight, cos, sin, eps, offset, HEAD_DIM, HEAD_PAD, HALF, NORM, WIDE)
+    key = tl.reshape(key, [HEAD_PAD])
     value = tl.load(v_new + token * v_stride + head * v_head_stride + value_dim, mask=value_dim < VALUE_DIM, other=0.0)
     if STORE:
         place = tl.load(slot_mapping + token)
@@ -162,16 +167,18 @@ def _cached_tokens(
 def paged_decode(
     q, k_new, v_new, out, k_cache, v_cache,
     slots, query_start, seq_lens, block_table, slot_mapping, sinks,
-    partial, maxima, sums, counters,
-    scale, softcap, window, chunk, num_splits, min_tiles,
+    partial, maxima, sums, counters, q_weight, k_weight, cos, sin,
+    scale, softcap, window, chunk, num_splits, min_tiles, eps, offset,
     table_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr,
-    DECODE_ONLY: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DOT: tl.constexpr, DEPENDENT: tl.constexpr,
+    DECODE_ONLY: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DOT: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row, one key head, one split. DECODE_ONLY: row i is token i, padding rows are zeroed and K/V are written here;
     otherwise rows that do not have exactly one token are left to the prefill kernel, and K/V are in the cache already.
+    HALF: half of the numbers of a head that rotary embedding turns here, after the norm if NORM; 0: it has been done.
     SPLITS_PAD: a power of two, at least `num_splits`; 1 leaves the combining out. DEPENDENT: see `dependent.py`."""
     if DEPENDENT:
         enter()
@@ -185,7 +192,6 @@ def paged_decode(
             return
         token = start.to(tl.int64)
     group = tl.arange(0, GROUP_PAD)
-    dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
     out_row = out + (token * KV_HEADS + head) * GROUP * VALUE_DIM
     out_offsets = group[:, None] * VALUE_DIM + value_dim[None, :]
@@ -207,10 +213,10 @@ def paged_decode(
     begin = base + split * tiles_per_split * BLOCK_N
     end = tl.minimum(begin + tiles_per_split * BLOCK_N, position)
 
-    query = tl.load(
-        q + token * q_stride + (head * GROUP + group)[:, None] * q_head_stride + dim[None, :],
-        mask=(group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :],
-        other=0.0,
+    cos, sin = cos + token * (2 * HALF), sin + token * (2 * HALF)
+    query_rows = q + token * q_stride + (head * GROUP + group)[:, None] * q_head_stride
+    query = load_turned(
+        query_rows, (group < GROUP)[:, None], q_weight, cos, sin, eps, offset, HEAD_DIM, HEAD_PAD, HALF, NORM, WIDE
     )
     maximum = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
@@ -218,8 +224,9 @@ def paged_decode(
     if split == 0:
         maximum, total, acc = _new_token(
             query, token, head, k_new, v_new, k_cache, v_cache, slot_mapping, sinks, scale, softcap,
-            k_stride, k_head_stride, v_stride, v_head_stride,
+            k_stride, k_head_stride, v_stride, v_head_stride, k_weight, cos, sin, eps, offset,
             KV_HEADS, GROUP, GROUP_PAD, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, DECODE_ONLY, SOFTCAP, SINKS,
+            HALF, NORM, WIDE,
         )  # fmt: skip
     maximum, total, acc = _cached_tokens(
         maximum, total, acc, query, block_table + slot * table_stride, k_cache, v_cache, head, lowest, begin, end,

@@ -23,6 +23,15 @@ class Norm(NamedTuple):
     wide: bool
 
 
+class CacheWrite(NamedTuple):
+    """Where the step's keys and values go: values `[T, KH, Dv]`, one layer's paged cache, and the place of each token."""
+
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_mapping: Tensor
+
+
 @triton.jit
 def turn(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexpr):
     """Both halves turned: float32 in and out, every product and the sums rounded to `dtype`."""
@@ -32,18 +41,49 @@ def turn(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexpr):
 
 
 @triton.jit
-def _heads(
-    x, weight, cos, sin, out, block, num_heads, token, x_stride, x_head_stride, eps, offset,
+def load_turned(
+    rows, mask, weight, cos, sin, eps, offset,
+    DIM: tl.constexpr, PAD: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Whole heads `[N, PAD]` in their own dtype, normed and turned, for kernels that go on with them.
+
+    rows: pointers `[N, 1]` to the heads; mask `[N, 1]`; cos, sin: of their token. HALF 0 leaves the heads as they are.
+    """
+    dim = tl.arange(0, PAD)
+    inside = dim < DIM
+    mask = mask & inside[None, :]
+    x = tl.load(rows + dim[None, :], mask=mask, other=0.0)
+    if HALF > 0:
+        dtype = x.dtype
+        partner = tl.where(dim < HALF, dim + HALF, tl.where(dim < 2 * HALF, dim - HALF, dim))
+        other = tl.load(rows + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+        own = x.to(tl.float32)
+        if NORM:
+            norm = tl.rsqrt(tl.sum(own * own, 1) / DIM + eps)[:, None]
+            own_weight = tl.load(weight + dim, mask=inside, other=0.0)[None, :]
+            other_weight = tl.load(weight + partner, mask=inside, other=0.0)[None, :]
+            own = scale_rows(own, norm, own_weight, offset, True, WIDE, dtype)
+            other = scale_rows(other, norm, other_weight, offset, True, WIDE, dtype)
+        angle = dim < 2 * HALF
+        cosine = tl.load(cos + dim, mask=angle, other=1.0).to(tl.float32)[None, :]
+        sine = tl.load(sin + dim, mask=angle, other=0.0).to(tl.float32)[None, :]
+        product = (other * sine).to(dtype).to(tl.float32)
+        x = ((own * cosine).to(dtype).to(tl.float32) + tl.where(dim < HALF, -product, product)).to(dtype)
+    return x
+
+
+@triton.jit
+def _turned_heads(
+    x, weight, cos, sin, block, num_heads, token, x_stride, x_head_stride, eps, offset,
     HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
     NORM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One block of heads of one tensor: the two halves that turn, and the rest [2 * HALF, DIM) that passes."""
+    """One block of heads of one tensor, float32: the two halves that turn, and the rest [2 * HALF, DIM) that passes."""
     head = block * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, HALF_PAD)
     rest = 2 * HALF + tl.arange(0, REST_PAD)
     real = (head < num_heads)[:, None]
     turning = real & (half < HALF)[None, :]
-    passing = real & (rest < DIM)[None, :]
     row = x + token * x_stride + head[:, None] * x_head_stride
     low = tl.load(row + half[None, :], mask=turning, other=0.0)
     dtype = low.dtype
@@ -51,7 +91,7 @@ def _heads(
     high = tl.load(row + HALF + half[None, :], mask=turning, other=0.0).to(tl.float32)
     remaining = tl.zeros([HEADS, REST_PAD], tl.float32)
     if 2 * HALF < DIM:
-        remaining = tl.load(row + rest[None, :], mask=passing, other=0.0).to(tl.float32)
+        remaining = tl.load(row + rest[None, :], mask=real & (rest < DIM)[None, :], other=0.0).to(tl.float32)
     if NORM:
         squares = tl.sum(low * low, 1) + tl.sum(high * high, 1) + tl.sum(remaining * remaining, 1)
         norm = tl.rsqrt(squares / DIM + eps)[:, None]
@@ -68,40 +108,68 @@ def _heads(
     sin_low = tl.load(sin + half, mask=angle, other=0.0).to(tl.float32)[None, :]
     sin_high = tl.load(sin + HALF + half, mask=angle, other=0.0).to(tl.float32)[None, :]
     low, high = turn(low, high, cos_low, cos_high, sin_low, sin_high, dtype)
-    target = out + (token * num_heads + head[:, None]) * DIM
-    tl.store(target + half[None, :], low.to(dtype), mask=turning)
-    tl.store(target + HALF + half[None, :], high.to(dtype), mask=turning)
+    return low, high, remaining
+
+
+@triton.jit
+def _store_heads(
+    out, low, high, remaining, block, num_heads, row,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+):  # fmt: skip
+    """What `_turned_heads` gave, into row `row` of out [rows, num_heads, DIM]."""
+    head = block * HEADS + tl.arange(0, HEADS)
+    half = tl.arange(0, HALF_PAD)
+    rest = 2 * HALF + tl.arange(0, REST_PAD)
+    real = (head < num_heads)[:, None]
+    dtype = out.dtype.element_ty
+    target = out + (row * num_heads + head[:, None]) * DIM
+    tl.store(target + half[None, :], low.to(dtype), mask=real & (half < HALF)[None, :])
+    tl.store(target + HALF + half[None, :], high.to(dtype), mask=real & (half < HALF)[None, :])
     if 2 * HALF < DIM:
-        tl.store(target + rest[None, :], remaining.to(dtype), mask=passing)
+        tl.store(target + rest[None, :], remaining.to(dtype), mask=real & (rest < DIM)[None, :])
 
 
 @triton.jit
 def rope_kernel(
-    q, k, q_weight, k_weight, cos, sin, q_out, k_out, eps, offset,
-    q_stride, q_head_stride, k_stride, k_head_stride, cos_stride, sin_stride,
+    q, k, v, q_weight, k_weight, cos, sin, q_out, k_out, k_cache, v_cache, slot_mapping, eps, offset,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, cos_stride, sin_stride,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+    NORM: tl.constexpr, WIDE: tl.constexpr, CACHE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, blocks of query heads, then blocks of key heads)."""
+    """Grid (tokens, blocks of query heads, then blocks of key heads). CACHE: keys and values also go into the paged cache."""
     if DEPENDENT:
         enter()
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos, sin = cos + token * cos_stride, sin + token * sin_stride
     if block < Q_BLOCKS:
-        _heads(
-            q, q_weight, cos, sin, q_out, block, Q_HEADS, token, q_stride, q_head_stride, eps, offset,
+        low, high, rest = _turned_heads(
+            q, q_weight, cos, sin, block, Q_HEADS, token, q_stride, q_head_stride, eps, offset,
             HEADS, DIM, HALF, HALF_PAD, REST_PAD, NORM, WIDE,
         )  # fmt: skip
+        _store_heads(q_out, low, high, rest, block, Q_HEADS, token, HEADS, DIM, HALF, HALF_PAD, REST_PAD)
     else:
-        _heads(
-            k, k_weight, cos, sin, k_out, block - Q_BLOCKS, K_HEADS, token, k_stride, k_head_stride, eps, offset,
+        block -= Q_BLOCKS
+        low, high, rest = _turned_heads(
+            k, k_weight, cos, sin, block, K_HEADS, token, k_stride, k_head_stride, eps, offset,
             HEADS, DIM, HALF, HALF_PAD, REST_PAD, NORM, WIDE,
         )  # fmt: skip
+        _store_heads(k_out, low, high, rest, block, K_HEADS, token, HEADS, DIM, HALF, HALF_PAD, REST_PAD)
+        if CACHE:
+            place = tl.load(slot_mapping + token)
+            if place >= 0:
+                _store_heads(k_cache, low, high, rest, block, K_HEADS, place, HEADS, DIM, HALF, HALF_PAD, REST_PAD)
+                head = (block * HEADS + tl.arange(0, HEADS))[:, None]
+                dim = tl.arange(0, VALUE_PAD)[None, :]
+                there = (head < K_HEADS) & (dim < VALUE_DIM)
+                value = tl.load(v + token * v_stride + head * v_head_stride + dim, mask=there)
+                tl.store(v_cache + (place * K_HEADS + head) * VALUE_DIM + dim, value, mask=there)
 
 
-def launch_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
-    """See `torchweave.ops.rope.rope` and `qk_norm_rope`; q and k may be strided views of one product."""
+def launch_rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None = None, cache: CacheWrite | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `torchweave.ops.rope.rope` and `qk_norm_rope`; q, k and v may be strided views of one product."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     cos, sin = cos.contiguous(), sin.contiguous()
     heads, kv_heads, dim, half = q.shape[-2], k.shape[-2], q.shape[-1], cos.shape[-1] // 2
@@ -110,15 +178,17 @@ def launch_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norm: Norm | Non
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if not tokens:
         return q_out, k_out
+    v, k_cache, v_cache, slot_mapping = CacheWrite(k, k, k, k) if cache is None else cache
     together = max(1, min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(max(heads, kv_heads))))
     q_blocks, dependent = triton.cdiv(heads, together), takes_part(q.device)
     rope_kernel[(tokens, q_blocks + triton.cdiv(kv_heads, together))](
-        q, k, q if norm is None else norm.q_weight, k if norm is None else norm.k_weight, cos, sin, q_out, k_out,
-        0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
-        q.stride(-3), q.stride(-2), k.stride(-3), k.stride(-2), cos.shape[-1], sin.shape[-1],
+        q, k, v, q if norm is None else norm.q_weight, k if norm is None else norm.k_weight, cos, sin, q_out, k_out,
+        k_cache, v_cache, slot_mapping, 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
+        q.stride(-3), q.stride(-2), k.stride(-3), k.stride(-2), v.stride(-3), v.stride(-2), cos.shape[-1], sin.shape[-1],
         Q_HEADS=heads, K_HEADS=kv_heads, Q_BLOCKS=q_blocks, HEADS=together, DIM=dim,
+        VALUE_DIM=v.shape[-1], VALUE_PAD=triton.next_power_of_2(v.shape[-1]),
         HALF=half, HALF_PAD=max(2, triton.next_power_of_2(half)), REST_PAD=max(2, triton.next_power_of_2(dim - 2 * half)),
-        NORM=norm is not None, WIDE=norm is not None and norm.wide,
+        NORM=norm is not None, WIDE=norm is not None and norm.wide, CACHE=cache is not None,
         DEPENDENT=dependent, num_warps=4, enable_fp_fusion=False, **options(dependent),
     )  # fmt: skip
     return q_out, k_out
