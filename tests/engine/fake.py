@@ -7,6 +7,7 @@ is a hash of all ids that its block table reaches. A wrong block, position, slot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,9 +110,12 @@ def make(
     block_size: int = 4,
     chunked: bool = True,
     eos: Sequence[int] = (),
+    policy: str = "guaranteed_no_evict",
+    reuse: bool = True,
+    **limits_too: Any,
 ) -> tuple[Batch, FakeRunner]:
-    limits = Limits(max_batch_size, max_num_tokens, max_model_len, VOCAB, chunked)
+    limits = Limits(max_batch_size, max_num_tokens, max_model_len, VOCAB, chunked, **limits_too)
     runner = FakeRunner(limits, num_blocks, block_size)
     kv = KVCache(num_blocks, block_size, max_batch_size, -(-max_model_len // block_size))
-    batch = Batch(limits, kv, POLICIES["guaranteed_no_evict"], runner.state.updates(), eos)
+    batch = Batch(limits, kv, POLICIES[policy], runner.state.updates(), eos, reuse)
     return batch, runner

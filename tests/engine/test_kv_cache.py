@@ -18,7 +18,7 @@ def test_grants_fill_the_table_in_order() -> None:
     assert kv.grant(np.array([0]), np.array([8])).blocks.size == 0, "the second block still has room"
     more = kv.grant(np.array([0, 1]), np.array([9, 1]))
     assert more.slots.tolist() == [0, 1] and more.columns.tolist() == [2, 0]
-    assert kv.short(np.array([0, 1]), np.array([12, 5])).tolist() == [False, True]
+    assert kv.lacking(np.array([0, 1]), np.array([12, 5])).tolist() == [0, 1]
     kv.check()
 
 
@@ -49,5 +49,5 @@ def test_check_sees_a_block_that_is_held_twice() -> None:
     kv.reserve(1, 2)
     kv.grant(np.array([0, 1]), np.array([4, 4]))
     kv.table[1, 0] = kv.table[0, 0]
-    with pytest.raises(AssertionError, match="held twice"):
+    with pytest.raises(AssertionError, match="held by more or fewer"):
         kv.check()

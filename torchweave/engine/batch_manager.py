@@ -104,7 +104,6 @@ class BatchManager:
         self._run_ahead = max(run_ahead, 1)
         self._seeds = np.random.default_rng(seed)
         self._in_flight: deque[tuple[Step, Any]] = deque()
-        self._completed = -1
         self._num_new = 0
         self._last_iteration = time.monotonic()
         self._accepting = True
@@ -208,12 +207,11 @@ class BatchManager:
         begin = time.perf_counter()
         result = self._runner.collect(handle)
         collected = time.perf_counter()
-        self._completed = step.index
         self.counts[result.how] = self.counts.get(result.how, 0) + 1
         responses = self._batch.absorb(step, result)
         if self._poll_stop is not None:
             for request_id in self._poll_stop():
-                responses += self._batch.cancel(request_id, self._completed)
+                responses += self._batch.cancel(request_id)
         if self._return_stats is not None:
             self._return_stats(self._statistics(step, sum(response.final for response in responses)))
         self._answer(responses)
@@ -243,7 +241,7 @@ class BatchManager:
                     self._answer_failed(response.id)
 
     def _answer_failed(self, request_id: int) -> None:
-        for response in self._batch.cancel(request_id, self._completed):
+        for response in self._batch.cancel(request_id):
             _log.warning("Request %d was stopped because its client could not be told about it.", response.id)
 
     def _drop_in_flight(self) -> None:

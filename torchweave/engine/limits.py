@@ -20,6 +20,8 @@ class Limits:
         max_model_len: tokens of a request, prompt and answer.
         vocab_size: token ids are below this.
         chunked_context: a prompt may be read in several steps.
+        equal_progress: prompts that do not fit together are each read a part; else the oldest first.
+        batch_wait_timeout_iters, batch_wait_max_tokens_ratio: when prompts wait for more of them, see `holds_back`.
     """
 
     max_batch_size: int
@@ -27,6 +29,9 @@ class Limits:
     max_model_len: int
     vocab_size: int
     chunked_context: bool = True
+    equal_progress: bool = False
+    batch_wait_timeout_iters: int = 0
+    batch_wait_max_tokens_ratio: float = 0.0
 
     def last_position(self, request: InferenceRequest) -> int:
         """Tokens whose keys and values a request may come to store: all but the last one generated."""

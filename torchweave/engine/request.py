@@ -85,12 +85,16 @@ class InferenceRequest:
         input_ids: the prompt's tokens, at least one.
         sampling: `n` and `stop` are the caller's business; the batch manager answers each id once, with tokens.
         streaming: a response with every step, else one at the end.
+        priority: a higher one starts earlier; equals start in the order of arrival.
+        cache_salt: requests with different salts never use each other's KV cache blocks.
     """
 
     id: int
     input_ids: np.ndarray
     sampling: SamplingParams = field(default_factory=SamplingParams)
     streaming: bool = False
+    priority: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)

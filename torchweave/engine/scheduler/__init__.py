@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from torchweave.engine.scheduler.base import Decision, Policy, Snapshot, Waiting
+from torchweave.engine.scheduler.base import Context, Decision, Generation, Policy, Snapshot, Waiting
 from torchweave.engine.scheduler.guaranteed_no_evict import guaranteed_no_evict
+from torchweave.engine.scheduler.max_utilization import max_utilization
+from torchweave.engine.scheduler.static_batch import static_batch
 
-POLICIES: dict[str, Policy] = {"guaranteed_no_evict": guaranteed_no_evict}
+POLICIES: dict[str, Policy] = {
+    "guaranteed_no_evict": guaranteed_no_evict,
+    "max_utilization": max_utilization,
+    "static_batch": static_batch,
+}
 
-__all__ = ["POLICIES", "Decision", "Policy", "Snapshot", "Waiting"]
+__all__ = ["POLICIES", "Context", "Decision", "Generation", "Policy", "Snapshot", "Waiting"]

@@ -3,15 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+
+NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Running requests that take one token each, one entry a request.
+
+    Attributes:
+        lacking: blocks that the request needs for its next token.
+        held: blocks that would come free if it alone were paused; never more than that.
+        started: smaller for those that started earlier.
+    """
+
+    lacking: np.ndarray = field(default_factory=lambda: NONE)
+    held: np.ndarray = field(default_factory=lambda: NONE)
+    started: np.ndarray = field(default_factory=lambda: NONE)
+
+    def __len__(self) -> int:
+        return len(self.lacking)
+
+
+@dataclass(frozen=True)
+class Context:
+    """A running request whose prompt is still being read.
+
+    Attributes:
+        left: tokens still to read.
+        room: of these, how many fit into the blocks that it holds.
+        held, started: as in `Generation`.
+    """
+
+    left: int
+    room: int = 0
+    held: int = 0
+    started: int = 0
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request that holds nothing yet."""
+    """A request that holds nothing yet, or nothing any more.
 
-    prompt_tokens: int
-    max_blocks: int  # of the KV cache, held at its very end
+    Attributes:
+        left: tokens to read, without those whose blocks are known.
+        max_blocks: free blocks that it takes up to its very end.
+        revived: of these, blocks that it takes at once because they hold the beginning of its prompt.
+    """
+
+    left: int
+    max_blocks: int
+    revived: int = 0
 
 
 @dataclass(frozen=True)
@@ -21,33 +66,50 @@ class Snapshot:
     Attributes:
         max_num_tokens: tokens that the step may hold.
         free_slots: requests that may join the running ones.
-        unreserved_blocks: blocks of the KV cache that no running request may come to need.
-        num_generation: running requests that take one token each.
-        context: prompt tokens that each running context request has still to read, oldest first.
-        waiting: requests that wait, oldest first.
+        taken_slots: requests that run, or have their last step in flight.
+        block_size: tokens in a block.
+        free_blocks: blocks that can be granted now.
+        unreserved_blocks: of these, what no running request may come to need.
+        leaving_blocks: blocks that come free when the steps in flight have completed.
+        generation, context: running requests; context requests oldest first.
+        waiting: requests that wait, in the order in which they are to start.
         chunked_context: a prompt may be read in several steps.
+        equal_progress: prompts that do not fit together are each read a part; else the oldest first.
     """
 
     max_num_tokens: int
     free_slots: int
+    block_size: int
+    free_blocks: int
     unreserved_blocks: int
-    num_generation: int
-    context: tuple[int, ...]
-    waiting: tuple[Waiting, ...]
+    leaving_blocks: int = 0
+    taken_slots: int = 0
+    generation: Generation = field(default_factory=Generation)
+    context: tuple[Context, ...] = ()
+    waiting: tuple[Waiting, ...] = ()
     chunked_context: bool = True
+    equal_progress: bool = False
+
+    @property
+    def num_running(self) -> int:
+        return len(self.generation) + len(self.context)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the step holds beside the generation requests.
+    """What the step holds.
 
     Attributes:
         chunks: prompt tokens to read in this step by each running context request, in the snapshot's order.
         admitted: the same for the first `len(admitted)` waiting requests, which start to run.
+        resting: indices of generation requests that sit this step out, because a block that they need is not free yet.
+        paused: indices of running requests, generation first and context behind, that give all they hold back and wait.
     """
 
     chunks: tuple[int, ...]
     admitted: tuple[int, ...]
+    resting: tuple[int, ...] = ()
+    paused: tuple[int, ...] = ()
 
 
 Policy = Callable[[Snapshot], Decision]

@@ -8,29 +8,32 @@ request is not overtaken for ever by small ones.
 from __future__ import annotations
 
 from torchweave.engine.scheduler.base import Decision, Snapshot
+from torchweave.engine.scheduler.chunking import chunk_sizes
 
 
 def guaranteed_no_evict(snapshot: Snapshot) -> Decision:
-    budget = snapshot.max_num_tokens - snapshot.num_generation
-    chunks: list[int] = []
-    for remaining in snapshot.context:
-        chunks.append(_chunk(remaining, budget, snapshot.chunked_context))
-        budget -= chunks[-1]
-
-    admitted: list[int] = []
     blocks = snapshot.unreserved_blocks
+    fitting = 0
     for request in snapshot.waiting[: snapshot.free_slots]:
-        chunk = _chunk(request.prompt_tokens, budget, snapshot.chunked_context)
-        if chunk == 0 or request.max_blocks > blocks:
+        if request.max_blocks > blocks:
             break
         blocks -= request.max_blocks
-        budget -= chunk
-        admitted.append(chunk)
-    return Decision(tuple(chunks), tuple(admitted))
+        fitting += 1
+    return admit(snapshot, fitting)
 
 
-def _chunk(remaining: int, budget: int, chunked: bool) -> int:
-    """First come, first served: as much of the prompt as the budget has room for, or all of it or nothing."""
-    if chunked:
-        return max(min(remaining, budget), 0)
-    return remaining if remaining <= budget else 0
+def admit(snapshot: Snapshot, num_fitting: int) -> Decision:
+    """Read on, and start those of the first `num_fitting` waiting requests for which the step has tokens left."""
+    left = [request.left for request in snapshot.context]
+    left += [request.left for request in snapshot.waiting[:num_fitting]]
+    sizes = chunk_sizes(
+        left,
+        snapshot.max_num_tokens - len(snapshot.generation),
+        chunked=snapshot.chunked_context,
+        equal=snapshot.equal_progress,
+        unit=snapshot.block_size,
+    )
+    running, starting = sizes[: len(snapshot.context)], sizes[len(snapshot.context) :]
+    if 0 in starting:
+        starting = starting[: starting.index(0)]
+    return Decision(tuple(running), tuple(starting))

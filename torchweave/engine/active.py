@@ -1,0 +1,92 @@
+"""Requests as the batch keeps them, from arrival to the last response, and the queue of those that wait."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from torchweave.engine.kv_cache import chain
+from torchweave.engine.request import FinishReason, InferenceRequest, TokenLogprobs
+
+
+@dataclass
+class Active:
+    """A request that is in flight: it waits, runs, or was paused and waits again.
+
+    Attributes:
+        request: as it came.
+        seed: of its random numbers.
+        arrival: counts requests in the order in which they came.
+        prompt: int32, its tokens.
+        generated: int32, tokens that were generated before it was last paused.
+        stops: tokens that end it.
+        late_stops: of these, what the device has no room for.
+        num_logprobs: most likely tokens wanted with each token; -1 for none at all.
+        sent: generated tokens that were told already.
+        paused: it ran before.
+        reason: why it ended, once it has.
+    """
+
+    request: InferenceRequest
+    seed: int
+    arrival: int
+    prompt: np.ndarray
+    stops: tuple[int, ...]
+    late_stops: frozenset[int]
+    num_logprobs: int
+    generated: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    sent: int = 0
+    paused: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    reason: FinishReason | None = None
+    _hashes: list[bytes] = field(default_factory=list)
+
+    @property
+    def context(self) -> np.ndarray:
+        """What has to be read before the next token can be generated."""
+        return np.concatenate([self.prompt, self.generated]) if self.generated.size else self.prompt
+
+    @property
+    def context_len(self) -> int:
+        return len(self.prompt) + len(self.generated)
+
+    def hashes(self, tokens: np.ndarray, block_size: int) -> list[bytes]:
+        """Hashes of the full blocks of `tokens`, the beginning of this request's sequence; what was hashed is kept."""
+        count = len(tokens) // block_size
+        if count > len(self._hashes):
+            self._hashes = chain(tokens, block_size, self.request.cache_salt, self._hashes)
+        return self._hashes[:count]
+
+
+class Queue:
+    """Requests that wait: higher priority first, then in order of arrival. A paused one takes its old place again."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int, Active]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Active]:
+        return (active for _, _, active in self._entries)
+
+    def add(self, active: Active) -> None:
+        insort(self._entries, (-active.request.priority, active.arrival, active))
+
+    def pop(self) -> Active:
+        """The first."""
+        return self._entries.pop(0)[2]
+
+    def remove(self, request_id: int) -> Active | None:
+        """Take a request out; None when it is not there."""
+        for index, (_, _, active) in enumerate(self._entries):
+            if active.request.id == request_id:
+                del self._entries[index]
+                return active
+        return None
+
+    def clear(self) -> None:
+        self._entries.clear()

@@ -1,0 +1,91 @@
+"""What the host knows of the running requests: arrays over slots."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchweave.engine.active import Active
+
+
+class Slots:
+    """One entry a slot; a slot is a row of the device's state.
+
+    Attributes:
+        active: the request that runs there.
+        prompt_len: tokens of its prompt.
+        context_len: the prompt, and what had been generated before a pause.
+        computed: tokens that launched steps have read.
+        limit: tokens to read until the last one is generated.
+        count: tokens generated and read back, in the first places of `tokens`.
+        started: counts starts, so that a smaller one ran earlier.
+        done: no more of its tokens count.
+        streaming: it is told of every token.
+        special: it needs Python with every token: log-probabilities, or more stop tokens than the device holds.
+        last_named: index of the last step that names it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.active: list[Active | None] = [None] * size
+        self.prompt_len = np.zeros(size, np.int64)
+        self.context_len = np.zeros(size, np.int64)
+        self.computed = np.zeros(size, np.int64)
+        self.limit = np.zeros(size, np.int64)
+        self.count = np.zeros(size, np.int64)
+        self.started = np.zeros(size, np.int64)
+        self.done = np.ones(size, bool)
+        self.streaming = np.zeros(size, bool)
+        self.special = np.zeros(size, bool)
+        self.last_named = np.full(size, -1, np.int64)
+        self.tokens = np.zeros((size, 256), np.int32)
+        self.free = list(range(size - 1, -1, -1))
+        self.of: dict[int, int] = {}
+        self._starts = 0
+
+    def occupy(self, active: Active, limit: int, computed: int) -> int:
+        """A free slot for a request of which `computed` tokens need not be read, and which ends after `limit`."""
+        slot = self.free.pop()
+        generated = active.generated
+        self.active[slot] = active
+        self.of[active.request.id] = slot
+        self.prompt_len[slot] = len(active.prompt)
+        self.context_len[slot] = len(active.prompt) + len(generated)
+        self.computed[slot] = computed
+        self.limit[slot] = limit
+        self.make_room(len(generated))
+        self.tokens[slot, : len(generated)] = generated
+        self.count[slot] = len(generated)
+        self.started[slot] = self._starts
+        self._starts += 1
+        self.done[slot] = False
+        self.streaming[slot] = active.request.streaming
+        self.special[slot] = active.num_logprobs >= 0 or bool(active.late_stops)
+        self.last_named[slot] = -1
+        return slot
+
+    def vacate(self, slot: int) -> None:
+        active = self.request_in(slot)
+        del self.of[active.request.id]
+        self.active[slot] = None
+        self.done[slot] = True
+        self.free.append(slot)
+
+    def request_in(self, slot: int) -> Active:
+        active = self.active[slot]
+        assert active is not None, "the slot is empty"
+        return active
+
+    def context_left(self, slot: int) -> int:
+        """Tokens that have to be read before the next one can be generated."""
+        return int(self.context_len[slot] - self.computed[slot])
+
+    def sequence(self, slot: int, num_tokens: int) -> np.ndarray:
+        """The first tokens of a slot's request, prompt and answer, as far as they are known on the host."""
+        prompt = self.request_in(slot).prompt
+        if num_tokens <= len(prompt):
+            return prompt[:num_tokens]
+        return np.concatenate([prompt, self.tokens[slot, : num_tokens - len(prompt)]])
+
+    def make_room(self, num_tokens: int) -> None:
+        """Let `tokens` hold as many tokens a slot."""
+        while num_tokens > self.tokens.shape[1]:
+            self.tokens = np.pad(self.tokens, ((0, 0), (0, self.tokens.shape[1])))
