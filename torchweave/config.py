@@ -14,7 +14,8 @@ from typing import Literal
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 AttentionName = Literal["auto", "triton", "torch", "fa3", "cpp"]
-CapacityPolicy = Literal["guaranteed_no_evict"]
+CapacityPolicy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
+ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 DynamicShapes = Literal["backed", "unbacked", "backed_size_oblivious"]
 PassNumerics = Literal["exact", "tolerance"]
 
@@ -97,7 +98,13 @@ class EngineConfig:
         gpu_memory_utilization: part of the GPU's memory that the engine may use, weights and graphs included.
         cpu_kv_cache_gib: memory for the KV cache on a CPU.
         attention_backend: auto takes what measured fastest on this kind of device.
-        capacity_scheduler_policy: which requests a step may run.
+        capacity_scheduler_policy: which requests a step may run. `guaranteed_no_evict`: those that the KV cache can hold to
+            their end; `max_utilization`: those that it can hold now, the last one is paused when blocks run out;
+            `static_batch`: a batch starts and ends together.
+        context_chunking_policy: whose prompt is read where not all fit into a step: the oldest's, or a part of each.
+        batch_wait_timeout_iters: steps that prompts wait at the most for more of them while others generate.
+        batch_wait_max_tokens_ratio: part of `max_num_tokens` that is worth reading without waiting for more.
+        enable_prefix_caching: requests that begin alike share KV cache blocks, and blocks are kept for later requests.
         run_ahead: steps that are launched before the tokens of an earlier one are read back.
         seed: makes requests without a seed of their own reproducible; None draws one.
         torch_compile_config: how the model's graph is built.
@@ -119,6 +126,10 @@ class EngineConfig:
     cpu_kv_cache_gib: float = 1.0
     attention_backend: AttentionName = "auto"
     capacity_scheduler_policy: CapacityPolicy = "guaranteed_no_evict"
+    context_chunking_policy: ChunkingPolicy = "first_come_first_served"
+    batch_wait_timeout_iters: int = 0
+    batch_wait_max_tokens_ratio: float = 0.0
+    enable_prefix_caching: bool = True
     run_ahead: int = 2
     seed: int | None = None
     torch_compile_config: TorchCompileConfig = field(default_factory=TorchCompileConfig)

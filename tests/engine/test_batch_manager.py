@@ -161,6 +161,17 @@ def test_B5_statistics_carry_the_keys_and_are_silent_when_idle() -> None:
     assert [s["Total Context Tokens"] for s in h.stats] == [32, 8, 0, 0]
     assert [s["Iteration Counter"] for s in h.stats] == [0, 1, 2, 3]
     assert h.stats[-1]["numCompletedRequests"] == 1
+    assert h.stats[-1]["kvCacheStats"]["missedBlocks"] == 10 and h.stats[-1]["kvCacheStats"]["cacheHitRate"] == 0
+    assert "Empty Generation Slots" not in h.stats[0]
+
+
+def test_B5_statistics_of_a_static_batch() -> None:
+    h = Harness(sizes={"policy": "static_batch"})
+    with h.manager:
+        h.ask(1, [1] * 5, max_tokens=3)
+        h.wait_final(1)
+    assert [s["Total Generation Tokens"] for s in h.stats] == [0, 1, 1]
+    assert {s["Empty Generation Slots"] for s in h.stats} == {h.batch.limits.max_batch_size - 1}
 
 
 def test_B8_shutdown_finishes_what_is_active() -> None:

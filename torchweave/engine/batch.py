@@ -20,7 +20,7 @@ from torchweave.engine.kv_cache import KVCache
 from torchweave.engine.limits import Limits
 from torchweave.engine.planner import Planner
 from torchweave.engine.request import FinishReason, InferenceRequest, Output, TokenLogprobs
-from torchweave.engine.scheduler import Decision, Policy
+from torchweave.engine.scheduler import Decision, Policy, static_batch
 from torchweave.engine.slots import Slots
 from torchweave.engine.step import Chunk, Step, StepLogprobs, StepResult
 from torchweave.ops.state import MAX_STOP_IDS, SlotUpdates
@@ -52,6 +52,7 @@ class Batch:
 
     Attributes:
         paused_total: how often a running request was paused.
+        static: a batch starts and ends together.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Batch:
         self.limits = limits
         self.kv = kv
         self.paused_total = 0
+        self.static = policy is static_batch
         self._updates = updates
         self._eos = tuple(eos_token_ids)
         self._reuse = reuse
@@ -77,6 +79,7 @@ class Batch:
         self._generating = np.empty(0, np.int32)  # slots that take one token a step
         self._on_device = self._generating  # the generating slots as the device knows them
         self._leaving: list[int] = []  # slots that are done or paused but still named by a step in flight
+        self._spare = 0  # so many steps without context need no block for anyone
         self._next_index = 0
         self._completed = -1  # index of the last step whose result was taken in
 
@@ -127,6 +130,8 @@ class Batch:
 
     def next_step(self) -> Step | None:
         """The next step, or None when there is nothing to run, or nothing before a step in flight has completed."""
+        if self._spare and not self._waiting and not self._context:
+            return self._form(self._generating, []) if self._generating.size else None
         while True:
             decision = self._planner.decide(self._generating, self._context, self._waiting, self._leaving)
             generating, chunks = self._generating, []
@@ -187,7 +192,12 @@ class Batch:
             sizes = np.concatenate([np.ones(len(generating), np.int64), [size for _, size in chunks]])
             reads = tuple(self._chunk(slot, size) for slot, size in chunks)
         after = computed[slots] + sizes
-        self._grant(slots, after)
+        if self._spare and not chunks:
+            self._spare -= 1
+        else:
+            self._grant(slots, after)
+            everyone = not chunks and len(generating) == len(self._generating)
+            self._spare = int((self.kv.held[slots] * self.kv.block_size - after).min()) if everyone else 0
         computed[slots] = after
         emits = np.ones(len(slots), bool)
         for row, (slot, _) in enumerate(chunks, start=len(generating)):
@@ -368,5 +378,6 @@ class Batch:
         self._context.clear()
         self._leaving.clear()
         self._generating = np.empty(0, np.int32)
+        self._spare = 0
         self._updates.take()
         return [Response(request_id, Output(_NO_TOKENS, "error"), final=True, error=message) for request_id in ids]

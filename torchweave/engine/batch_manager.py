@@ -226,6 +226,8 @@ class BatchManager:
             num_new=self._num_new,
             num_waiting=self._batch.num_waiting,
             num_completed=num_completed,
+            num_paused=self._batch.num_paused,
+            static=self._batch.static,
             max_requests=self._batch.limits.max_batch_size,
         )
         self._last_iteration, self._num_new = now, 0

@@ -108,10 +108,14 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
         max_model_len=plan.max_model_len,
         vocab_size=loaded.module.vocab_size,
         chunked_context=config.enable_chunked_context,
+        equal_progress=config.context_chunking_policy == "equal_progress",
+        batch_wait_timeout_iters=config.batch_wait_timeout_iters,
+        batch_wait_max_tokens_ratio=config.batch_wait_max_tokens_ratio,
     )
     kv = KVCache(blocks, plan.block_size, plan.max_batch_size, state.max_blocks_per_seq)
     policy = POLICIES[config.capacity_scheduler_policy]
-    batch = Batch(limits, kv, policy, state.updates(), loaded.generation.eos_token_ids)
+    reuse = config.enable_prefix_caching
+    batch = Batch(limits, kv, policy, state.updates(), loaded.generation.eos_token_ids, reuse)
     return Engine(plan, loaded, batch, runner, report)
 
 

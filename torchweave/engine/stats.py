@@ -23,7 +23,32 @@ class IterationFacts:
     num_new: int
     num_waiting: int
     num_completed: int
+    num_paused: int
     max_requests: int
+    static: bool = False
+
+
+def _static(step: Step, facts: IterationFacts) -> dict[str, int]:
+    """What is reported of a static batch alone (V1 batching)."""
+    if not facts.static:
+        return {}
+    return {
+        "Total Generation Tokens": step.num_generation,
+        "Empty Generation Slots": facts.max_requests - step.num_rows,
+    }
+
+
+def _reuse(kv: KVCache) -> dict[str, int | float]:
+    """Blocks since the engine began: granted (new ones), and of whole prompt blocks those that were known or were not."""
+    record: dict[str, int | float] = {
+        "allocTotalBlocks": kv.allocated_total + kv.reused_total,
+        "allocNewBlocks": kv.allocated_total,
+        "reusedBlocks": kv.reused_total,
+        "missedBlocks": kv.missed_total,
+    }
+    if asked := kv.reused_total + kv.missed_total:
+        record["cacheHitRate"] = kv.reused_total / asked
+    return record
 
 
 def statistics(step: Step, kv: KVCache, facts: IterationFacts) -> str:
@@ -43,6 +68,7 @@ def statistics(step: Step, kv: KVCache, facts: IterationFacts) -> str:
         "Generation Requests": step.num_generation,
         "Total Context Tokens": step.num_context_tokens,
         "MicroBatch ID": 0,
+        **_static(step, facts),
         "iter": step.index,
         "iterLatencyMS": facts.latency * 1e3,
         "numNewActiveRequests": facts.num_new,
@@ -55,13 +81,13 @@ def statistics(step: Step, kv: KVCache, facts: IterationFacts) -> str:
             "freeNumBlocks": kv.num_free,
             "usedNumBlocks": kv.num_used,
             "tokensPerBlock": kv.block_size,
-            "allocTotalBlocks": kv.allocated_total,
+            **_reuse(kv),
         },
         "inflightBatchingStats": {
             "numScheduledRequests": step.num_rows,
             "numContextRequests": num_context,
             "numGenRequests": step.num_generation,
-            "numPausedRequests": 0,
+            "numPausedRequests": facts.num_paused,
             "numCtxTokens": step.num_context_tokens,
             "microBatchId": 0,
             "avgNumDecodedTokensPerIter": 1.0 if step.num_generation else 0.0,

@@ -51,6 +51,7 @@ _AT_LEAST = {
     "block_size": 1,
     "num_kv_blocks": 1,
     "run_ahead": 0,
+    "batch_wait_timeout_iters": 0,
     "torch_compile_config.max_padding_ratio": 1,
 }
 
@@ -67,6 +68,8 @@ def check_numbers(config: EngineConfig) -> None:
                 raise ValueError(f"{name} holds {size}, but each size must be at least 1")
     if not 0 < config.gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization={config.gpu_memory_utilization} must be above 0 and at most 1")
+    if not 0 <= config.batch_wait_max_tokens_ratio <= 1:
+        raise ValueError(f"batch_wait_max_tokens_ratio={config.batch_wait_max_tokens_ratio} must be from 0 to 1")
     if not (math.isfinite(config.cpu_kv_cache_gib) and config.cpu_kv_cache_gib > 0):
         raise ValueError(f"cpu_kv_cache_gib={config.cpu_kv_cache_gib} must be above 0")
 

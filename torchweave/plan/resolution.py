@@ -50,6 +50,11 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
     """
     check_names(config, passes)
     check_numbers(config)
+    if config.capacity_scheduler_policy == "max_utilization" and not config.enable_chunked_context:
+        raise ValueError(
+            "capacity_scheduler_policy=max_utilization needs enable_chunked_context: a paused request may have more tokens to "
+            "read again than a step holds; turn it on, or use guaranteed_no_evict"
+        )
     entries = _Entries(config)
     entries.note("device", device.device, "" if config.device == device.device else f"{device.title}")
     dtype = entries.note("dtype", *_dtype(config, device, model))

@@ -13,4 +13,4 @@ POLICIES: dict[str, Policy] = {
     "static_batch": static_batch,
 }
 
-__all__ = ["POLICIES", "Context", "Decision", "Generation", "Policy", "Snapshot", "Waiting"]
+__all__ = ["POLICIES", "Context", "Decision", "Generation", "Policy", "Snapshot", "Waiting", "static_batch"]

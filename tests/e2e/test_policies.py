@@ -1,0 +1,50 @@
+"""The real model under every policy, with a cache of a few blocks and with shared blocks: the tokens do not change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchweave import LLM, SamplingParams
+
+WORDS = "pear fig apple plum lemon mango grape kiwi melon peach olive cherry".split()
+PROMPTS = [f"sort: {' '.join(WORDS[number % 5 : number % 5 + 7])}" for number in range(24)]
+PARAMS = SamplingParams(temperature=0.7, seed=11, max_tokens=40, ignore_eos=True)
+
+
+def answers(**options: Any) -> tuple[list[list[int]], LLM]:
+    plain = {"enable_inductor": False, "compile_cache": False}
+    with LLM("demo", block_size=16, max_batch_size=12, torch_compile_config=plain, **options) as llm:
+        found = llm.generate(PROMPTS, PARAMS)
+        again = llm.generate(PROMPTS, PARAMS)
+        assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in again]
+        assert llm.engine.batch.kv.num_free == llm.engine.batch.kv.num_blocks
+        llm.engine.batch.kv.check()
+    return [output.outputs[0].token_ids for output in found], llm
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[list[int]]:
+    found, llm = answers(enable_prefix_caching=False)
+    assert llm.engine.batch.kv.reused_total == 0
+    return found
+
+
+def test_B11_shared_blocks_change_no_token(undisturbed: list[list[int]]) -> None:
+    found, llm = answers()
+    assert found == undisturbed and llm.engine.batch.kv.reused_total >= len(PROMPTS)
+
+
+@pytest.mark.parametrize("chunking", ["first_come_first_served", "equal_progress"])
+def test_B4_max_utilization_with_a_cache_of_a_few_blocks_changes_no_token(
+    undisturbed: list[list[int]], chunking: str
+) -> None:
+    found, llm = answers(
+        capacity_scheduler_policy="max_utilization", context_chunking_policy=chunking, num_kv_blocks=14, max_num_tokens=48
+    )
+    assert found == undisturbed and llm.engine.batch.paused_total > 0
+
+
+def test_B3_static_batches_change_no_token(undisturbed: list[list[int]]) -> None:
+    assert answers(capacity_scheduler_policy="static_batch")[0] == undisturbed
