@@ -8,7 +8,7 @@ import pytest
 
 from torchweave import LLM, SamplingParams
 
-WORDS = "pear fig apple plum lemon mango grape kiwi melon peach olive cherry".split()
+WORDS = ["pear", "fig", "apple", "plum", "lemon", "mango", "grape", "kiwi", "melon", "peach", "olive", "cherry"]
 PROMPTS = [f"sort: {' '.join(WORDS[number % 5 : number % 5 + 7])}" for number in range(24)]
 PARAMS = SamplingParams(temperature=0.7, seed=11, max_tokens=40, ignore_eos=True)
 
@@ -41,7 +41,10 @@ def test_B4_max_utilization_with_a_cache_of_a_few_blocks_changes_no_token(
     undisturbed: list[list[int]], chunking: str
 ) -> None:
     found, llm = answers(
-        capacity_scheduler_policy="max_utilization", context_chunking_policy=chunking, num_kv_blocks=14, max_num_tokens=48
+        capacity_scheduler_policy="max_utilization",
+        context_chunking_policy=chunking,
+        num_kv_blocks=14,
+        max_num_tokens=48,
     )
     assert found == undisturbed and llm.engine.batch.paused_total > 0
 

@@ -19,7 +19,9 @@ def plan(asked: str) -> Plan:
     return resolve(config, facts, ModelFacts("m", 1024, "bfloat16"))
 
 
-def test_a_backend_that_cannot_do_the_layers_makes_way_when_nobody_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_cannot_do_the_layers_makes_way_when_nobody_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = build.get_backend
 
     def picky(name: str, *args: object) -> object:

@@ -29,7 +29,9 @@ def prompts(rng: np.random.Generator, count: int, longest: int) -> list[list[int
 @pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize("equal_progress", [True, False])
 @pytest.mark.parametrize("run_ahead", [1, 3])
-def test_B4_tokens_are_those_of_an_undisturbed_run(policy: str, reuse: bool, equal_progress: bool, run_ahead: int) -> None:
+def test_B4_tokens_are_those_of_an_undisturbed_run(
+    policy: str, reuse: bool, equal_progress: bool, run_ahead: int
+) -> None:
     rng = np.random.default_rng(run_ahead)
     batch, runner = make(
         policy=policy, reuse=reuse, equal_progress=equal_progress, max_batch_size=6, num_blocks=25, max_num_tokens=24

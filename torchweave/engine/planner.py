@@ -59,7 +59,12 @@ class Planner:
         return self._kv.match(hashes[: (len(context) - 1) // self._kv.block_size])
 
     def _snapshot(
-        self, lacking: np.ndarray, generating: np.ndarray, context: Sequence[int], waiting: Queue, leaving: Sequence[int]
+        self,
+        lacking: np.ndarray,
+        generating: np.ndarray,
+        context: Sequence[int],
+        waiting: Queue,
+        leaving: Sequence[int],
     ) -> Snapshot:
         kv, slots, limits = self._kv, self._slots, self._limits
         own = kv.held - kv.shared
