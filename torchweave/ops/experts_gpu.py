@@ -68,7 +68,7 @@ class Grouped:
 Way = Rows | Tiles | Grouped
 
 ROW_TOKENS = 2
-_ROWS = Rows(Product(4, 1024, 4, 2), Product(2, 256, 4, 2), dependent=True)
+_ROWS = Rows(Product(2, 2048, 4, 1), Product(2, 128, 4, 3), dependent=True)
 _TILES = Tiles(Product(32, 128, 4, 4), Product(64, 128, 4, 4), dependent=True)
 _WIDE_TILES = Tiles(Product(64, 64, 8, 3), Product(128, 64, 8, 3), block_m=64)
 _PAIRS_PER_EXPERT = 8

@@ -1,0 +1,274 @@
+"""Routed experts on a GPU: torch's grouped matmul against the project's kernels, in one CUDA graph, with cold weights.
+
+    python bench/experts.py --json bench/results/experts_h100_202611.json [--model mixtral-8x7b] [--tokens 1 2 4]
+
+Each measurement records one graph that runs the op on several layers' weights in turn, each time with another random routing, so
+that the chosen experts come from memory and not from a cache, and times replays of it. `torch` is the plain path: sort, gather,
+two grouped matmuls, weighted sum. Candidates vary the first product, then, with the best of these, the second, then dependent
+launch; each must agree with `torch` before it is timed. GB/s counts the weights of the experts that were chosen, each once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from torchweave.ops.experts_eager import Call, Form, activate
+from torchweave.ops.experts_gpu import Grouped, Product, Rows, Tiles, Way, choose, run
+
+
+@dataclass(frozen=True)
+class Model:
+    """One layer's experts."""
+
+    num_experts: int
+    width: int
+    inner: int
+    top_k: int
+    form: Form = field(default_factory=Form)
+    biased: bool = False
+
+
+MODELS = {
+    "qwen3-30b-a3b": Model(128, 2048, 768, 8),
+    "mixtral-8x7b": Model(8, 4096, 14336, 2),
+    "gpt-oss-20b": Model(32, 2880, 2880, 4, Form(interleaved=True, transposed=True, alpha=1.702, limit=7.0), biased=True),
+}
+COLD_BYTES = 1 << 30
+REPLAYS = 8
+
+ROWS_UP = [(2, 2048, 4, 1), (4, 2048, 8, 1), (1, 2048, 4, 1), (2, 1024, 4, 2), (4, 1024, 4, 2), (4, 512, 4, 4), (8, 256, 4, 4)]
+ROWS_DOWN = [(2, 128, 4, 3), (1, 256, 4, 3), (2, 256, 4, 2), (4, 128, 4, 2), (1, 512, 4, 2), (4, 64, 4, 4), (4, 256, 8, 3)]
+TILES_UP = [(32, 128, 4, 4), (32, 64, 4, 5), (64, 64, 4, 4), (16, 128, 4, 5), (16, 256, 4, 3), (32, 128, 4, 3), (64, 128, 8, 4)]
+TILES_DOWN = [(64, 128, 4, 4), (64, 64, 4, 5), (32, 128, 4, 5), (32, 256, 4, 3), (128, 64, 4, 4), (64, 128, 4, 3), (128, 128, 8, 3)]
+WIDE_UP = [(64, 64, 8, 3), (64, 64, 8, 4), (64, 128, 8, 3), (128, 64, 8, 3)]
+WIDE_DOWN = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 3), (64, 64, 4, 4)]
+
+
+def starts(tokens: int, model: Model) -> Iterator[tuple[Rows | Tiles, list[Product], list[Product]]]:
+    """Where the search begins at a number of tokens: a way, and the candidates of its two products."""
+
+    def products(options: list[tuple[int, int, int, int]]) -> list[Product]:
+        return [Product(*option) for option in options]
+
+    ups, downs = products(ROWS_UP), products(ROWS_DOWN)
+    if tokens <= 4 and not model.form.transposed:
+        yield Rows(ups[0], downs[0]), ups, downs
+    mean = tokens * model.top_k / model.num_experts
+    for block_m, up, down, low, high in (
+        (16, TILES_UP, TILES_DOWN, 0, 16), (32, TILES_UP, TILES_DOWN, 4, 32), (64, WIDE_UP, WIDE_DOWN, 16, 1e9),
+    ):  # fmt: skip
+        if low <= mean <= high:
+            ups, downs = products(up), products(down)
+            yield Tiles(ups[0], downs[0], block_m), ups, downs
+
+
+def by_torch(call: Call) -> None:
+    """The path without kernels of our own: what a graph of torch's operations can do."""
+    experts, order = torch.sort(call.index.reshape(-1).to(torch.int32), stable=True)
+    every = torch.arange(call.num_experts, device=call.x.device, dtype=torch.int32)
+    ends = torch.searchsorted(experts, every, right=True, out_int32=True)
+    up, down = (w if call.form.transposed else w.transpose(1, 2) for w in (call.up, call.down))
+    h = torch._grouped_mm(call.x[order // call.top_k], up, offs=ends)
+    h = h if call.up_bias is None else h + call.up_bias[experts]
+    y = torch._grouped_mm(activate(h, call.form).contiguous(), down, offs=ends)
+    y = y if call.down_bias is None else y + call.down_bias[experts]
+    weighted = torch.empty_like(y, dtype=torch.float32)
+    weighted[order] = y.float() * call.weight.reshape(-1)[order, None].float()
+    call.out.copy_(weighted.view(call.num_tokens, call.top_k, -1).sum(dim=1))
+
+
+def make_layers(model: Model) -> list[Call]:
+    """As many layers' weights as make COLD_BYTES, two at least, without tokens."""
+    columns, biased = 2 * model.inner, model.biased
+    transposed = model.form.transposed
+    up = (model.width, columns) if transposed else (columns, model.width)
+    down = (model.inner, model.width) if transposed else (model.width, model.inner)
+
+    def random(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.empty(model.num_experts, *shape, device="cuda", dtype=torch.bfloat16).normal_(std=scale)
+
+    size = 2 * model.num_experts * 3 * model.width * model.inner
+    none = torch.empty(0, model.top_k, device="cuda")
+    return [
+        Call(
+            none, none, none, random(*up, scale=model.width**-0.5), random(*down, scale=model.inner**-0.5),
+            random(columns) if biased else None, random(model.width) if biased else None, none, model.form,
+        )
+        for _ in range(max(2, -(-COLD_BYTES // size)))
+    ]  # fmt: skip
+
+
+def make_calls(layers: list[Call], model: Model, tokens: int) -> list[Call]:
+    """Calls on all layers, each with a routing of its own, as many as read COLD_BYTES or 8."""
+    count = max(len(layers), 8 if tokens <= 64 else 4)
+    calls = []
+    for number in range(count):
+        scores = torch.rand(tokens, model.num_experts, device="cuda")
+        weight, index = scores.topk(model.top_k)
+        x = torch.randn(tokens, model.width, device="cuda", dtype=torch.bfloat16)
+        weight = (weight / weight.sum(-1, keepdim=True)).to(torch.bfloat16)
+        layer = layers[number % len(layers)]
+        calls.append(replace(layer, x=x, index=index, weight=weight, out=torch.empty_like(x)))
+    return calls
+
+
+def measure(execute: Callable[[Call], None], calls: list[Call]) -> float:
+    """Microseconds of one call: the median replay of a graph that runs all of them, over their number."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        execute(calls[0])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            execute(call)
+    graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    times = sorted(first.elapsed_time(second) for first, second in pairwise(marks))
+    return times[len(times) // 2] * 1e3 / len(calls)
+
+
+class Bench:
+    """Measurements of one model's experts."""
+
+    def __init__(self, name: str, deadline: float) -> None:
+        self.name, self.model, self.deadline = name, MODELS[name], deadline
+        self.layers = make_layers(self.model)
+        self.results: list[dict] = []
+
+    def at(self, tokens: int) -> None:
+        """All candidates at a number of tokens."""
+        calls = make_calls(self.layers, self.model, tokens)
+        self._record(tokens, calls, "torch", by_torch, None)
+        by_torch(calls[0])
+        right = calls[0].out.float()
+        chosen = self._chosen(tokens)
+        for way in dict.fromkeys((Grouped(), chosen)):
+            self._try(tokens, calls, right, way)
+        for way, ups, downs in starts(tokens, self.model):
+            way = self._best(tokens, calls, right, [replace(way, up=up) for up in ups])
+            if way is not None:
+                way = self._best(tokens, calls, right, [replace(way, down=down) for down in downs])
+            if way is not None:
+                self._try(tokens, calls, right, replace(way, dependent=True))
+
+    def _chosen(self, tokens: int) -> Way:
+        shape = (self.model.num_experts, self.model.width, self.model.inner)
+        return choose(tokens, self.model.top_k, shape, torch.bfloat16, self.model.form.transposed)
+
+    def _best(self, tokens: int, calls: list[Call], right: Tensor, ways: list[Way]) -> Way | None:
+        timed = [(us, index) for index, way in enumerate(ways) if (us := self._try(tokens, calls, right, way)) is not None]
+        return ways[min(timed)[1]] if timed else None
+
+    def _try(self, tokens: int, calls: list[Call], right: Tensor, way: Way) -> float | None:
+        """Microseconds, or None where the way fails, disagrees or time is up."""
+        if time.monotonic() > self.deadline:
+            return None
+        try:
+            calls[0].out.fill_(torch.nan)
+            run(calls[0], way)
+            torch.testing.assert_close(calls[0].out.float(), right, rtol=3e-2, atol=3e-2)
+            return self._record(tokens, calls, type(way).__name__.lower(), lambda call: run(call, way), way)
+        except Exception as error:  # a configuration may ask for more shared memory than there is
+            self.results.append({"model": self.name, "tokens": tokens, "way": asdict(way), "error": str(error)[:300]})
+            return None
+
+    def _record(self, tokens: int, calls: list[Call], kind: str, execute: Callable[[Call], None], way: Way | None) -> float:
+        us = measure(execute, calls)
+        read = sum(call.index.unique().numel() for call in calls) / len(calls)
+        size = read * 3 * self.model.width * self.model.inner * 2
+        self.results.append({
+            "model": self.name, "tokens": tokens, "kind": kind, "us": round(us, 2), "gb_per_s": round(size / us / 1e3, 1),
+            "experts_read": round(read, 1), "way": None if way is None else asdict(way), "chosen": way == self._chosen(tokens),
+        })  # fmt: skip
+        return us
+
+    def build_kernels(self, tokens: list[int]) -> None:
+        """Build every kernel on all cores before anything is timed."""
+        jobs = {}
+        for count in tokens:
+            jobs.setdefault(str(self._chosen(count)), (self._chosen(count), count))
+            for way, ups, downs in starts(count, self.model):
+                for number in range(max(len(ups), len(downs))):
+                    one = replace(way, up=ups[number % len(ups)], down=downs[number % len(downs)])
+                    jobs.setdefault(str(one), (one, count))
+
+        def build(job: tuple[Way, int]) -> None:
+            way, count = job
+            try:
+                run(make_calls(self.layers, self.model, min(count, 64))[0], way)
+            except Exception as error:
+                print(f"{way}: {str(error)[:200]}", flush=True)
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(build, jobs.values()))
+        torch.cuda.synchronize()
+
+
+def table(results: list[dict]) -> str:
+    """One line for each number of tokens: torch's path, and the best of each kind as microseconds, gain and GB/s."""
+    lines = []
+    for model, tokens in dict.fromkeys((r["model"], r["tokens"]) for r in results if "us" in r):
+        rows = [r for r in results if (r["model"], r["tokens"]) == (model, tokens) and "us" in r]
+        base = rows[0]
+        parts = [f"{model} T={tokens:<5} torch {base['us']:8.1f} us {base['gb_per_s']:6.0f} GB/s"]
+        for kind in dict.fromkeys(r["kind"] for r in rows[1:]):
+            best = min((r for r in rows if r["kind"] == kind), key=lambda r: r["us"])
+            how = {key: tuple(value.values()) if isinstance(value, dict) else value for key, value in (best["way"] or {}).items()}
+            parts.append(f"    {kind:8} {best['us']:8.1f} us {best['gb_per_s']:6.0f} GB/s ({base['us'] / best['us']:.2f}x) {how}")
+        parts += [f"    chosen   {r['us']:8.1f} us {r['kind']}" for r in rows if r["chosen"]]
+        lines += parts
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write every measurement")
+    parser.add_argument("--model", choices=list(MODELS), default="qwen3-30b-a3b")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 512, 4096])
+    parser.add_argument("--seconds", type=float, default=120, help="stop trying candidates after this long")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA GPU")
+    started = time.monotonic()
+    bench = Bench(arguments.model, started + arguments.seconds)
+    bench.build_kernels(arguments.tokens)
+    print(f"kernels built in {time.monotonic() - started:.1f} s", flush=True)
+    for tokens in arguments.tokens:
+        bench.at(tokens)
+    print(table(bench.results))
+    failed = [r for r in bench.results if "error" in r]
+    print("\n".join(f"failed: T={r['tokens']} {r['way']}: {r['error']}" for r in failed))
+    print(f"{len(bench.results)} measurements in {time.monotonic() - started:.1f} s")
+    if arguments.json:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        facts = {
+            "command": " ".join(sys.argv), "commit": commit, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+            "cold_bytes": COLD_BYTES, "results": bench.results,
+        }  # fmt: skip
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
