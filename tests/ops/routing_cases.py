@@ -1,0 +1,34 @@
+"""Routers of every form that the op knows, as arguments of `torchweave::route` and as the models write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_V3 = {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "group_best": 2, "fill": float("-inf")}
+FORMS: dict[str, dict[str, Any]] = {
+    "qwen3": {"score": "softmax", "renormalize": True, "dtype": torch.bfloat16},
+    "olmoe": {"score": "softmax"},
+    "gpt_oss": {"score": "chosen_softmax", "dtype": torch.bfloat16},
+    "minimax": {"score": "sigmoid", "biased": True, "renormalize": True},
+    "deepseek_v3": _V3 | {"biased": True, "renormalize": True, "epsilon": 1e-20, "scale": 2.5},
+    "deepseek_v2": {"score": "softmax", "num_groups": 4, "top_groups": 2, "fill": 0.0, "scale": 16.0},
+    "three_groups": _V3 | {"num_groups": 3, "top_groups": 1, "biased": True},
+}
+
+
+def arguments(form: dict[str, Any], tokens: int, experts: int, top: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Keyword arguments of the op; no two scores of a token are equal."""
+    generator = torch.Generator().manual_seed(tokens * experts + top)
+    ranks = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)])
+    logits = (ranks - experts / 2) * (6.0 / experts) + torch.rand(tokens, 1, generator=generator)
+    bias = torch.rand(experts, generator=generator) * 0.2 if form.get("biased") else None
+    rest = {key: value for key, value in form.items() if key != "biased"}
+    return {"logits": logits.to(dtype), "bias": bias, "top_k": top, **rest}
+
+
+def dense(weights: Tensor, index: Tensor, experts: int) -> Tensor:
+    """[T, E] with each expert's weight: what is left when the order of the chosen does not count."""
+    return torch.zeros(len(weights), experts, dtype=torch.float64, device=weights.device).scatter(1, index, weights.double())
