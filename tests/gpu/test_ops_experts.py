@@ -93,40 +93,36 @@ def test_a_graph_follows_the_routing(tokens: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         case["index"].add_(0)  # an ordinary kernel before, and one behind
-        torch.ops.torchweave.experts(*case.values())
-        case["out"].mul_(1)
+        out = torch.ops.torchweave.experts(*case.values()).mul(1)
     first = case["index"].clone()
     routings = [first, (first + 5) % 16, torch.zeros_like(first), torch.where(first < 9, first, first + 16)]
     for index in routings * 3:
         case["index"].copy_(index)
         case["x"].copy_(torch.randn_like(case["x"]))
         graph.replay()
-        close(case["out"], expected(call_of(case)))
+        close(out, expected(call_of(case)))
 
 
 def test_layers_in_a_graph_as_dependent_launches() -> None:
     """Each layer reads what the one before wrote: a launch that did not wait would read stale numbers."""
     form: dict[str, Any] = {"gated": False, "activation": "relu"}  # neither grows nor dies over the layers
-    layers = [moved(cases(1, dtype=torch.bfloat16, seed=seed, **form, **SIZES)) for seed in range(12)]
-
-    def chain() -> None:
-        for before, layer in pairwise(layers):
-            run(replace(call_of(layer), x=before["out"]))
+    layers = [call_of(moved(cases(1, dtype=torch.bfloat16, seed=seed, **form, **SIZES))) for seed in range(12)]
+    layers = [layers[0], *(replace(layer, x=before.out) for before, layer in pairwise(layers))]
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        run(call_of(layers[0]))
-        chain()
+        for layer in layers:
+            run(layer)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        run(call_of(layers[0]))
-        chain()
+        for layer in layers:
+            run(layer)
     for _ in range(20):
-        layers[0]["x"].copy_(torch.randn_like(layers[0]["x"]))
+        layers[0].x.copy_(torch.randn_like(layers[0].x))
         graph.replay()
-        for before, layer in pairwise(layers):
-            close(layer["out"], expected(replace(call_of(layer), x=before["out"])))
+        for layer in layers:
+            close(layer.out, expected(layer))
 
 
 def test_T11_chunks_bound_the_memory() -> None:
@@ -146,5 +142,5 @@ def test_T11_chunks_bound_the_memory() -> None:
 
 def test_float32_is_dense_and_precise() -> None:
     case = moved(cases(9, **FORMS["gpt_oss"]))
-    torch.ops.torchweave.experts(*case.values())
-    torch.testing.assert_close(case["out"].double(), expected(call_of(case)), rtol=1e-4, atol=1e-4)
+    got = torch.ops.torchweave.experts(*case.values())
+    torch.testing.assert_close(got.double(), expected(call_of(case)), rtol=1e-4, atol=1e-4)

@@ -45,7 +45,6 @@ def cases(
         "down": down * scale,
         "up_bias": rand(num_experts, columns) if biased else None,
         "down_bias": rand(num_experts, width) if biased else None,
-        "out": torch.empty(tokens, width, dtype=dtype),
         "activation": activation,
         "gated": gated,
         "interleaved": interleaved,
@@ -59,7 +58,7 @@ def call_of(case: dict[str, Any]) -> Call:
     """The same as the op hands it on."""
     names = ("activation", "gated", "interleaved", "transposed", "alpha", "limit")
     tensors = [value for key, value in case.items() if key not in names]
-    return Call(*tensors, Form(**{name: case[name] for name in names}))
+    return Call(*tensors, torch.empty_like(case["x"]), Form(**{name: case[name] for name in names}))
 
 
 def expected(call: Call) -> Tensor:

@@ -20,11 +20,11 @@ def by_kernel(logits, bias, top_k, **form):
 def agree() -> None:
     for form in FORMS.values():
         form = form | {"dtype": torch.float32}  # the interpreter rounds to bfloat16 in its own way
-        for experts, top in ((24, 3), (12, 2), (60, 4)):
-            given = arguments(form, 5, experts, top)
+        for experts, top in ((24, 3), (60, 4)):
+            given = arguments(form, 3, experts, top)
             weights, index = route(**given)
             given.pop("dtype")
-            wide = torch.full((5, experts + 3), torch.nan)
+            wide = torch.full((3, experts + 3), torch.nan)
             wide[:, :experts] = given["logits"]
             got, at = by_kernel(**given | {"logits": wide[:, :experts]})
             torch.testing.assert_close(dense(got, at, experts), dense(weights, index, experts), rtol=1e-6, atol=1e-7)

@@ -31,8 +31,8 @@ BF16 = torch.bfloat16
 def test_on_a_cpu(form: dict[str, Any], tokens: int) -> None:
     case = cases(tokens, **form)
     call = call_of(case)
-    torch.ops.torchweave.experts(*case.values())
-    torch.testing.assert_close(call.out.double(), expected(call), atol=1e-4, rtol=1e-4)
+    got = torch.ops.torchweave.experts(*case.values())
+    torch.testing.assert_close(got.double(), expected(call), atol=1e-4, rtol=1e-4)
     call.out.fill_(torch.nan)
     dense(call)
     torch.testing.assert_close(call.out.double(), expected(call), atol=1e-4, rtol=1e-4)
@@ -41,8 +41,8 @@ def test_on_a_cpu(form: dict[str, Any], tokens: int) -> None:
 def test_experts_of_another_rank_add_nothing() -> None:
     case = cases(9)
     case["index"][::2, 1] = case["up"].shape[0] + 3
-    torch.ops.torchweave.experts(*case.values())
-    torch.testing.assert_close(case["out"].double(), expected(call_of(case)), atol=1e-4, rtol=1e-4)
+    got = torch.ops.torchweave.experts(*case.values())
+    torch.testing.assert_close(got.double(), expected(call_of(case)), atol=1e-4, rtol=1e-4)
 
 
 def test_opcheck() -> None:

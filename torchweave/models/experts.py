@@ -52,8 +52,7 @@ def run_experts(block: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
     activation, alpha, limit = form
     gated, biased = block.has_gate, block.has_bias
     up = "gate_up_proj" if gated else "up_proj"
-    out = torch.empty_like(hidden_states)
-    torch.ops.torchweave.experts(
+    return torch.ops.torchweave.experts(
         hidden_states,
         top_k_index,
         top_k_weights,
@@ -61,7 +60,6 @@ def run_experts(block: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
         block.down_proj,
         getattr(block, f"{up}_bias") if biased else None,
         block.down_proj_bias if biased else None,
-        out,
         activation,
         gated,
         not block.is_concatenated,
@@ -69,7 +67,6 @@ def run_experts(block: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
         alpha,
         limit,
     )
-    return out
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,6 @@
 """Routed experts of a mixture: each token goes through the few experts that the router chose for it.
 
-`torchweave::experts` writes the weighted sum of the chosen experts' outputs. Routing stays outside. On a CPU a loop over
+`torchweave::experts` is the weighted sum of the chosen experts' outputs. Routing stays outside. On a CPU a loop over
 the experts that were hit does the work, in the order of transformers' own eager loop. On a GPU nothing may depend on
 where tokens went, or the step could not be captured in a CUDA graph; the number of tokens is known when the op runs, which is
 when a graph is recorded, so the op chooses its kernels bucket by bucket (`choose`).
@@ -17,7 +17,11 @@ from torchweave.ops.registry import define
 __all__ = ["ACTIVATIONS", "experts"]
 
 
-@define("torchweave::experts", mutates=("out",))
+def _fake(x: Tensor, *_: object, **__: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@define("torchweave::experts", fake=_fake)
 def experts(
     x: Tensor,
     index: Tensor,
@@ -26,18 +30,17 @@ def experts(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    out: Tensor,
     activation: str,
     gated: bool = True,
     interleaved: bool = False,
     transposed: bool = False,
     alpha: float = 0.0,
     limit: float = 0.0,
-) -> None:
-    """Write `sum_j weight[t, j] * expert[index[t, j]](x[t])` into `out`.
+) -> Tensor:
+    """`sum_j weight[t, j] * expert[index[t, j]](x[t])`: `[T, K]` of x's dtype.
 
     Args:
-        x: `[T, K]`; out: `[T, K]` of the same dtype.
+        x: `[T, K]`.
         index: `[T, k]` experts of each token, 0..E-1. An index >= E (an expert of another rank) adds nothing.
         weight: `[T, k]` of x's dtype or float32.
         up: `[E, 2 I, K]`, gate and up halves; `[E, I, K]` when not gated. `transposed`: `[E, K, 2 I]`.
@@ -52,6 +55,7 @@ def experts(
     float32 until it is rounded once. No result depends on timing: the same call gives the same bits.
     """
     form = Form(activation, gated, interleaved, transposed, alpha, limit)
+    out = x.new_empty(x.shape)
     call = Call(x, index, weight, up, down, up_bias, down_bias, out, form)
     if not x.is_cuda:
         looped(call)
@@ -61,3 +65,4 @@ def experts(
         run(call)
     else:
         dense(call)
+    return out
