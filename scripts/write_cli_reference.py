@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from torchweave.cli import bench, chat, generate, main, models
+from torchweave.cli import bench, chat, doctor, generate, main, models
 from torchweave.cli.arguments import LEVELS, Parser
 from torchweave.cli.options import options_of
 from torchweave.config import EngineConfig
@@ -45,7 +45,7 @@ cuda_graph_config.max_batch_size: 64
 What is asked on the command line wins over the file, and both win over the level `-O`:
 """
 EXIT_CODES = """
-Exit codes: 0 done; 1 a check failed (`models verify`); 2 what was asked cannot be, with one sentence on standard error
+Exit codes: 0 done; 1 a check failed (`models verify`, `doctor`); 2 what was asked cannot be, with one sentence on standard error
 (`--traceback` shows where in the code); 130 interrupted.
 """
 
@@ -60,6 +60,7 @@ def page() -> str:
     lines += _command("generate", generate.DESCRIPTION, generate.parser())
     lines += _command("chat", chat.DESCRIPTION, chat.parser())
     lines += _command("explain", _explain_text(), None)
+    lines += _command("doctor", doctor.DESCRIPTION, doctor.parser())
     lines += _command(
         "models", "`torchweave models list`, `torchweave models verify NAME...` or `--all`.", models.parser()
     )

@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": "answer prompts, from the arguments or from standard input",
     "chat": "talk with a model",
     "explain": "show what is effective and why: options, pieces, passes, graphs, memory",
+    "doctor": "find what keeps a model or a module from being one fast graph, with the fix",
     "models": "list built-in models and supported architectures, or verify them against transformers",
     "bench": "measure latency, throughput, start-up and host time",
 }

@@ -1,0 +1,65 @@
+"""A finding: one problem at one place, with its cause in one sentence and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Kind = Literal["trace_failure", "graph_break", "recompile", "performance"]
+Severity = Literal["error", "warning", "note"]
+
+_KINDS: tuple[Kind, ...] = ("trace_failure", "graph_break", "recompile", "performance")
+_SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One problem.
+
+    Attributes:
+        kind: its class, as TensorRT-LLM's guide divides them, and `performance`.
+        rule: its name within the class, such as `missing_fake_kernel`.
+        where: `file:line`, or "" when there is no one place.
+        cause, fix: one sentence each.
+        severity: `error`: the module cannot be one graph, or computes something else; `warning`: it is captured anew or
+            runs slower; `note`: it could be faster.
+    """
+
+    kind: Kind
+    rule: str
+    where: str
+    cause: str
+    fix: str
+    severity: Severity = "error"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def settle(findings: Iterable[Finding]) -> list[Finding]:
+    """One finding for a kind at a line, and none that only follows from another at the same line; worst first.
+
+    The first of several at one line is the most telling: callers hand findings over in this order.
+    """
+    kept: dict[tuple[str, str], Finding] = {}
+    blamed: set[str] = set()
+    for finding in findings:
+        if finding.where and finding.where in blamed and finding.kind != "performance":
+            continue
+        key = (finding.where or finding.cause, finding.rule if finding.kind == "performance" else "")
+        if key not in kept:
+            kept[key] = finding
+            if finding.kind != "performance":
+                blamed.add(finding.where)
+    order = sorted(kept.values(), key=lambda one: (_file(one.where), _line(one.where), _KINDS.index(one.kind)))
+    return sorted(order, key=lambda one: _SEVERITIES.index(one.severity))
+
+
+def _file(where: str) -> str:
+    return where.rpartition(":")[0]
+
+
+def _line(where: str) -> int:
+    last = where.rpartition(":")[2]
+    return int(last) if last.isdigit() else 0

@@ -1,0 +1,126 @@
+"""Reading source: whose a file is, and what a line of it does. Nothing is concluded from code that did not run."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sysconfig
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent)
+_STANDARD = (sysconfig.get_path("stdlib"), str(Path(__file__).parent))
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is the subject's own: not torch's, not the standard library's, not the doctor's."""
+    if file.startswith(("<", _TORCH)):
+        return False
+    return "site-packages" in file or not file.startswith(_STANDARD)
+
+
+def innermost(frames: Iterable[Any]) -> str:
+    """`file:line` of the last frame that is the subject's own; "" when none is."""
+    own = [frame for frame in frames if is_users(frame.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def source_line(where: str) -> str:
+    file, _, line = where.rpartition(":")
+    return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+
+
+class Statement:
+    """The innermost statement at a line; of a compound one (`if`, `for`, `with`), its header alone."""
+
+    def __init__(self, node: ast.stmt | None, parents: tuple[ast.AST, ...] = ()) -> None:
+        self.node, self.parents = node, parents
+
+    def _header(self) -> Iterator[ast.AST]:
+        if self.node is None:
+            return
+        for name, value in ast.iter_fields(self.node):
+            if name in ("body", "orelse", "finalbody", "handlers", "decorator_list"):
+                continue
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, ast.AST):
+                    yield from ast.walk(item)
+
+    def calls(self) -> set[str]:
+        """Names that are called: `print`, `torch.nonzero`, and `.item` for a method of anything else."""
+        found: set[str] = set()
+        for node in self._header():
+            if isinstance(node, ast.Call):
+                if isinstance(node.func, ast.Attribute):
+                    found.add("." + node.func.attr)
+                    found.add(ast.unparse(node.func))
+                elif isinstance(node.func, ast.Name):
+                    found.add(node.func.id)
+        return found
+
+    def is_branch(self) -> bool:
+        tests = (ast.If, ast.While, ast.Assert)
+        return isinstance(self.node, tests) or any(isinstance(node, (ast.IfExp, ast.BoolOp)) for node in self._header())
+
+    def loop(self) -> ast.For | ast.While | None:
+        """The innermost loop that the statement is or stands in, within its function."""
+        for node in (self.node, *reversed(self.parents)):
+            if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+                return None
+            if isinstance(node, (ast.For, ast.While)):
+                return node
+        return None
+
+    def goes_over_modules(self) -> bool:
+        """Whether a loop calls what it loops over, as over the layers of a model."""
+        if not isinstance(self.node, ast.For):
+            return False
+        names = {node.id for node in ast.walk(self.node.target) if isinstance(node, ast.Name)}
+        called = (node.func for node in ast.walk(self.node) if isinstance(node, ast.Call))
+        return any(isinstance(function, ast.Name) and function.id in names for function in called)
+
+    def reads_shape(self) -> bool:
+        """Whether the header asks for a size: `.shape`, `.size()`, `len()`, `.numel()`."""
+        names = {node.attr for node in self._header() if isinstance(node, ast.Attribute)}
+        return bool(names & {"shape", "size", "numel"}) or "len" in self.calls()
+
+    def plain_object_method(self) -> bool:
+        """Whether the line stands in a method of a class that is no module."""
+        for node in reversed(self.parents):
+            if isinstance(node, ast.ClassDef):
+                methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+                bases = " ".join(ast.unparse(base) for base in node.bases)
+                return "forward" not in methods and "Module" not in bases
+        return False
+
+
+@lru_cache(maxsize=256)
+def _lines(file: str) -> dict[int, Statement]:
+    """Every line of a file -> the innermost statement that covers it."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return {}
+    found: dict[int, Statement] = {}
+
+    def visit(node: ast.AST, parents: tuple[ast.AST, ...]) -> None:
+        if isinstance(node, ast.stmt):
+            statement = Statement(node, parents)
+            body = getattr(node, "body", None)
+            last = body[0].lineno - 1 if isinstance(body, list) and body else node.end_lineno or node.lineno
+            for line in range(node.lineno, max(last, node.lineno) + 1):
+                found[line] = statement
+        for child in ast.iter_child_nodes(node):
+            visit(child, (*parents, node))
+
+    visit(tree, ())
+    return found
+
+
+def statement(where: str) -> Statement:
+    file, _, line = where.rpartition(":")
+    return _lines(file).get(int(line), Statement(None)) if line.isdigit() else Statement(None)
