@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from tests.compile.toy import Toy
 
 X = {"x": "float32[T,16]"}
+NARROW = {"x": "bfloat16[T,16]"}
+STEP = {"input_ids": "int64[T]<96", "positions": "arange[T]", "logits_index": "int64[N]<T"}
 
 
 class FeedForward(nn.Module):
@@ -25,7 +27,7 @@ class FeedForward(nn.Module):
 class NormInFloat(nn.Module):
     """Computing a norm in float32 is right; only products need not be."""
 
-    doctor_inputs = {"x": "bfloat16[T,16]"}
+    doctor_inputs = NARROW
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +102,7 @@ class PowerOfTwoByShifts(nn.Module):
 
 
 class Decoder(Toy):
-    doctor_inputs = {"input_ids": "int64[T]<96", "positions": "arange[T]", "logits_index": "int64[N]<T"}
+    doctor_inputs = STEP
     doctor_boundary_ops = ("toy::attention",)
 
     def __init__(self) -> None:

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 X = {"x": "float32[T,16]"}
+IDS = {"ids": "int64[T]<9"}
+FOUR_IDS = {"ids": "int64[4]<9"}
+WITH_LENGTHS = {"x": "float32[T,16]", "lengths": "int64[T]<5"}
 
 
 class Print(nn.Module):
@@ -60,7 +63,7 @@ class BooleanIndex(nn.Module):
 
 
 class Unique(nn.Module):
-    doctor_inputs = {"ids": "int64[T]<9"}
+    doctor_inputs = IDS
 
     def forward(self, ids: Tensor) -> Tensor:
         found = torch.unique(ids)  # FIND data_dependent_shape
@@ -85,7 +88,7 @@ class FloatOfATensor(nn.Module):
 
 
 class ToList(nn.Module):
-    doctor_inputs = {"ids": "int64[4]<9"}
+    doctor_inputs = FOUR_IDS
 
     def forward(self, ids: Tensor) -> Tensor:
         names = ids.float().tolist()  # FIND tolist
@@ -143,7 +146,7 @@ class WhileOnData(nn.Module):
 
 
 class SliceByData(nn.Module):
-    doctor_inputs = {"x": "float32[T,16]", "lengths": "int64[T]<5"}
+    doctor_inputs = WITH_LENGTHS
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         longest = int(lengths.max())  # FIND item

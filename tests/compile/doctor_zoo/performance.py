@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 X = {"x": "float32[T,16]"}
+NARROW = {"x": "bfloat16[T,16]"}
 
 
 @torch.library.custom_op("doctor_zoo_boundary::attend", mutates_args=())
@@ -57,7 +58,7 @@ class CopiesToTheHost(nn.Module):
 
 
 class MultipliesInFloat(nn.Module):
-    doctor_inputs = {"x": "bfloat16[T,16]"}
+    doctor_inputs = NARROW
 
     def __init__(self) -> None:
         super().__init__()

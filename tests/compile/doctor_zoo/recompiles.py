@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 X = {"x": "float32[T,16]"}
+WITH_NUMBER = {"x": "float32[T,16]", "n": "int"}
+WITH_NUMBERS = {"x": "float32[T,16]", "sizes": "ints"}
 _library = torch.library.Library("doctor_zoo_numbers", "FRAGMENT")
 _library.define("scale(Tensor x, int n) -> Tensor")
 _library.define("scale_sym(Tensor x, SymInt n) -> Tensor")
@@ -15,7 +17,7 @@ for _name in ("scale", "scale_sym"):
 
 
 class BitLength(nn.Module):
-    doctor_inputs = {"x": "float32[T,16]", "n": "int"}
+    doctor_inputs = WITH_NUMBER
 
     def forward(self, x: Tensor, n: int) -> Tensor:
         power = 1 << (n - 1).bit_length()  # FIND bit_length
@@ -31,7 +33,7 @@ class BitLengthOfASize(nn.Module):
 
 
 class MinOfAList(nn.Module):
-    doctor_inputs = {"x": "float32[T,16]", "sizes": "ints"}
+    doctor_inputs = WITH_NUMBERS
 
     def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
         y = x * 2
@@ -39,7 +41,7 @@ class MinOfAList(nn.Module):
 
 
 class MaxOfAList(nn.Module):
-    doctor_inputs = {"x": "float32[T,16]", "sizes": "ints"}
+    doctor_inputs = WITH_NUMBERS
 
     def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
         return x + max(sizes)  # FIND min_max_of_list
@@ -64,7 +66,7 @@ class BranchOnOne(nn.Module):
 
 
 class ChangingNumber(nn.Module):
-    doctor_inputs = {"x": "float32[T,16]", "n": "int"}
+    doctor_inputs = WITH_NUMBER
 
     def forward(self, x: Tensor, n: int) -> Tensor:
         return x * n  # FIND changing_number
