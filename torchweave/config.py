@@ -31,6 +31,7 @@ class TorchCompileConfig:
         enable_piecewise_cuda_graph: record context and mixed steps as CUDA graphs by token count.
         capture_num_tokens: the token counts (buckets) to record; None takes powers of two to 128, then steps of 256
             to 3072, clamped to what a step can hold. vLLM calls these `cudagraph_capture_sizes`.
+        compile_sizes: token counts for which pieces are built once more with that size fixed, tuned by Inductor.
         max_padding_ratio: a step that would be padded by more than this factor runs unpadded instead.
         dynamic_shapes: how the token count is kept symbolic while the graph is captured.
         passes: passes of your own, as `module:Name`; they run behind the stack's.
@@ -49,6 +50,7 @@ class TorchCompileConfig:
     enable_inductor: bool = True
     enable_piecewise_cuda_graph: bool = True
     capture_num_tokens: tuple[int, ...] | None = None
+    compile_sizes: tuple[int, ...] = ()
     max_padding_ratio: float = 2.0
     dynamic_shapes: DynamicShapes = "backed_size_oblivious"
     passes: tuple[str, ...] = ()

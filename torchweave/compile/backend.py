@@ -5,20 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from torchweave.compile.assumptions import size_range
+from torchweave.compile.build import build_pieces
 from torchweave.compile.cache import CompileCache
 from torchweave.compile.capture import capture
-from torchweave.compile.dump import graph_text
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.manager import PassManager
-from torchweave.compile.persist import code_folder
-from torchweave.compile.pieces import BuiltPiece, build_fx, build_inductor
 from torchweave.compile.split import Piece, split
-from torchweave.compile.stored import StoredGraph, StoredPiece
+from torchweave.compile.stored import StoredGraph
 from torchweave.compile.symbols import DynamicDims
 from torchweave.compile.woven import Woven
 from torchweave.config import TorchCompileConfig
@@ -55,11 +52,12 @@ def weave(
         report.event("compile_after_ready", what=type(module).__name__)
     graph = _captured(module, inputs, dynamic, config, cache, report)
     graph.boundary_ops = frozenset(boundary_ops)
-    PassManager(passes, config).run(graph, report)
+    manager = PassManager(passes, config)
+    manager.run(graph, report)
     parts = split(graph)
     pieces = [part for part in parts if isinstance(part, Piece)]
     device = next(iter(inputs.values())).device
-    built = _build(pieces, config, cache, device, report)
+    built = build_pieces(graph, pieces, manager, cache, device, report)
     return Woven(graph, parts, built, size_range(graph, config.dynamic_shapes, report), report)
 
 
@@ -82,40 +80,3 @@ def _captured(
             stored.store(graph)
     report.event("capture", seconds=time.monotonic() - begin, operations=graph.num_calls(), source=source)
     return graph
-
-
-def _build(
-    pieces: list[Piece], config: TorchCompileConfig, cache: CompileCache | None, device: torch.device, report: Report
-) -> dict[str, BuiltPiece]:
-    """Each distinct piece, built once."""
-    distinct: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        distinct.setdefault(piece.digest, []).append(piece)
-    built: dict[str, BuiltPiece] = {}
-    folder = cache.folder if cache is not None else None
-    with code_folder(folder, device), report.progress("building pieces", len(distinct)) as advance:
-        for digest, same in distinct.items():
-            if not config.enable_inductor:
-                built[digest] = build_fx(same[0])
-            elif cache is None:
-                built[digest] = build_inductor(same[0], config)
-            else:
-                built[digest] = StoredPiece(cache, same[0], config, device).load_or_build()
-            _keep_code(same[0], built[digest], report)
-            report.event(
-                "piece",
-                hash=digest,
-                index=same[0].index,
-                operations=same[0].num_calls(),
-                shared_by=len(same),
-                built=built[digest].built,
-                seconds=built[digest].seconds,
-            )
-            advance(1, digest)
-    return built
-
-
-def _keep_code(piece: Piece, built: BuiltPiece, report: Report) -> None:
-    report.artifact(f"pieces/{piece.digest}/fx.py", lambda: graph_text(piece.module))
-    if built.code:
-        report.artifact(f"pieces/{piece.digest}/inductor.py", built.code)

@@ -96,16 +96,17 @@ def describe_module(module: nn.Module) -> str:
     """A module as text: its tree of classes, its plain attributes, and the geometry of its tensors. No values of weights."""
     lines = []
     for name, child in module.named_modules(remove_duplicate=False):
-        hooks = [_describe(hook, 1) for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())]
+        hooks = [describe(hook, 1) for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())]
         plain = {key: value for key, value in vars(child).items() if not key.startswith("_")}
         forward = getattr(child.forward, "__func__", child.forward)
-        lines.append(f"{name}: {_name(type(child))} {_name(forward)} {hooks} {_describe(plain, 0)}")
+        lines.append(f"{name}: {_name(type(child))} {_name(forward)} {hooks} {describe(plain, 0)}")
         tensors = {**child._parameters, **child._buffers}
-        lines += [f"  {key}: {_describe(tensor, 0)}" for key, tensor in tensors.items()]
+        lines += [f"  {key}: {describe(tensor, 0)}" for key, tensor in tensors.items()]
     return "\n".join(lines)
 
 
-def _describe(thing: Any, depth: int) -> str:
+def describe(thing: Any, depth: int = 0) -> str:
+    """A setting as text: plain values, geometry of tensors, names of classes and functions, nests of them; no paths."""
     if thing is None or isinstance(thing, (bool, int, float, str, bytes, torch.dtype, torch.Size)):
         return repr(thing)
     if isinstance(thing, torch.device):
@@ -116,17 +117,17 @@ def _describe(thing: Any, depth: int) -> str:
         return _name(type(thing))
     if isinstance(thing, Mapping):
         kept = {str(key): value for key, value in thing.items() if not _PATH_LIKE.search(str(key))}
-        return "{" + ", ".join(f"{key}: {_describe(kept[key], depth + 1)}" for key in sorted(kept)) + "}"
+        return "{" + ", ".join(f"{key}: {describe(kept[key], depth + 1)}" for key in sorted(kept)) + "}"
     if isinstance(thing, (list, tuple)):
-        return "[" + ", ".join(_describe(item, depth + 1) for item in thing) + "]"
+        return "[" + ", ".join(describe(item, depth + 1) for item in thing) + "]"
     if isinstance(thing, (set, frozenset)):
-        return "{" + ", ".join(sorted(_describe(item, depth + 1) for item in thing)) + "}"
+        return "{" + ", ".join(sorted(describe(item, depth + 1) for item in thing)) + "}"
     if isinstance(thing, nn.Module):
         return _name(type(thing))
     if callable(thing) and hasattr(thing, "__qualname__"):
         return _name(thing)
     facts = getattr(thing, "__dict__", None)
-    return f"{_name(type(thing))}{_describe(facts, depth + 1) if facts else ''}"
+    return f"{_name(type(thing))}{describe(facts, depth + 1) if facts else ''}"
 
 
 def _name(thing: Any) -> str:
@@ -138,7 +139,7 @@ def _inductor_config() -> str:
     import torch._inductor.config as inductor_config
 
     settings = inductor_config.save_config_portable()
-    return _describe({key: value for key, value in settings.items() if "compile_threads" not in key}, 0)
+    return describe({key: value for key, value in settings.items() if "compile_threads" not in key}, 0)
 
 
 def _version(package: str) -> str:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -32,19 +33,23 @@ class NotLowered(Exception):
     """A piece has no functional form that does the same, and why."""
 
 
-def lower(piece: Piece) -> Piece:
+def lower(piece: Piece, sizes: Mapping[str, int] | None = None) -> Piece:
     """The piece in ATen IR: same inputs, constants and outputs, fake values in `meta["val"]`.
+
+    Args:
+        sizes: values of symbols that are to be fixed; the others stay symbolic.
 
     Raises:
         NotLowered: it writes to an input that is also seen by another name, or tracing fails.
     """
     _refuse_aliased_writes(piece)
+    examples = [_fixed(each, sizes) for each in piece.examples()] if sizes else piece.examples()
     try:
-        traced = trace(fx.Interpreter(piece.module).run, piece.examples())
+        traced = trace(fx.Interpreter(piece.module).run, examples)
     except Exception as error:  # tracing raises what an op's fake kernel raises
         raise NotLowered(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
     names = [str(node.target) for node in piece.module.graph.nodes if node.op == "placeholder"]
-    return replace(piece, module=_renamed(traced, names, piece.examples()))
+    return replace(piece, module=_renamed(traced, names, examples))
 
 
 def trace(function: Callable[..., Any], examples: Sequence[Any]) -> fx.GraphModule:
@@ -60,13 +65,32 @@ def trace(function: Callable[..., Any], examples: Sequence[Any]) -> fx.GraphModu
 
     def functional(*arguments: Any) -> Any:
         # `export` is what keeps composite ops whole; nothing is exported.
-        return _functionalized(function, arguments, FunctionalTensorMode(pre_dispatch=True, export=True))
+        rest = iter(arguments)
+        filled = [each if _is_number(each) else next(rest) for each in examples]
+        return _functionalized(function, filled, FunctionalTensorMode(pre_dispatch=True, export=True))
 
+    varying = [each for each in examples if not _is_number(each)]  # tracing would make symbols of numbers
     with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="At pre-dispatch tracing, we assume")
-        traced = make_fx(functional, tracing_mode="symbolic", pre_dispatch=True, _allow_fake_constant=True)(*examples)
+        traced = make_fx(functional, tracing_mode="symbolic", pre_dispatch=True, _allow_fake_constant=True)(*varying)
+    _add_numbers(traced.graph, examples)
     _tidy(traced)
     return traced
+
+
+def _is_number(thing: Any) -> bool:
+    return isinstance(thing, (bool, int, float))
+
+
+def _add_numbers(graph: fx.Graph, examples: Sequence[Any]) -> None:
+    """A placeholder that nobody reads for each argument that was a number."""
+    node = next(iter(graph.nodes))
+    for position, each in enumerate(examples):
+        if _is_number(each):
+            with graph.inserting_before(node):
+                graph.placeholder(f"number_{position}").meta["val"] = each
+        else:
+            node = node.next
 
 
 def as_piece(traced: fx.GraphModule) -> Piece:
@@ -101,6 +125,28 @@ def _functionalized(function: Callable[..., Any], arguments: Sequence[Any], mode
     for given, now in changed:
         given.copy_(now)
     return result
+
+
+def _fixed(thing: Any, sizes: Mapping[str, int]) -> Any:
+    """A fake value with numbers in the place of some symbols."""
+    if isinstance(thing, torch.SymInt):
+        symbols = thing.node.expr.free_symbols
+        if not any(str(symbol) in sizes for symbol in symbols):
+            return thing
+        if any(str(symbol) not in sizes for symbol in symbols):
+            raise NotLowered(f"the size {thing} has other symbols beside the one that is fixed")
+        return int(thing.node.expr.xreplace({symbol: sympy.Integer(sizes[str(symbol)]) for symbol in symbols}))
+    if not isinstance(thing, Tensor):
+        return thing
+    mode: Any = getattr(thing, "fake_mode", None)
+    shape, strides = ([_fixed(size, sizes) for size in each] for each in (thing.shape, thing.stride()))
+    offset = _fixed(thing.storage_offset(), sizes)
+    with mode:
+        plain = torch.empty_strided(shape, strides, dtype=thing.dtype, device=thing.device)
+        if isinstance(offset, int) and offset == 0:
+            return plain
+        extent = offset + plain.untyped_storage().nbytes() // thing.element_size()
+        return torch.empty(extent, dtype=thing.dtype, device=thing.device).as_strided(shape, strides, offset)
 
 
 def _refuse_aliased_writes(piece: Piece) -> None:

@@ -33,6 +33,8 @@ class BuiltPiece:
         seconds: how long that took.
         artifact: what Inductor made, to be kept in the cache; None when there is nothing to keep.
         code: what Inductor generated, as text; "" for a piece that it did not build.
+        passes: facts of what each pass of the ATen stage did to it.
+        variants: the same piece for some token counts; the first that holds is called instead.
     """
 
     digest: str
@@ -41,6 +43,17 @@ class BuiltPiece:
     seconds: float
     artifact: Any = None
     code: str = ""
+    passes: tuple[dict[str, Any], ...] = ()
+    variants: tuple[Variant, ...] = ()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A piece built for token counts from `low` to `high`; None: for all above."""
+
+    low: int
+    high: int | None
+    built: BuiltPiece
 
 
 def inductor_options(config: TorchCompileConfig) -> dict[str, Any]:
@@ -66,8 +79,12 @@ def build_fx(piece: Piece) -> BuiltPiece:
     return BuiltPiece(piece.digest, call, "fx", time.monotonic() - begin)
 
 
-def build_inductor(piece: Piece, config: TorchCompileConfig) -> BuiltPiece:
-    """The piece as Inductor's code for the device, sizes symbolic as they were captured."""
+def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False) -> BuiltPiece:
+    """The piece as Inductor's code for the device, sizes symbolic as they were captured.
+
+    Args:
+        tune: let Inductor try candidates on the device, which is of use where sizes are fixed.
+    """
     from torch._guards import TracingContext, tracing
     from torch._inductor import standalone_compile
 
@@ -80,7 +97,7 @@ def build_inductor(piece: Piece, config: TorchCompileConfig) -> BuiltPiece:
             piece.module,
             piece.examples(),
             dynamic_shapes="from_tracing_context",
-            options={"config_patches": inductor_options(config)},
+            options={"config_patches": {**inductor_options(config), "max_autotune": tune}},
         )
     call, seconds = callable_of(artifact, piece.module), time.monotonic() - begin
     return BuiltPiece(piece.digest, call, "inductor", seconds, artifact, generated_code(artifact))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torchweave.compile.cache import CompileCache, key_of
 from torchweave.compile.factors import graph_factors, piece_factors, source_digests
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.persist import NotStorable, dump_graph, dump_piece, load_graph, load_piece
-from torchweave.compile.pieces import BuiltPiece, build_inductor
+from torchweave.compile.pieces import BuiltPiece
 from torchweave.compile.split import Piece
 from torchweave.compile.symbols import DynamicDims
 from torchweave.config import TorchCompileConfig
@@ -63,11 +64,25 @@ class StoredGraph:
 
 
 class StoredPiece:
-    """The entry of one distinct piece."""
+    """The entry of one distinct piece.
 
-    def __init__(self, cache: CompileCache, piece: Piece, config: TorchCompileConfig, device: torch.device) -> None:
-        self.cache, self.piece, self.config = cache, piece, config
-        self.factors = piece_factors(piece, config, device)
+    Args:
+        build: makes what is stored of the piece.
+        factors: what that depends on besides the piece and the config. What passes did while it was built is kept beside
+            it, so that a start that only loads can report it too.
+    """
+
+    def __init__(
+        self,
+        cache: CompileCache,
+        piece: Piece,
+        config: TorchCompileConfig,
+        device: torch.device,
+        build: Callable[[], BuiltPiece],
+        factors: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.cache, self.piece, self.build = cache, piece, build
+        self.factors = {**piece_factors(piece, config, device), **(factors or {})}
         self.facts = {"device_index": device.index or 0}
 
     def load_or_build(self) -> BuiltPiece:
@@ -79,7 +94,7 @@ class StoredPiece:
         entry = self.cache.load("piece", self.factors)
         if entry is None:
             return None
-        if entry.facts != self.facts:
+        if entry.facts["device_index"] != self.facts["device_index"]:
             # Generated code names its device; what differs only in that is built again rather than run elsewhere.
             self.cache.miss("piece", entry.key, f"built for device {entry.facts.get('device_index')}")
             return None
@@ -89,12 +104,12 @@ class StoredPiece:
             self.cache.reject("piece", entry.key, f"cannot be loaded ({type(error).__name__}: {error})")
             return None
         self.cache.hit(entry)
-        return replace(built, seconds=time.monotonic() - begin)
+        return replace(built, seconds=time.monotonic() - begin, passes=tuple(entry.facts["passes"]))
 
     def _build(self) -> BuiltPiece:
-        built = build_inductor(self.piece, self.config)
+        built = self.build()
         try:
-            self.cache.store("piece", self.factors, dump_piece(built), self.facts)
+            self.cache.store("piece", self.factors, dump_piece(built), {**self.facts, "passes": built.passes})
         except NotStorable as error:
             self.cache.miss("piece", key_of("piece", self.factors), f"not stored: {error}")
         return built

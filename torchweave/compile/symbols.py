@@ -34,6 +34,11 @@ def is_size(node: fx.Node) -> bool:
     )
 
 
+def token_count(symbols: Mapping[str, str]) -> str | None:
+    """The symbol that is the token count: what the caller calls T, else the first dynamic size; None when there is none."""
+    return next((symbol for symbol, name in symbols.items() if name == "T"), next(iter(symbols), None))
+
+
 def symbol_name(size: Any) -> str | None:
     """The name of the symbol that a size is, or None when it is a number or an expression."""
     if not isinstance(size, torch.SymInt):

@@ -15,7 +15,7 @@ from torchweave.compile.forward import Boundary
 from torchweave.compile.graph import CapturedGraph, Constant, Input, OutputTree, Size
 from torchweave.compile.pieces import BuiltPiece
 from torchweave.compile.split import BoundaryCall, Piece
-from torchweave.compile.symbols import is_size, value
+from torchweave.compile.symbols import is_size, token_count, value
 from torchweave.log import Report
 
 Parts = list[Piece | BoundaryCall]
@@ -98,6 +98,8 @@ class _Stitcher:
         self.names: dict[fx.Node, str] = {}
         self.taken: set[str] = {"no_grad", "refuse"}
         self.lines: list[str] = []
+        self.chosen: dict[str, str] = {}
+        self.tokens = ""
 
     def run(self) -> tuple[str, dict[str, Any]]:
         pieces = [part for part in self.parts if isinstance(part, Piece)]
@@ -154,6 +156,8 @@ class _Stitcher:
             self.lines.append(f"if not ({' and '.join(conditions)}):")
             kind = f"{str(fake.dtype).removeprefix('torch.')}[{shape.strip(', ')}] on {fake.device.type}"
             self.lines.append(f"    refuse({name!r}, {name}, {f'{kind}, {low} <= sizes <= {high}'!r})")
+        symbol = token_count(self.graph.symbols)
+        self.tokens = known[self.graph.symbols[symbol]] if symbol is not None else ""
         for node in self.graph.placeholders():
             if isinstance(self.graph.bindings[node.name], Size) and node.users:
                 symbol = str(value(node))
@@ -175,8 +179,6 @@ class _Stitcher:
         return last
 
     def _call_piece(self, piece: Piece) -> None:
-        function = f"piece_{piece.digest}"
-        self.namespace[function] = self.built[piece.digest].call
         arguments = [self._value(node) for node in piece.inputs]
         if piece.constants:
             constants = f"constants_{piece.index}"
@@ -185,8 +187,21 @@ class _Stitcher:
         for node in piece.outputs:
             self.names[node] = self._fresh(node.name)
         targets = ", ".join(self.names[node] for node in piece.outputs)
-        call = f"{function}([{', '.join(arguments)}])"
+        call = f"{self._chosen(piece.digest)}([{', '.join(arguments)}])"
         self.lines.append(f"{targets}{',' if len(piece.outputs) == 1 else ''} = {call}" if targets else call)
+
+    def _chosen(self, digest: str) -> str:
+        """The built piece to call: itself, or the first of its variants that holds at this token count."""
+        if digest not in self.chosen:
+            built, choice = self.built[digest], f"piece_{digest}"
+            self.namespace[choice] = built.call
+            for variant in reversed(built.variants):
+                name = self._fresh(f"piece_{digest}_T{variant.high}")
+                self.namespace[name] = variant.built.call
+                holds = f"{self.tokens} {'==' if variant.low == variant.high else '<='} {variant.high}"
+                choice = f"{name} if {holds} else {choice}"
+            self.chosen[digest] = f"({choice})" if built.variants else choice
+        return self.chosen[digest]
 
     def _call_boundary(self, call: BoundaryCall) -> None:
         function = self._fresh(call.op._schema.name.split("::")[-1]) if call.op not in self.namespace.values() else ""

@@ -26,6 +26,7 @@ from torchweave.compile.graph import CapturedGraph
 
 Numerics = Literal["exact", "tolerance"]
 Stage = Literal["torch_ir", "aten"]
+Build = Literal["inductor", "fx"]
 TokenRange = tuple[int | None, int | None]
 
 
@@ -66,6 +67,7 @@ class Pass(Protocol):
             when it runs leaves the range open.
         fixpoint: run again until nothing matches any more.
         gated: off unless a measurement, or the config, says that it pays.
+        builds: for pieces that are built how it is meant.
     """
 
     @property
@@ -80,6 +82,8 @@ class Pass(Protocol):
     def fixpoint(self) -> bool: ...
     @property
     def gated(self) -> bool: ...
+    @property
+    def builds(self) -> tuple[Build, ...]: ...
 
     def run(self, graph: Any) -> PassResult:
         """Rewrite a graph in place: a `CapturedGraph` in the Torch IR stage, a lowered `Piece` in the ATen stage."""
@@ -99,6 +103,7 @@ class GraphPass(ABC):
     token_range: TokenRange = (None, None)
     fixpoint: bool = False
     gated: bool = False
+    builds: tuple[Build, ...] = ("inductor", "fx")
 
     @abstractmethod
     def run(self, graph: CapturedGraph) -> PassResult:

@@ -29,7 +29,7 @@ def load_pass(name: str) -> Pass:
             f"passes: {name} cannot be made without arguments ({error}); name an instance of it"
         ) from error
     if not isinstance(made, Pass):
-        facts = ("name", "stage", "numerics", "token_range", "fixpoint", "gated", "run")
+        facts = ("name", "stage", "numerics", "token_range", "fixpoint", "gated", "builds", "run")
         missing = ", ".join(fact for fact in facts if not hasattr(made, fact))
         raise ValueError(f"passes: {name} is no pass, it has no {missing}; derive it from torchweave.compile.GraphPass")
     return made

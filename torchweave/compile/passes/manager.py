@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchweave.compile.dump import graph_text
 from torchweave.compile.graph import CapturedGraph, Faked, run_fake, same_geometry
-from torchweave.compile.passes.base import NearMiss, Pass, PassResult, Stage
+from torchweave.compile.passes.base import Build, NearMiss, Pass, PassResult, Stage
 from torchweave.compile.passes.load import load_pass
 from torchweave.compile.passes.torch_ir.merge_linears import MergeLinears
 from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
@@ -68,6 +68,9 @@ class PassManager:
         config = self.config
         if each.name in config.disabled_passes:
             return Setting(each, False, "disabled_passes")
+        build: Build = "inductor" if config.enable_inductor else "fx"
+        if build not in each.builds:
+            return Setting(each, False, f"only for pieces built by {', '.join(each.builds)}")
         if each.name in config.enabled_passes:
             return Setting(each, True, "enabled_passes")
         if each.numerics == "tolerance" and config.pass_numerics == "exact":

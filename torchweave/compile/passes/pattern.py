@@ -24,7 +24,7 @@ from typing import Any
 from torch import fx
 
 from torchweave.compile.graph import Faked
-from torchweave.compile.passes.base import NearMiss, Numerics, PassResult, Stage, TokenRange
+from torchweave.compile.passes.base import Build, NearMiss, Numerics, PassResult, Stage, TokenRange
 from torchweave.compile.passes.matcher import Match, Pattern
 from torchweave.compile.passes.rewrite import erase, insert, kind, make_room, same_kind
 from torchweave.compile.symbols import value
@@ -47,7 +47,7 @@ class Fusion:
         replacement: the function that computes the pattern's outputs, its parameters named like the pattern's; one for
             all variants, or one for each.
         where: looks at a match and returns a sentence why it is left alone, or None.
-        numerics, token_range, gated, fixpoint: see `Pass`.
+        numerics, token_range, gated, fixpoint, builds: see `Pass`.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Fusion:
     token_range: TokenRange = (None, None)
     gated: bool = False
     fixpoint: bool = False
+    builds: tuple[Build, ...] = ("inductor", "fx")
     stage: Stage = "aten"
 
     def __post_init__(self) -> None:
