@@ -193,3 +193,13 @@ def test_settle_gives_a_new_plan():
 def test_show_shortens_runs_of_sizes():
     assert show(DEFAULT_TOKEN_BUCKETS) == "1 2 4 8 16 32 64 128 256-3072/256"
     assert show((1, 5)) == "1 5" and show(()) == "none" and show(None) == "-" and show(True) == "yes"
+
+
+def test_V8_compile_sizes_are_clamped_and_need_inductor():
+    config = TorchCompileConfig(compile_sizes=(8, 1, 100_000))
+    plan = plan_of(GPU, torch_compile_config=config)
+    assert plan.compile_sizes == (1, 8) and "1 above" in entry(plan, "torch_compile_config.compile_sizes").why
+    plan = plan_of(GPU, torch_compile_config=replace(config, enable_inductor=False))
+    assert plan.compile_sizes == () and entry(plan, "torch_compile_config.compile_sizes").why == "needs Inductor"
+    with pytest.raises(ValueError, match="compile_sizes holds 0"):
+        plan_of(GPU, torch_compile_config=TorchCompileConfig(compile_sizes=(0,)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -18,19 +18,27 @@ if TYPE_CHECKING:
     from torchweave.compile.errors import InvariantError as InvariantError
     from torchweave.compile.errors import TraceError as TraceError
     from torchweave.compile.passes.base import GraphPass as GraphPass
+    from torchweave.compile.passes.base import Pass as Pass
     from torchweave.compile.passes.base import PassResult as PassResult
+    from torchweave.compile.passes.manager import default_passes as default_passes
+    from torchweave.compile.passes.matcher import Match as Match
+    from torchweave.compile.passes.pattern import Fusion as Fusion
     from torchweave.compile.woven import Woven as Woven
     from torchweave.config import TorchCompileConfig
     from torchweave.log import Report
 
 _HOME = {
     "CompileCache": "cache",
+    "Fusion": "passes.pattern",
     "GraphPass": "passes.base",
     "InvariantError": "errors",
+    "Match": "passes.matcher",
+    "Pass": "passes.base",
     "PassResult": "passes.base",
     "TraceError": "errors",
     "Woven": "woven",
     "broken": "eager",
+    "default_passes": "passes.manager",
     "open_cache": "cache",
     "weave": "backend",
 }
@@ -48,6 +56,7 @@ def compile_module(
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     config: TorchCompileConfig | None = None,
     report: Report | None = None,
+    passes: Sequence[Pass] | None = None,
 ) -> Callable[..., Any]:
     """Compile a plain module: `compiled(*tensors)` computes what `module(*tensors)` does, without gradients.
 
@@ -56,13 +65,14 @@ def compile_module(
         dynamic: names of the dimensions that vary, by input and dimension: `{"x": {0: "T"}}`.
         config: how; see `torchweave.TorchCompileConfig`.
         report: collects what was decided.
+        passes: what runs instead of the stack's own passes; `[*default_passes(), Mine()]` adds one to them.
 
     Returns:
         A callable; `.woven` holds the pieces and the code. Boundary ops are called as they are.
     """
     from torchweave.compile.direct import Compiled
 
-    return Compiled(module, inputs, dynamic, config, report)
+    return Compiled(module, inputs, dynamic, config, report, passes)
 
 
 class _CallableModule(ModuleType):

@@ -41,7 +41,7 @@ def weave(
         dynamic: names of the dimensions that vary: `{"input_ids": {0: "T"}}`. All else is fixed to the examples.
         boundary_ops: ops that are handed to the caller at each call, such as `torchweave::attention`.
         cache: keeps captured graphs and built pieces between processes; None builds everything anew.
-        passes: what to run instead of the stack's own passes.
+        passes: what to run instead of the stack's own passes and those that the config adds.
 
     Raises:
         TraceError: the forward cannot be captured, with the line and the cause.
@@ -50,9 +50,9 @@ def weave(
     dynamic, config, report = dynamic or {}, config or TorchCompileConfig(), report or Report(show=False)
     if report.select("ready"):
         report.event("compile_after_ready", what=type(module).__name__)
+    manager = PassManager(passes, config)
     graph = _captured(module, inputs, dynamic, config, cache, report)
     graph.boundary_ops = frozenset(boundary_ops)
-    manager = PassManager(passes, config)
     manager.run(graph, report)
     parts = split(graph)
     pieces = [part for part in parts if isinstance(part, Piece)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -169,7 +170,7 @@ def token_ranges(passes: Sequence[Pass]) -> list[tuple[int, int | None]]:
         starts |= {low} if low is not None else set()
         starts |= {high + 1} if high is not None else set()
     ordered = sorted(starts)
-    return [(low, high - 1) for low, high in zip(ordered, ordered[1:], strict=False)] + [(ordered[-1], None)]
+    return [*((low, high - 1) for low, high in pairwise(ordered)), (ordered[-1], None)]
 
 
 def within(passes: Sequence[Pass], low: int, high: int | None) -> tuple[Pass, ...]:

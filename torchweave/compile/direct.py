@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchweave.compile.backend import weave
 from torchweave.compile.dump import open_dump
 from torchweave.compile.forward import call_as_is
+from torchweave.compile.passes.base import Pass
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
 
@@ -24,10 +25,12 @@ class Compiled:
         dynamic: Mapping[str, Mapping[int, str]] | None,
         config: TorchCompileConfig | None,
         report: Report | None,
+        passes: Sequence[Pass] | None = None,
     ) -> None:
         config, report = config or TorchCompileConfig(), report or Report(show=False)
         open_dump(config, report)
-        self.woven = weave(module, inputs, dynamic, boundary_ops=_known_boundary_ops(), config=config, report=report)
+        ops = _known_boundary_ops()
+        self.woven = weave(module, inputs, dynamic, boundary_ops=ops, config=config, report=report, passes=passes)
 
     def __call__(self, *inputs: Tensor) -> Any:
         return self.woven(call_as_is, *inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -141,7 +141,8 @@ def _forward(module: torch.nn.Module, plan: Plan, report: Report) -> tuple[Forwa
     ops = boundary_ops()
     if not plan.fullgraph:
         return broken(module, ops), plan
-    config = plan.config.torch_compile_config
+    asked = plan.config.torch_compile_config
+    config = replace(asked, enable_inductor=plan.inductor, compile_sizes=plan.compile_sizes)
     device = torch.device(plan.device)
     example = {
         "input_ids": torch.zeros(23, dtype=torch.int64, device=device),

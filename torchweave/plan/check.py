@@ -62,7 +62,12 @@ def check_numbers(config: EngineConfig) -> None:
         value = values[name]
         if value is not None and not (math.isfinite(value) and value >= least):
             raise ValueError(f"{name}={value} must be at least {least}")
-    for name in ("torch_compile_config.capture_num_tokens", "cuda_graph_config.batch_sizes"):
+    compile_prefix = "torch_compile_config."
+    for name in (
+        compile_prefix + "capture_num_tokens",
+        compile_prefix + "compile_sizes",
+        "cuda_graph_config.batch_sizes",
+    ):
         for size in values[name] or ():
             if size < 1:
                 raise ValueError(f"{name} holds {size}, but each size must be at least 1")

@@ -30,6 +30,7 @@ class Plan:
         piecewise_graphs: pieces are CUDA graphs per token bucket; boundary ops run between them.
         whole_mixed_graphs: mixed steps are recorded whole too.
         inductor: distinct pieces are built by Inductor; else they run as plain FX code.
+        compile_sizes: token counts for which pieces are built once more with that size fixed.
         fullgraph: the model is captured as one graph; else it runs as it is, cut at boundary ops while recording.
     """
 
@@ -48,6 +49,7 @@ class Plan:
     piecewise_graphs: bool
     whole_mixed_graphs: bool
     inductor: bool
+    compile_sizes: tuple[int, ...]
     fullgraph: bool
     entries: tuple[Entry, ...]
 

@@ -197,12 +197,22 @@ def _graphs(
     return {
         "fullgraph": fullgraph,
         "inductor": inductor,
+        "compile_sizes": _compile_sizes(compile_config, inductor, max_num_tokens, entries),
         "token_buckets": buckets,
         "piecewise_graphs": piecewise,
         "batch_sizes": sizes,
         "decode_graphs": bool(sizes),
         "whole_mixed_graphs": mixed,
     }
+
+
+def _compile_sizes(config: TorchCompileConfig, inductor: bool, largest: int, entries: _Entries) -> tuple[int, ...]:
+    sizes, why = (), "none asked for"
+    if config.compile_sizes:
+        sizes, why = (
+            _clamped(config.compile_sizes, largest, "max_num_tokens", False) if inductor else ((), "needs Inductor")
+        )
+    return entries.note("torch_compile_config.compile_sizes", sizes, why)
 
 
 def _token_buckets(config: TorchCompileConfig, device: DeviceFacts, largest: int) -> tuple[tuple[int, ...], str]:

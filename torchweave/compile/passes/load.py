@@ -21,7 +21,7 @@ def load_pass(name: str) -> Pass:
     except ImportError as error:
         raise ValueError(f"passes: {name} cannot be imported ({error}); is the module on PYTHONPATH?") from error
     except AttributeError as error:
-        raise ValueError(f"passes: module {module_name} has nothing called {attribute}") from error
+        raise ValueError(f"passes: {name} is not there; module {module_name} has nothing called {attribute}") from error
     try:
         made = found() if isinstance(found, type) else found
     except TypeError as error:

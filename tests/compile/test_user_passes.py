@@ -1,0 +1,83 @@
+"""Passes from outside the package: named by the config or handed over, and refused in one sentence when they are none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchweave
+from torchweave.compile import weave
+from torchweave.compile.forward import call_as_is
+from torchweave.compile.passes.load import load_pass
+from torchweave.config import TorchCompileConfig
+from torchweave.log import Report
+
+OWN_PASS = '''
+import torch
+from torch import Tensor
+from torchweave.compile import Fusion
+
+aten = torch.ops.aten
+
+def twice(x: Tensor, a: float, b: float) -> Tensor:
+    return aten.mul.Tensor(aten.mul.Tensor(x, a), b)
+
+def once(x: Tensor, a: float, b: float) -> Tensor:
+    return x * (a * b)
+
+SCALE_ONCE = Fusion("scale_once", twice, once, numerics="tolerance")
+NOT_A_PASS = 3
+'''
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5 * 4.0 + 1
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "my_passes.py").write_text(OWN_PASS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_passes", raising=False)
+    return "my_passes"
+
+
+def test_S1_a_pass_of_ones_own_by_config(own_module: str) -> None:
+    report = Report(show=False)
+    config = TorchCompileConfig(enable_inductor=False, passes=(f"{own_module}:SCALE_ONCE",), pass_numerics="tolerance")
+    woven = weave(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config=config, report=report)
+    event = report.select("pass")[-1]
+    assert (event["name"], event["matches"], event["diff"]) == ("scale_once", 1, {"aten.mul.Tensor": -1})
+    x = torch.randn(7)
+    torch.testing.assert_close(woven(call_as_is, x), Scaled()(x))
+
+
+def test_S1_a_pass_of_ones_own_as_an_argument(own_module: str) -> None:
+    report = Report(show=False)
+    passes = [*torchweave.compile.default_passes(), load_pass(f"{own_module}:SCALE_ONCE")]
+    config = TorchCompileConfig(enable_inductor=False, enabled_passes=("scale_once",))
+    compiled = torchweave.compile(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config, report, passes=passes)
+    assert report.select("pass")[-1]["matches"] == 1
+    x = torch.randn(7)
+    torch.testing.assert_close(compiled(x), Scaled()(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("scale_once", "does not name a pass; write module:Name"),
+        ("no_such_module:X", "cannot be imported"),
+        ("my_passes:NOTHING", "module my_passes has nothing called NOTHING"),
+        ("my_passes:NOT_A_PASS", "is no pass, it has no name, stage"),
+        ("torchweave.compile:Fusion", "cannot be made without arguments"),
+    ],
+)
+def test_S1_a_bad_name_is_one_sentence(own_module: str, name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as raised:
+        weave(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config=TorchCompileConfig(passes=(name,)))
+    assert str(raised.value).count("\n") == 0 and name in str(raised.value)
