@@ -104,7 +104,7 @@ class StoredPiece:
             self.cache.reject("piece", entry.key, f"cannot be loaded ({type(error).__name__}: {error})")
             return None
         self.cache.hit(entry)
-        return replace(built, seconds=time.monotonic() - begin, passes=tuple(entry.facts["passes"]))
+        return replace(built, seconds=time.monotonic() - begin, passes=tuple(entry.facts.get("passes", ())))
 
     def _build(self) -> BuiltPiece:
         built = self.build()
