@@ -54,7 +54,9 @@ class StandIn:
             )
             out = torch.empty(tokens, layer.num_heads, layer.value_dim, dtype=self._dtype, device=device)
             sinks = torch.zeros(layer.num_heads, dtype=self._dtype, device=device) if layer.sinks else None
-            arguments = (q, k, v, out, number, 1.0, layer.window, layer.softcap, sinks, layer.chunk)
+            # Most decoders turn whole heads, which attention does for them.
+            angles = torch.zeros(2, tokens, layer.head_dim, dtype=self._dtype, device=device).unbind()
+            arguments = (q, k, v, out, number, 1.0, layer.window, layer.softcap, sinks, layer.chunk, *angles)
             boundary(torch.ops.torchweave.attention.default, arguments, {})
         return torch.zeros(index.shape[0], self._vocab_size, dtype=self._dtype, device=device)
 

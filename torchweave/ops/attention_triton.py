@@ -255,6 +255,7 @@ class TritonStep:
             DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, DOT=config.dot,
             HALF=half, NORM=turning.q_weight is not None, WIDE=turning.wide,
             DEPENDENT=config.dependent, num_warps=config.num_warps, num_stages=config.num_stages,
+            enable_fp_fusion=half == 0 or q.dtype != torch.float32,  # turning rounds every product
             **options(config.dependent),
         )  # fmt: skip
 

@@ -4,8 +4,8 @@ The half style, as transformers writes it: of the first R numbers of a head, the
 
     x * cos + cat(-x[R/2:], x[:R/2]) * sin
 
-and the rest, if any, passes through. Each product is rounded to x's dtype before they are added, as in eager mode; the kernel does
-the same, without fused multiply-add, and is bit-equal. With the norm, see `torchweave.ops.norm` for what is left free.
+and the rest, if any, passes through. Each product is rounded before they are added, to the dtype that eager mode gives it: that of
+x and cos, or float32 where cos is float32. The kernel does the same, without fused multiply-add, and is bit-equal. With the norm, see `torchweave.ops.norm` for what is left free.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     Args:
         q: `[..., T, H, D]`; the dimensions before T are 1.
         k: `[..., T, KH, D]`.
-        cos, sin: `[..., T, R]` of the same dtype, R even and at most D.
+        cos, sin: `[..., T, R]` of the same dtype, or float32; R even and at most D.
 
     Returns:
         q and k turned, contiguous.
@@ -101,7 +101,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     turning = x[..., :width]
     swapped = torch.cat((-turning[..., width // 2 :], turning[..., : width // 2]), -1)
-    turned = turning * cos + swapped * sin
+    turned = (turning * cos + swapped * sin).to(x.dtype)
     if width == x.shape[-1]:
         return turned.contiguous()
     return torch.cat((turned, x[..., width:]), -1)

@@ -16,6 +16,7 @@ from torchweave.compile.graph import CapturedGraph, Faked, run_fake, same_geomet
 from torchweave.compile.passes.base import Build, NearMiss, Pass, PassResult, Stage
 from torchweave.compile.passes.load import load_pass
 from torchweave.compile.passes.torch_ir.merge_linears import MergeLinears
+from torchweave.compile.passes.torch_ir.rotary_attention import RotaryAttention
 from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
 from torchweave.compile.split import Piece
 from torchweave.compile.symbols import value
@@ -28,7 +29,7 @@ _MOST_ROUNDS = 16
 
 def default_passes() -> tuple[Pass, ...]:
     """The passes of the stack, in order."""
-    return (MergeLinears(), SmallLinears())
+    return (MergeLinears(), RotaryAttention(), SmallLinears())
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ _OPERATORS = {
     operator.neg: aten.neg,
     operator.pow: aten.pow,
 }
+_CALLS = ("call_function", "call_method")
 _COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor, aten.maximum.default, aten.minimum.default)
 
 
@@ -70,11 +71,14 @@ class _State:
 class Pattern:
     """A traced pattern.
 
+    Args:
+        torch_ir: it is for the graph as traced: Python's operators, torch's functions and methods stand for themselves.
+
     Raises:
         ValueError: a parameter has no annotation that says what it may stand for, or the function returns no call.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], torch_ir: bool = False) -> None:
         self.name = getattr(function, "__name__", "pattern")
         hints = typing.get_type_hints(function)
         names = list(inspect.signature(function).parameters)
@@ -88,11 +92,12 @@ class Pattern:
         self.kinds = {node: hints[str(node.target)] for node in nodes if node.op == "placeholder"}
         returned = nodes[-1].args[0]
         outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
-        if not outputs or not all(isinstance(node, fx.Node) and node.op == "call_function" for node in outputs):
+        if not outputs or not all(isinstance(node, fx.Node) and node.op in _CALLS for node in outputs):
             raise ValueError(f"{function.__module__}.{self.name} must return results of calls, one or a tuple")
         self.outputs: tuple[fx.Node, ...] = tuple(outputs)
-        self.calls = [node for node in nodes if node.op == "call_function"]
-        self.targets = {node: _OPERATORS.get(node.target, node.target) for node in self.calls}
+        self.calls = [node for node in nodes if node.op in _CALLS]
+        operators = {} if torch_ir else _OPERATORS
+        self.targets = {node: operators.get(node.target, node.target) for node in self.calls}
         order = {node: position for position, node in enumerate(nodes)}
         self.anchor = max(self.outputs, key=order.__getitem__)
 
@@ -110,9 +115,11 @@ class Pattern:
         return attempt.near_miss()
 
     def _same_op(self, call: fx.Node, node: fx.Node) -> bool:
-        if node.op != "call_function":
+        if node.op != call.op:
             return False
         wanted, target = self.targets[call], node.target
+        if wanted is operator.getitem and target is wanted and isinstance(call.args[1], int):
+            return call.args[1] == node.args[1]  # another part of a result is no near-miss
         if isinstance(wanted, torch._ops.OpOverloadPacket):
             return isinstance(target, torch._ops.OpOverload) and target.overloadpacket is wanted
         return target is wanted
@@ -178,6 +185,8 @@ class _Attempt:
             yield from self._all(rest, node, found)
 
     def _argument(self, name: str, wanted: Any, given: Any, node: fx.Node, state: _State) -> Iterator[_State]:
+        if isinstance(wanted, slice) and isinstance(given, slice):
+            wanted, given = ([each.start, each.stop, each.step] for each in (wanted, given))
         if isinstance(wanted, fx.Node):
             if wanted.op == "placeholder":
                 yield from self._wildcard(name, wanted, given, node, state)
@@ -233,7 +242,7 @@ def _arguments(call: fx.Node, node: fx.Node) -> Iterator[list[tuple[str, Any, An
     """(name, wanted, given) of every argument, defaults filled in; for a commutative op in both orders."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        yield [(str(i), *pair) for i, pair in enumerate(zip(call.args, node.args, strict=True))]
+        yield from _plain_arguments(call, node)
         return
     names = [argument.name for argument in target._schema.arguments]
     if len(call.args) > len(names) or not set(call.kwargs) <= set(names):
@@ -244,6 +253,18 @@ def _arguments(call: fx.Node, node: fx.Node) -> Iterator[list[tuple[str, Any, An
     if target in _COMMUTATIVE and given.get("alpha", 1) == 1:
         (one, first, _), (two, second, _), *others = pairs
         yield [(two, first, given[two]), (one, second, given[one]), *others]
+
+
+def _plain_arguments(call: fx.Node, node: fx.Node) -> Iterator[list[tuple[str, Any, Any]]]:
+    """As `_arguments`, of a function or method without a schema: as many by position, and the same by keyword."""
+    if len(call.args) != len(node.args) or set(call.kwargs) != set(node.kwargs):
+        return
+    pairs = [(str(i), *pair) for i, pair in enumerate(zip(call.args, node.args, strict=True))]
+    pairs += [(key, call.kwargs[key], node.kwargs[key]) for key in call.kwargs]
+    yield pairs
+    if node.target in (operator.add, operator.mul):
+        (one, first, left), (two, second, right) = pairs
+        yield [(two, first, right), (one, second, left)]
 
 
 def _by_name(op: torch._ops.OpOverload, node: fx.Node) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class Fusion:
     def run(self, graph: Faked) -> PassResult:
         """See `Pass.run`."""
         matches = rewritten = 0
-        near: dict[str, list[str]] = {}
+        near: dict[str, list[fx.Node]] = {}
         for node in list(graph.graph.nodes):
             if node.op != "call_function" or node._erased:
                 continue
@@ -105,8 +105,8 @@ class Fusion:
                 whys += [why] if why else []
             else:
                 for why in whys[:1]:
-                    near.setdefault(why, []).append(node.name)
-        return PassResult(matches, rewritten, tuple(NearMiss(", ".join(names), why) for why, names in near.items()))
+                    near.setdefault(why, []).append(node)
+        return PassResult(matches, rewritten, _left(near))
 
     def _at(self, graph: Faked, node: fx.Node, pattern: Pattern, replacement: Function) -> tuple[int, str | None]:
         """Rewrite the match that ends in `node`: how many nodes that took away; when none, why it was only nearly one."""
@@ -129,6 +129,12 @@ class Fusion:
         for old, fresh in zip(match.outputs, new, strict=True):
             old.replace_all_uses_with(fresh)
         return erase(graph, match.nodes), None
+
+
+def _left(near: dict[str, list[fx.Node]]) -> tuple[NearMiss, ...]:
+    """Near-misses but for those that a match took away later: the inside of a pattern may look like a smaller one."""
+    still = {why: [node.name for node in nodes if not node._erased] for why, nodes in near.items()}
+    return tuple(NearMiss(", ".join(names), why) for why, names in still.items() if names)
 
 
 def _another_kind(outputs: Sequence[fx.Node], new: Sequence[Any]) -> str | None:

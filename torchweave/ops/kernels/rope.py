@@ -34,7 +34,7 @@ class CacheWrite(NamedTuple):
 
 @triton.jit
 def turn(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexpr):
-    """Both halves turned: float32 in and out, every product and the sums rounded to `dtype`."""
+    """Both halves turned: float32 in and out, every product rounded to `dtype`, that of cos."""
     new_low = (low * cos_low).to(dtype).to(tl.float32) - (high * sin_low).to(dtype).to(tl.float32)
     new_high = (high * cos_high).to(dtype).to(tl.float32) + (low * sin_high).to(dtype).to(tl.float32)
     return new_low, new_high
@@ -67,8 +67,9 @@ def load_turned(
         angle = dim < 2 * HALF
         cosine = tl.load(cos + dim, mask=angle, other=1.0).to(tl.float32)[None, :]
         sine = tl.load(sin + dim, mask=angle, other=0.0).to(tl.float32)[None, :]
-        product = (other * sine).to(dtype).to(tl.float32)
-        x = ((own * cosine).to(dtype).to(tl.float32) + tl.where(dim < HALF, -product, product)).to(dtype)
+        step = cos.dtype.element_ty
+        product = (other * sine).to(step).to(tl.float32)
+        x = ((own * cosine).to(step).to(tl.float32) + tl.where(dim < HALF, -product, product)).to(step).to(dtype)
     return x
 
 
@@ -103,6 +104,7 @@ def _turned_heads(
             rest_weight = tl.load(weight + rest, mask=rest < DIM, other=0.0)[None, :]
             remaining = scale_rows(remaining, norm, rest_weight, offset, True, WIDE, dtype)
     angle = half < HALF
+    dtype = cos.dtype.element_ty
     cos_low = tl.load(cos + half, mask=angle, other=0.0).to(tl.float32)[None, :]
     cos_high = tl.load(cos + HALF + half, mask=angle, other=0.0).to(tl.float32)[None, :]
     sin_low = tl.load(sin + half, mask=angle, other=0.0).to(tl.float32)[None, :]
