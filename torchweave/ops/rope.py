@@ -5,7 +5,8 @@ The half style, as transformers writes it: of the first R numbers of a head, the
     x * cos + cat(-x[R/2:], x[:R/2]) * sin
 
 and the rest, if any, passes through. Each product is rounded before they are added, to the dtype that eager mode gives it: that of
-x and cos, or float32 where cos is float32. The kernel does the same, without fused multiply-add, and is bit-equal. With the norm, see `torchweave.ops.norm` for what is left free.
+x and cos, or float32 where cos is float32. The kernel does the same, without fused multiply-add, and is bit-equal.
+With the norm, see `torchweave.ops.norm` for what is left free.
 """
 
 from __future__ import annotations

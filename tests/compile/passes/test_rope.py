@@ -61,7 +61,11 @@ def third(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize(
     ("turn", "angles", "why"),
-    [(other_angles, BF16, "argument other of mul"), (third, BF16, "the halves are 4 of 16"), (rotary, torch.float32, "and sin torch.float32")],
+    [
+        (other_angles, BF16, "argument other of mul"),
+        (third, BF16, "the halves are 4 of 16"),
+        (rotary, torch.float32, "and sin torch.float32"),
+    ],
 )
 def test_S9_rope_names_near_misses(turn: Any, angles: torch.dtype, why: str) -> None:
     check(rope.FUSION, of(turn), operands(angles=angles), near_miss=why)

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.compile.passes.written import BF16, gemma_norm, heads, llama_norm, olmo_norm, rotary, rotary_part, rotary_wide
+from tests.compile.passes.written import (
+    BF16,
+    gemma_norm,
+    heads,
+    llama_norm,
+    olmo_norm,
+    rotary,
+    rotary_part,
+    rotary_wide,
+)
 from torchweave.compile import weave
 from torchweave.compile.capture import capture
 from torchweave.compile.forward import call_as_is
