@@ -46,7 +46,7 @@ class Layer(nn.Module):
         q, k = (self._normed(part, weight) for part, weight in ((q, self.q_weight), (k, self.k_weight)))
         q, k = self.turn(q, k, cos[None], sin[None])
         q, k, v = (part.squeeze(0).transpose(0, 1) for part in (q, k, heads(v)))
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(q.shape[0], q.shape[1], 16, dtype=q.dtype, device=q.device)
         torch.ops.torchweave.attention(q, k, v, out, 0, 0.25)
         return out.flatten(1)
 
@@ -89,7 +89,7 @@ LAYERS = {
 def test_S10_rotary_attention_fires_once_and_is_exact(name: str) -> None:
     layer, rotary_arguments = LAYERS[name]
     result, node = rewritten(layer)
-    assert result.matches == 1 and result.rewritten >= 9 and not result.near_misses
+    assert result.matches == 1 and result.rewritten >= 14 and not result.near_misses
     assert len(node.args) == 10 + rotary_arguments
     woven = weave(layer, inputs(layer), DYNAMIC, boundary_ops={ATTENTION}, config=FX, passes=(PASS,))
     for tokens in (1, 2, 7, 64):
