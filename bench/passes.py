@@ -1,0 +1,105 @@
+"""What each pass buys: milliseconds a token of whole engines that differ in their passes alone, in one run.
+
+    python bench/passes.py --model shape:llama-1b --json bench/results/passes_llama-1b_h100_202611.json [--batch_sizes 1 8] [--fx]
+
+The first engine is the stack as it starts by default; then it is built again without each pass that found something, without any
+pass, and (`--fx`) without Inductor, with the passes and without. Weights are random, decoding is greedy, prompts have 128
+tokens: the protocol of `torchweave bench latency`, whose own code measures. A ratio above 1 is what the pass saves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from torchweave.cli.benchmarks.protocol import Sizes, Workload, decode
+from torchweave.cli.benchmarks.result import environment
+from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.engine.llm import LLM
+from torchweave.log import Report
+
+
+def measure(config: EngineConfig, sizes: Sizes) -> dict[str, Any]:
+    """An engine's milliseconds a token by batch size, and its passes."""
+    report = Report(show=False)
+    with LLM.from_config(config, report) as llm:
+        rows = decode(Workload(llm, sizes.seed), sizes, lambda *_: None)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    matches: dict[str, int] = {}
+    for event in report.select("pass"):
+        if event.get("enabled"):
+            matches[event["name"]] = matches.get(event["name"], 0) + event["matches"]
+    return {
+        "ms": {str(row["batch_size"]): row["median_tpot_ms"] for row in rows if "median_tpot_ms" in row},
+        "matches": matches,
+        "startup_s": sum(event["seconds"] for event in report.select("stage") if event["name"] == "weaving"),
+    }
+
+
+def variants(every: TorchCompileConfig, found: dict[str, int], fx: bool) -> dict[str, TorchCompileConfig]:
+    """The engines beside the first: name -> what differs."""
+    without = {f"without {name}": replace(every, disabled_passes=(name,)) for name, count in found.items() if count}
+    none = replace(every, disabled_passes=tuple(found))
+    chosen = {**without, "without any pass": none}
+    if fx:
+        chosen |= {
+            "FX code, all passes": replace(every, enable_inductor=False),
+            "FX code, without any pass": replace(none, enable_inductor=False),
+        }
+    return chosen
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Milliseconds, and behind them the ratio to the first engine."""
+    first = next(iter(results.values()))["ms"]
+    lines = [f"| engine | {' | '.join(f'batch {size}' for size in first)} |", "|---|" + "---|" * len(first)]
+    for name, result in results.items():
+        cells = [f"{ms:.3f} ({ms / first[size]:.3f})" for size, ms in result["ms"].items()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="shape:llama-1b")
+    parser.add_argument("--json", type=Path, help="where to write every measurement; the table goes beside it")
+    parser.add_argument("--batch_sizes", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--output_len", type=int, default=128)
+    parser.add_argument("--fx", action="store_true", help="also without Inductor")
+    parser.add_argument("--num_kv_blocks", type=int, help="fixed, so that engines do not differ in it")
+    arguments = parser.parse_args()
+    sizes = Sizes(batch_sizes=tuple(arguments.batch_sizes), output_len=arguments.output_len)
+    every = TorchCompileConfig(enable_piecewise_cuda_graph=False)
+    config = EngineConfig(
+        model=arguments.model,
+        load_format="dummy" if arguments.model.startswith("shape:") else "auto",
+        max_batch_size=max(sizes.batch_sizes),
+        num_kv_blocks=arguments.num_kv_blocks,
+        enable_prefix_caching=False,
+        torch_compile_config=every,
+    )
+    results = {"as by default": measure(config, sizes)}
+    for name, changed in variants(every, results["as by default"]["matches"], arguments.fx).items():
+        results[name] = measure(replace(config, torch_compile_config=changed), sizes)
+        print(f"{name}: {results[name]['ms']}", file=sys.stderr, flush=True)
+    print(table(results))
+    if arguments.json:
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        facts = {**environment(device), "command": "python " + " ".join(sys.argv), "model": arguments.model}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps({"environment": facts, "results": results}, indent=1) + "\n")
+        arguments.json.with_suffix(".md").write_text(f"# {arguments.model}, {facts['device']}\n\n{table(results)}\n")
+
+
+if __name__ == "__main__":
+    main()
