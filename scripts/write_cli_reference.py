@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from torchweave.cli import bench, chat, doctor, generate, main, models
+from torchweave.cli import bench, chat, doctor, explain, generate, main, models
 from torchweave.cli.arguments import LEVELS, Parser
 from torchweave.cli.options import options_of
 from torchweave.config import EngineConfig
@@ -59,7 +59,7 @@ def page() -> str:
     lines.append(EXIT_CODES)
     lines += _command("generate", generate.DESCRIPTION, generate.parser())
     lines += _command("chat", chat.DESCRIPTION, chat.parser())
-    lines += _command("explain", _explain_text(), None)
+    lines += _command("explain", explain.DESCRIPTION, explain.parser())
     lines += _command("doctor", doctor.DESCRIPTION, doctor.parser())
     lines += _command(
         "models", "`torchweave models list`, `torchweave models verify NAME...` or `--all`.", models.parser()
@@ -76,12 +76,6 @@ def page() -> str:
     lines += ["`torchweave explain MODEL` shows what each became, and why.", ""]
     lines += _options("## Sampling options", SamplingParams)
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _explain_text() -> str:
-    from torchweave.cli.explain import DESCRIPTION
-
-    return DESCRIPTION
 
 
 def _settings(values: dict[str, Any]) -> str:

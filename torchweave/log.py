@@ -77,9 +77,9 @@ class Report:
             return [{"at": at, **facts} for at, name, facts in self._events if name == kind]
 
     def events(self) -> list[dict[str, Any]]:
-        """Every event as `{"at": seconds, "kind": str, **facts}`."""
+        """Every event as `{"at": seconds, "event": its kind, **facts}`."""
         with self._lock:
-            return [{"at": at, "kind": kind, **facts} for at, kind, facts in self._events]
+            return [{"at": at, "event": kind, **facts} for at, kind, facts in self._events]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from torchweave.cli import generate
 from torchweave.cli.main import main
+from torchweave.compile.explanation.facts import schema
 from torchweave.engine.request import CompletionOutput
 
 Lines = pytest.MonkeyPatch
@@ -68,19 +70,26 @@ def test_chat_survives_a_turn_that_is_too_long(
     assert len(captured.out.splitlines()) == 1 and "/new forgets" in captured.err
 
 
-def test_explain_shows_the_plan_and_what_was_built(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+def test_S9_explain_shows_the_plan_and_what_was_built(
+    tiny_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     asked = ["-O2", "--torch_compile_config.enable_inductor=false", "--torch_compile_config.no_compile_cache"]
-    assert main(["explain", *tiny_args, *asked]) == 0
-    text = capsys.readouterr().out
-    for word in ("Plan", "asked", "effective", "why", "Pieces", "Passes", "Start-up", "CUDA graphs need a GPU"):
-        assert word in text
+    asked += ["--dump-dir", str(tmp_path / "dump"), "--html", str(tmp_path / "page.html")]
     assert main(["explain", *tiny_args, *asked, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema()).validate(facts)
+    assert "CUDA graphs need a GPU" in (tmp_path / "page.html").read_text()
+    for name in ("report.html", "explain.json", "timeline.jsonl"):
+        assert (tmp_path / "dump" / name).exists()
     plan = {row["name"]: row for row in facts["plan"]}
     assert plan["torch_compile_config.enable_inductor"]["effective"] is False
     assert plan["num_kv_blocks"]["effective"] > 0
     assert 1 < len(facts["pieces"]) < sum(piece["shared_by"] for piece in facts["pieces"])
     assert all(row["matches"] >= 0 for row in facts["passes"]) and facts["passes"]
+    assert main(["explain", *tiny_args, *asked[:3]]) == 0
+    text = capsys.readouterr().out
+    for word in ("Plan", "asked", "effective", "why", "Pieces", "Passes", "Start-up", "CUDA graphs need a GPU"):
+        assert word in text
 
 
 def test_models_list(capsys: pytest.CaptureFixture[str]):

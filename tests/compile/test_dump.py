@@ -33,8 +33,8 @@ def test_V6_dump_dir_holds_graphs_around_passes_and_the_code_of_pieces(tmp_path:
     assert before.read_text().count("torch._C._nn.linear") > after.read_text().count("torch._C._nn.linear") > 0
     assert "LOAD_" in (folder / "dynamo" / "transformed_code.txt").read_text()
     timeline = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
-    assert [event["kind"] for event in timeline] == [event["kind"] for event in report.events()]
-    assert {"capture", "pass", "piece", "stage"} <= {event["kind"] for event in timeline}
+    assert [event["event"] for event in timeline] == [event["event"] for event in report.events()]
+    assert {"capture", "pass", "piece", "stage"} <= {event["event"] for event in timeline}
 
 
 def test_V6_a_second_dump_leaves_nothing_of_the_first(tmp_path: Path) -> None:

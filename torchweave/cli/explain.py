@@ -2,72 +2,48 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchweave.cli.arguments import engine_parser
+from torchweave.cli.arguments import Parser, engine_parser
 from torchweave.cli.session import engine
-from torchweave.log import Report
-from torchweave.plan import Plan, show
+from torchweave.plan import show
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 DESCRIPTION = """Start an engine for MODEL and show the plan (asked, effective, why), the passes and what they matched, the pieces,
-the CUDA graphs and the memory, and how long each stage of start-up took."""
+the CUDA graphs and the memory, the compile cache, and how long each stage of start-up took."""
+
+
+def parser() -> Parser:
+    found = engine_parser("explain", DESCRIPTION)
+    found.add_argument(
+        "--json", action="store_true", help="print a JSON object; its schema is docs/explain.schema.json"
+    )
+    found.add_argument(
+        "--html", metavar="FILE", default="", help="write the report as one page, which needs no network"
+    )
+    return found
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = engine_parser("explain", DESCRIPTION)
-    parser.add_argument("--json", action="store_true", help="print a JSON object")
-    args = parser.read(argv)
+    args = parser().read(argv)
+    if args.html and not Path(args.html).expanduser().absolute().parent.is_dir():
+        raise ValueError(f"--html {args.html}: there is no such folder")
     with engine(args) as llm:
+        from torchweave.compile.explanation.facts import as_json, explain
+        from torchweave.compile.explanation.page import page
+
         facts = explain(llm.plan, llm.report)
+    if args.html:
+        Path(args.html).expanduser().write_text(page(facts), encoding="utf-8")
     if args.json:
-        print(json.dumps(facts, default=str))
-    else:
+        print(as_json(facts))
+    elif not args.html:
         _print(facts)
     return 0
-
-
-def explain(plan: Plan, report: Report) -> dict[str, Any]:
-    """Everything that is shown, as plain data.
-
-    Keys: `plan` (name, asked, effective, why), `model`, `capture`, `passes`, `pieces`, `graphs`, `memory`, `fallbacks`,
-    `stages` (name, seconds). What did not happen is empty.
-    """
-    graphs = [_without(event, "at") for event in report.select("graph")]
-    recorded = report.select("graphs_recorded")
-    memory = {
-        **_last(report, "memory"),
-        **{f"kv_cache_{key}": value for key, value in _last(report, "kv_cache").items()},
-    }
-    if recorded:
-        memory["graphs"] = recorded[-1]["bytes"]
-    return {
-        "plan": [
-            {"name": entry.name, "asked": entry.asked, "effective": entry.effective, "why": entry.why}
-            for entry in plan.entries
-        ],
-        "model": _last(report, "model_loaded") | _last(report, "model_adapted"),
-        "capture": _last(report, "capture"),
-        "passes": [_without(event, "at") for event in report.select("pass")],
-        "pieces": [_without(event, "at") for event in report.select("piece")],
-        "graphs": graphs,
-        "memory": memory,
-        "fallbacks": [_without(event, "at") for event in report.select("fallback")],
-        "stages": [{"name": event["name"], "seconds": event["seconds"]} for event in report.select("stage")],
-    }
-
-
-def _last(report: Report, kind: str) -> dict[str, Any]:
-    events = report.select(kind)
-    return _without(events[-1], "at") if events else {}
-
-
-def _without(event: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in event.items() if name != key}
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -77,16 +53,21 @@ def _print(facts: dict[str, Any]) -> None:
     if console.width < 100 and not console.is_terminal:
         console = Console(highlight=False, width=160)
     _table(console, "Plan", ("option", "asked", "effective", "why"), [
-        (row["name"], show(row["asked"]), show(row["effective"]), row["why"]) for row in facts["plan"]
+        (row["name"], *row["shown"], row["why"]) for row in facts["plan"]
     ])  # fmt: skip
     if facts["model"] or facts["capture"]:
         _table(console, "Model", ("fact", ""), [
             (key, show(tuple(value) if isinstance(value, list) else value))
             for key, value in {**facts["model"], **{f"capture {k}": v for k, v in facts["capture"].items()}}.items()
         ])  # fmt: skip
-    _table(console, "Passes", ("pass", "stage", "numerics", "matches", "rewritten", "near misses"), [
-        (row["name"], row["stage"], row["numerics"], str(row["matches"]), str(row["rewritten"]), _misses(row))
-        if row["enabled"] else (row["name"], "-", "-", "off", "-", "-") for row in facts["passes"]
+    _table(console, "Passes", ("pass", "stage", "numerics", "matches", "operations", "us saved", "near misses"), [
+        (row["name"], row["stage"], row["numerics"], str(row["matches"]), f"{row['ops_before']} -> {row['ops_after']}",
+         _saved(row), f"{len(row['near_misses'])}" if row["near_misses"] else "-")
+        if row["enabled"] else (row["name"], row["stage"] or "-", row["numerics"] or "-", "off", "-", "-", row["why"])
+        for row in facts["passes"]
+    ])  # fmt: skip
+    _table(console, "Near misses", ("pass", "where: why"), [
+        (row["name"], miss) for row in facts["passes"] for miss in row["near_misses"]
     ])  # fmt: skip
     shared = sum(row["shared_by"] for row in facts["pieces"])
     _table(console, f"Pieces: {len(facts['pieces'])} distinct of {shared}", ("piece", "ops", "used", "built by"), [
@@ -101,7 +82,17 @@ def _print(facts: dict[str, Any]) -> None:
     _table(console, "Memory", ("use", "size"), [
         (key.replace("_", " "), _size(value) if _is_bytes(key) else str(value)) for key, value in facts["memory"].items()
     ])  # fmt: skip
-    _table(console, "Fallbacks", ("what", "why"), [(row["what"], row["why"]) for row in facts["fallbacks"]])
+    cache = facts["cache"]
+    title = f"Compile cache: {cache['hits']} hits, {cache['misses']} misses"
+    _table(console, title, ("entry", "key", "outcome", "why"), [
+        (row["entry"], row["key"], row["outcome"], row.get("why", "")) for row in cache["entries"]
+    ])  # fmt: skip
+    _table(console, "Streams", ("piece", "split", "why"), [
+        (row["piece"], "yes" if row["kept"] else "no", str(row.get("why", ""))) for row in facts["streams"]
+    ])  # fmt: skip
+    _table(console, "Fallbacks and warnings", ("what", "why"), [
+        (row["what"], row["why"]) for row in facts["fallbacks"] + facts["warnings"]
+    ])  # fmt: skip
     _table(console, "Start-up", ("stage", "seconds"), [
         (row["name"], f"{row['seconds']:.2f}") for row in facts["stages"]
     ])  # fmt: skip
@@ -122,9 +113,12 @@ def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[
     console.print(table)
 
 
-def _misses(row: dict[str, Any]) -> str:
-    misses = row["near_misses"]
-    return f"{len(misses)}: {misses[0]}" if misses else "-"
+def _saved(row: dict[str, Any]) -> str:
+    """What was measured, by token count: `T=1 4.1, T=8 0.3`."""
+    best: dict[int, float] = {}
+    for each in row["microseconds"]:
+        best[each["tokens"]] = max(best.get(each["tokens"], 0.0), each["saved"])
+    return ", ".join(f"T={tokens} {saved:.1f}" for tokens, saved in sorted(best.items())) or "-"
 
 
 def _graph_rows(graphs: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str, str]]:

@@ -71,6 +71,7 @@ class CompileCache:
     def load(self, kind: Kind, factors: Factors) -> Entry | None:
         """The entry with these factors, or None."""
         key = key_of(kind, factors)
+        self.report.event("cache_key", entry=kind, key=key[:12], factors=dict(factors))
         path = self._path(kind, key)
         try:
             entry = read_entry(path)

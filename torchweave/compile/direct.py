@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchweave.compile.backend import weave
 from torchweave.compile.dump import open_dump
+from torchweave.compile.explanation.page import keep_explanation
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.base import Pass
 from torchweave.config import TorchCompileConfig
@@ -31,6 +32,7 @@ class Compiled:
         open_dump(config, report)
         ops = _known_boundary_ops()
         self.woven = weave(module, inputs, dynamic, boundary_ops=ops, config=config, report=report, passes=passes)
+        keep_explanation(None, report)
 
     def __call__(self, *inputs: Tensor) -> Any:
         return self.woven(call_as_is, *inputs)

@@ -1,9 +1,10 @@
 """The dump folder: every artifact as a file, every event as a line of `timeline.jsonl`.
 
-timeline.jsonl                    every event, in order: {"at": seconds, "kind": ..., facts}
+timeline.jsonl                    every event, in order: {"at": seconds, "event": its kind, facts}
 dynamo/transformed_code.txt       the bytecode that Dynamo made of the forward
 passes/NN-NAME/{before,after}.py  the graph around each pass
 pieces/DIGEST/{fx,inductor}.py    each distinct piece, and what Inductor generated for it
+explain.json, report.html         everything that was decided, once all is built
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def open_dump(config: TorchCompileConfig, report: Report) -> Path | None:
         path.write_text(text, encoding="utf-8")
 
     def tell(kind: str, facts: dict[str, Any]) -> None:
-        line = json.dumps({"at": round(report.seconds(), 6), "kind": kind, **facts}, default=str)
+        line = json.dumps({"at": round(report.seconds(), 6), "event": kind, **facts}, default=str)
         with (folder / TIMELINE).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 

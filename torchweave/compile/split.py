@@ -57,6 +57,11 @@ class BoundaryCall:
     kwargs: dict[str, Any]
 
 
+def describe(part: Piece | BoundaryCall) -> dict[str, str]:
+    """A part as the report names it: a piece by its digest, a boundary op by its name."""
+    return {"piece": part.digest} if isinstance(part, Piece) else {"boundary": part.op._schema.name}
+
+
 def split(graph: CapturedGraph) -> list[Piece | BoundaryCall]:
     """The parts of the graph in the order in which they run."""
     segments: list[list[fx.Node] | BoundaryCall] = [[]]

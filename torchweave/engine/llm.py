@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchweave.compile.dump import open_dump
+from torchweave.compile.explanation.page import keep_explanation
 from torchweave.config import EngineConfig
 from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.build import Engine, build
@@ -71,6 +72,7 @@ class LLM:
         )
         self._finalizer = weakref.finalize(self, self.manager.shutdown, drain=False)
         self.report.event("ready")
+        keep_explanation(self.plan, self.report)
 
     # -- whole answers -------------------------------------------------------------------------------------------------
 
