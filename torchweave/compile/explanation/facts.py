@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any
 
-import torchweave
 from torchweave.log import Report
 from torchweave.plan import Plan, show
 
@@ -20,7 +20,7 @@ def explain(plan: Plan | None, report: Report) -> Facts:
     choices = _choices(report)
     return {
         "version": VERSION,
-        "torchweave": torchweave.__version__,
+        "torchweave": _installed(),
         "model": _last(report, "model_loaded") | _last(report, "model_adapted"),
         "plan": [] if plan is None else [_entry(entry) for entry in plan.entries],
         "capture": _last(report, "capture"),
@@ -50,7 +50,14 @@ def as_json(facts: Facts) -> str:
 
 def schema() -> Facts:
     """The JSON schema of the facts."""
-    return json.loads(files(__package__).joinpath("explain.schema.json").read_text(encoding="utf-8"))
+    return json.loads(files("torchweave.compile.explanation").joinpath("explain.schema.json").read_text(encoding="utf-8"))
+
+
+def _installed() -> str:
+    try:
+        return version("torchweave")
+    except PackageNotFoundError:  # run from a checkout
+        return "unknown"
 
 
 def _entry(entry: Any) -> Facts:

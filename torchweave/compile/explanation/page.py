@@ -27,7 +27,7 @@ def page(facts: Facts) -> str:
     """The page of these facts."""
     from jinja2 import Environment, StrictUndefined
 
-    text = files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
+    text = files("torchweave.compile.explanation").joinpath("page.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters |= {"size": size_text, "seconds": seconds_text, "count": count_text}
     colours = {piece["hash"]: index % _COLOURS for index, piece in enumerate(facts["pieces"])}
