@@ -7,6 +7,7 @@ are derived from others are computed again in each piece that needs them, or equ
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +79,7 @@ def split(graph: CapturedGraph) -> list[Piece | BoundaryCall]:
     for segment in segments:
         if isinstance(segment, BoundaryCall):
             parts.append(segment)
-        elif any(_outlives(user, set(segment)) for node in segment for user in node.users):
+        elif any(user not in set(segment) for node in segment for user in node.users):
             parts.append(_piece(graph, segment, num_pieces))
             num_pieces += 1
     check(graph, parts)
@@ -114,10 +115,28 @@ def _boundary_call(op: torch._ops.OpOverload, node: fx.Node) -> BoundaryCall:
 
 
 def _piece(graph: CapturedGraph, body: list[fx.Node], index: int) -> Piece:
-    """Copy `body` into a graph of its own; derived sizes are computed inside."""
+    return carve(graph.module, body, index, is_constant=lambda node: _is_constant(graph, node), is_free=is_size)
+
+
+def carve(
+    module: fx.GraphModule,
+    body: list[fx.Node],
+    index: int,
+    *,
+    is_constant: Callable[[fx.Node], bool],
+    is_free: Callable[[fx.Node], bool],
+) -> Piece:
+    """Copy `body` into a graph of its own.
+
+    Args:
+        is_constant: whether an input is one of the piece's constants.
+        is_free: whether a node outside can be computed again inside, as derived sizes are, from inputs and other free nodes.
+    """
     inside = set(body)
-    read = dict.fromkeys(source for node in body for leaf in node.all_input_nodes for source in _sources(leaf, inside))
-    constants = [node for node in read if _is_constant(graph, node)]
+    read = dict.fromkeys(
+        source for node in body for leaf in node.all_input_nodes for source in _sources(leaf, inside, is_free)
+    )
+    constants = [node for node in read if is_constant(node)]
     sizes = [node for node in read if isinstance(value(node), torch.SymInt)]
     tensors = [node for node in read if node not in set(constants) and node not in set(sizes)]
     inputs = sizes + tensors
@@ -129,35 +148,40 @@ def _piece(graph: CapturedGraph, body: list[fx.Node], index: int) -> Piece:
         copies[node] = new.placeholder(f"input_{position}" if position < len(inputs) else f"{_CONSTANT}{position}")
         copies[node].meta = dict(node.meta)
 
-    def copy_size(node: fx.Node) -> None:
-        if node in copies or not is_size(node):
+    def copy_free(node: fx.Node) -> None:
+        if node in copies or node in inside or not is_free(node):
             return
         for source in node.all_input_nodes:
-            copy_size(source)
+            copy_free(source)
         copies[node] = new.node_copy(node, copies.__getitem__)
 
     for node in body:
         for source in node.all_input_nodes:
-            copy_size(source)
+            copy_free(source)
         copies[node] = new.node_copy(node, copies.__getitem__)
-    outputs = [node for node in body if any(_outlives(user, inside) for user in node.users)]
+    outputs = [node for node in body if any(_outlives(user, inside, is_free) for user in node.users)]
     output = new.output(tuple(copies[node] for node in outputs))
     output.meta["example_value"] = tuple(value(node) for node in outputs)
-    module = fx.GraphModule(graph.module, new, "Piece")
-    return Piece(index, module, tuple(inputs), tuple(constants), tuple(outputs), digest(module, len(inputs)))
+    part = fx.GraphModule(module, new, "Piece")
+    return Piece(index, part, tuple(inputs), tuple(constants), tuple(outputs), digest(part, len(inputs)))
 
 
-def _sources(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
+def _sources(node: fx.Node, inside: set[fx.Node], is_free: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """What must be handed in so that `node` can be read in a piece."""
     if node in inside:
         return []
-    if is_size(node):
-        return [source for argument in node.all_input_nodes for source in _sources(argument, inside)]
+    if is_free(node):
+        return [source for argument in node.all_input_nodes for source in _sources(argument, inside, is_free)]
     return [node]
 
 
-def _outlives(user: fx.Node, inside: set[fx.Node]) -> bool:
-    return user not in inside
+def _outlives(user: fx.Node, inside: set[fx.Node], is_free: Callable[[fx.Node], bool]) -> bool:
+    """Whether a reader is outside; what it hands on unchanged is read by its readers."""
+    if user in inside:
+        return False
+    if user.op != "output" and is_free(user):
+        return any(_outlives(each, inside, is_free) for each in user.users)
+    return True
 
 
 def _is_constant(graph: CapturedGraph, node: fx.Node) -> bool:

@@ -1,0 +1,209 @@
+"""Lanes: what the code of a split piece runs on. CUDA streams on a GPU; elsewhere a stand-in that checks the order.
+
+Memory on a GPU. The allocator hands a freed block out again to the stream that it was made on, without waiting for others. So
+a tensor that a second stream reads must not be freed before the first stream is known to be behind that reader. The
+generated code holds everything that crosses streams until it returns, and before it returns the caller's stream waits for
+every other one. From there on two facts make reuse safe without `record_stream`:
+
+  made on the caller's stream   its next use comes after that wait, on the same stream;
+  made on another stream        that stream begins its next call by waiting for the caller's stream, which the readers came
+                                before: those inside the piece by the wait at the end, those after it by their own stream.
+
+Inside a capture the same order is what the graph is built of, and blocks come from the graph's pool, which nothing but replays
+of that pool uses. `record_stream` would keep blocks there until the capture ends. A caller that changes streams between two
+calls is waited for (`CudaLanes.begin`), except inside a capture, whose pool no earlier call has memory in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+class Event(Protocol):
+    """A point in the work of one lane."""
+
+    def record(self) -> None:
+        """After what the current lane has been given so far."""
+        ...
+
+    def wait(self) -> None:
+        """What the current lane is given from now on comes after the point."""
+        ...
+
+
+class Lanes(Protocol):
+    """Lane 0 is the caller's; the others are entered by `with lanes[1]:`."""
+
+    def __getitem__(self, lane: int) -> AbstractContextManager[Any]: ...
+
+    def event(self) -> Event: ...
+
+    def begin(self) -> None:
+        """A call of the piece begins on the caller's lane."""
+        ...
+
+    def end(self) -> None:
+        """The call returns: all that the lanes were given comes before what the caller does next."""
+        ...
+
+    def watched(self, call: Boxed, written: Sequence[int]) -> Boxed:
+        """`call`, which writes to these of its arguments, with whatever checks the lanes make."""
+        ...
+
+
+class CudaLanes:
+    """Streams of one device, shared by all pieces of a model: what one layer frees, the next one uses again."""
+
+    def __init__(self, num_lanes: int, device: torch.device) -> None:
+        self._device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(1, num_lanes)]
+        self._caller: torch.cuda.Stream | None = None
+
+    def __getitem__(self, lane: int) -> AbstractContextManager[Any]:
+        assert lane, "the caller's lane is the current one"
+        return torch.cuda.stream(self._streams[lane - 1])
+
+    def event(self) -> Event:
+        return torch.cuda.Event()
+
+    def begin(self) -> None:
+        caller = torch.cuda.current_stream(self._device)
+        if caller != self._caller and not torch.cuda.is_current_stream_capturing():
+            for stream in self._streams if self._caller is not None else ():
+                stream.wait_stream(self._caller)
+            self._caller = caller
+
+    def end(self) -> None:
+        """The generated code has made the caller's stream wait for the others."""
+
+    def watched(self, call: Boxed, written: Sequence[int]) -> Boxed:
+        return call
+
+
+class Race(AssertionError):
+    """Two lanes touch one storage, at least one of them writes, and nothing orders them."""
+
+
+class CheckedLanes:
+    """Lanes without a device: all run at once, in the order of the code, and every access is checked against the events.
+
+    Each lane counts its steps, and knows how far it has waited for every other (a vector clock). Of a storage, the last
+    write and the reads since are kept with their counts: an access that is not behind them in this sense would be a race
+    on a GPU, whatever order the code happens to be in here.
+    """
+
+    def __init__(self, num_lanes: int) -> None:
+        self._clocks = [[0] * num_lanes for _ in range(num_lanes)]
+        self._stack = [0]
+        self._writes: dict[int, tuple[int, int]] = {}
+        self._reads: dict[int, dict[int, int]] = {}
+        self._used: set[int] = set()
+        self._held: list[Any] = []  # a storage that dies would lend its identity to another
+
+    @property
+    def lane(self) -> int:
+        return self._stack[-1]
+
+    @property
+    def clock(self) -> list[int]:
+        return self._clocks[self.lane]
+
+    def __getitem__(self, lane: int) -> AbstractContextManager[Any]:
+        return _Entered(self._stack, lane)
+
+    def event(self) -> Event:
+        return _Point(self)
+
+    def begin(self) -> None:
+        """Whatever was launched before is over for the caller's lane, and for no other."""
+        self._writes.clear()
+        self._reads.clear()
+        self._held.clear()
+        self._used.clear()
+        for lane, clock in enumerate(self._clocks):
+            clock[:] = [0] * len(clock)
+            clock[lane] = 1
+        self._stack[:] = [0]
+
+    def end(self) -> None:
+        late = [lane for lane, clock in enumerate(self._clocks) if self._clocks[0][lane] < clock[lane] and lane in self._used]
+        if late or self.lane:
+            raise Race(f"the call returns on lane {self.lane} while lanes {late} may still run")
+
+    def watched(self, call: Boxed, written: Sequence[int]) -> Boxed:
+        def checked(args: list[Any]) -> Sequence[Any]:
+            given = list(args)
+            self.clock[self.lane] += 1
+            self._used.add(self.lane)
+            for index, each in enumerate(given):
+                if isinstance(each, Tensor):
+                    self._touch(each, index in written)
+            made = call(args)
+            known = {_storage(each) for each in given if isinstance(each, Tensor)}
+            for each in made:
+                if isinstance(each, Tensor) and _storage(each) not in known:
+                    self._touch(each, True)
+            return made
+
+        return checked
+
+    def _touch(self, tensor: Tensor, writes: bool) -> None:
+        storage = _storage(tensor)
+        if storage not in self._writes:
+            self._held.append(tensor.untyped_storage())
+            self._writes[storage] = (0, 1)  # what the caller brings was made before the call
+        self._behind("write", *self._writes[storage])
+        if not writes:
+            self._reads.setdefault(storage, {})[self.lane] = self.clock[self.lane]
+            return
+        for lane, count in self._reads.pop(storage, {}).items():
+            self._behind("read", lane, count)
+        self._writes[storage] = (self.lane, self.clock[self.lane])
+
+    def _behind(self, what: str, lane: int, count: int) -> None:
+        if self.clock[lane] < count:
+            raise Race(f"lane {self.lane} touches what lane {lane} may still {what}")
+
+
+class _Entered:
+    def __init__(self, stack: list[int], lane: int) -> None:
+        self._stack, self._lane = stack, lane
+
+    def __enter__(self) -> None:
+        self._stack.append(self._lane)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.pop()
+
+
+class _Point:
+    def __init__(self, lanes: CheckedLanes) -> None:
+        self._lanes = lanes
+        self._clock: list[int] | None = None
+
+    def record(self) -> None:
+        self._clock = list(self._lanes.clock)
+
+    def wait(self) -> None:
+        assert self._clock is not None, "waited for an event that was never recorded"
+        clock = self._lanes.clock
+        clock[:] = list(map(max, clock, self._clock))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def lanes_for(num_lanes: int, device: torch.device) -> Lanes:
+    """The lanes of a device."""
+    return CudaLanes(num_lanes, device) if device.type == "cuda" else CheckedLanes(num_lanes)

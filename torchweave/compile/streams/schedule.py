@@ -1,0 +1,69 @@
+"""The schedule: which stream runs a task, and in which order. TensorRT-LLM's rules.
+
+A task's priority is the longest path from its beginning to the end of the piece. The ready task with the highest priority is
+taken next; it goes to a stream that is free by the time its inputs are ready, else to the least loaded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A task on a stream: stream 0 is the caller's. Times in microseconds, as far as costs are."""
+
+    task: int
+    stream: int
+    start: float
+    end: float
+
+
+def priorities(costs: Sequence[float], before: Sequence[Mapping[int, object]]) -> list[float]:
+    """For each task, the cost of the most expensive path from its beginning to the end. Tasks come after those before them."""
+    longest = list(costs)
+    for task in reversed(range(len(costs))):
+        for earlier in before[task]:
+            longest[earlier] = max(longest[earlier], costs[earlier] + longest[task])
+    return longest
+
+
+def schedule(
+    costs: Sequence[float], before: Sequence[Mapping[int, object]], num_streams: int, event: float = 0.0
+) -> list[Slot]:
+    """Tasks onto streams, in the order in which they are launched: each after the tasks that it must wait for.
+
+    Args:
+        costs: of each task.
+        before: for each task, the earlier tasks that it must wait for.
+        num_streams: at least 1.
+        event: what it costs to wait for another stream.
+    """
+    priority = priorities(costs, before)
+    free = [0.0] * num_streams
+    placed: dict[int, Slot] = {}
+    waiting = set(range(len(costs)))
+    while waiting:
+        ready = [task for task in waiting if all(earlier in placed for earlier in before[task])]
+        task = min(ready, key=lambda each: (-priority[each], each))
+        waiting.discard(task)
+        inputs = [placed[earlier] for earlier in before[task]]
+        begins = [
+            max([free[stream], *(slot.end + (event if slot.stream != stream else 0.0) for slot in inputs)])
+            for stream in range(num_streams)
+        ]
+        stream = _stream(free, max((slot.end for slot in inputs), default=0.0), inputs, begins)
+        placed[task] = Slot(task, stream, begins[stream], begins[stream] + costs[task])
+        free[stream] = placed[task].end
+    return list(placed.values())
+
+
+def _stream(free: Sequence[float], ready: float, inputs: Sequence[Slot], begins: Sequence[float]) -> int:
+    """A stream that is free by `ready`, rather the one that made the last input than one that must wait for it; else the
+    one that is free first."""
+    idle = [stream for stream, until in enumerate(free) if until <= ready]
+    if not idle:
+        return min(range(len(free)), key=lambda stream: (free[stream], stream))
+    home = max(inputs, key=lambda slot: slot.end).stream if inputs else 0
+    return min(idle, key=lambda stream: (begins[stream], stream != home, -free[stream], stream))
