@@ -41,6 +41,8 @@ class TorchCompileConfig:
             documented bound.
         compile_cache: keep captured graphs and built pieces on disk, so that the next start loads them.
         compile_cache_dir: where; None means `torchweave` under the user's cache home.
+        max_num_streams: CUDA streams that a piece may be spread over. Above 1, a piece is split where the longest path through
+            it, or a measurement, promises a gain.
         dump_dir: a folder that gets the graph before and after each pass, the code of each piece, a timeline and the report
             as a page; None writes nothing.
         debug: check addresses and shapes at every replay, and lint the graph after every pass.
@@ -59,6 +61,7 @@ class TorchCompileConfig:
     pass_numerics: PassNumerics = "exact"
     compile_cache: bool = True
     compile_cache_dir: str | None = None
+    max_num_streams: int = 1
     dump_dir: str | None = None
     debug: bool = False
 

@@ -142,7 +142,12 @@ def _forward(module: torch.nn.Module, plan: Plan, report: Report) -> tuple[Forwa
     if not plan.fullgraph:
         return broken(module, ops), plan
     asked = plan.config.torch_compile_config
-    config = replace(asked, enable_inductor=plan.inductor, compile_sizes=plan.compile_sizes)
+    config = replace(
+        asked,
+        enable_inductor=plan.inductor,
+        compile_sizes=plan.compile_sizes,
+        max_num_streams=plan.max_num_streams,
+    )
     device = torch.device(plan.device)
     example = {
         "input_ids": torch.zeros(23, dtype=torch.int64, device=device),

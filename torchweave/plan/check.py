@@ -53,6 +53,7 @@ _AT_LEAST = {
     "run_ahead": 0,
     "batch_wait_timeout_iters": 0,
     "torch_compile_config.max_padding_ratio": 1,
+    "torch_compile_config.max_num_streams": 1,
 }
 
 

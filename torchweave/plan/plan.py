@@ -32,6 +32,7 @@ class Plan:
         inductor: distinct pieces are built by Inductor; else they run as plain FX code.
         compile_sizes: token counts for which pieces are built once more with that size fixed.
         fullgraph: the model is captured as one graph; else it runs as it is, cut at boundary ops while recording.
+        max_num_streams: CUDA streams that a piece may be spread over.
     """
 
     config: EngineConfig
@@ -51,6 +52,7 @@ class Plan:
     inductor: bool
     compile_sizes: tuple[int, ...]
     fullgraph: bool
+    max_num_streams: int
     entries: tuple[Entry, ...]
 
     def settle(self, name: str, effective: Any, why: str, **changes: Any) -> Plan:

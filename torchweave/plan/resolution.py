@@ -183,6 +183,10 @@ def _graphs(
     elif inductor and device.inductor_refusal:
         inductor, why = False, device.inductor_refusal
     entries.note(prefix + "enable_inductor", inductor, why)
+    streams, why = compile_config.max_num_streams, ""
+    if streams > 1 and not (fullgraph and device.is_gpu):
+        streams, why = 1, "streams need a GPU" if fullgraph else "needs enable_fullgraph"
+    entries.note(prefix + "max_num_streams", streams, why)
 
     buckets, why = _token_buckets(compile_config, device, max_num_tokens)
     entries.note(prefix + "capture_num_tokens", buckets, why)
@@ -196,6 +200,7 @@ def _graphs(
     entries.note("cuda_graph_config.capture_mixed", mixed, why)
     return {
         "fullgraph": fullgraph,
+        "max_num_streams": streams,
         "inductor": inductor,
         "compile_sizes": _compile_sizes(compile_config, inductor, max_num_tokens, entries),
         "token_buckets": buckets,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from torchweave.compile.dump import graph_text
 from torchweave.compile.pieces import BuiltPiece
 from torchweave.compile.split import Piece, carve
 from torchweave.compile.streams.cost import EVENT, Costs
@@ -74,6 +75,8 @@ class StreamBuilder:
     def __call__(self, piece: Piece) -> BuiltPiece:
         try:
             split = plan(piece, self._max_num_streams, self._costs)
+            if self._costs.fused:
+                _refuse_aliases(split)
         except Unsplittable as error:
             self._report.event("streams", piece=piece.digest, lanes=[], kept=False, why=str(error))
             return self._one(piece)
@@ -103,8 +106,10 @@ class StreamBuilder:
         begin = time.monotonic()
         built = [self._one(part) for part in split.parts]
         call, code = join(split, [each.call for each in built], self._lanes)
+        self._report.artifact(f"pieces/{split.piece.digest}/fx.py", lambda: graph_text(split.piece.module))
+        self._report.artifact(f"pieces/{split.piece.digest}/streams.py", code)
         kind = "cache" if all(each.built == "cache" for each in built) else built[0].built
-        return BuiltPiece(split.piece.digest, call, kind, time.monotonic() - begin, code=code)
+        return BuiltPiece(split.piece.digest, call, kind, time.monotonic() - begin)
 
 
 def plan(piece: Piece, max_num_streams: int, costs: Costs) -> Split:
@@ -123,12 +128,22 @@ def plan(piece: Piece, max_num_streams: int, costs: Costs) -> Split:
     for index, run in enumerate(runs.runs):
         body = {node for task in run.tasks for node in graph.tasks[task].nodes}
         ordered = [node for node in piece.module.graph.nodes if node in body]
-        part = carve(
-            piece.module, ordered, index, is_constant=constants.__contains__, is_free=graph.free.__contains__
-        )
+        part = carve(piece.module, ordered, index, is_constant=constants.__contains__, is_free=graph.free.__contains__)
         parts.append(part)
         written.append(_written(part, ordered, graph))
     return Split(piece, graph, runs, simulate(runs, each), tuple(parts), tuple(written))
+
+
+def _refuse_aliases(split: Split) -> None:
+    """Inductor must know which inputs share memory when it writes to one of them, and a run's do not say.
+
+    Raises:
+        Unsplittable: a run writes to an input, and another one may be a view of it.
+    """
+    for part, written in zip(split.parts, split.written, strict=True):
+        if len(written) > 1:
+            node = [*part.inputs, *part.constants][written[0]]
+            raise Unsplittable(f"a run would write to {node.name}, of which another input may be a view")
 
 
 def _written(part: Piece, body: list[fx.Node], graph: TaskGraph) -> tuple[int, ...]:
@@ -159,11 +174,17 @@ class _Writer:
         graph = split.piece.module.graph
         self.placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         (self.output,) = (node for node in graph.nodes if node.op == "output")
-        self.names = {node: node.name for part in split.parts for node in (*part.inputs, *part.constants, *part.outputs)}
+        self.names = {
+            node: node.name for part in split.parts for node in (*part.inputs, *part.constants, *part.outputs)
+        }
         self.names |= {node: node.name for node in (*self.placeholders, *self.output.all_input_nodes)}
 
     def text(self) -> str:
-        lines = [f"{''.join(f'{self.names[node]}, ' for node in self.placeholders)}= args", "args.clear()", "lanes.begin()"]
+        lines = [
+            f"{''.join(f'{self.names[node]}, ' for node in self.placeholders)}= args",
+            "args.clear()",
+            "lanes.begin()",
+        ]
         if self.program.forks:
             lines.append("fork.record()")
         dropped = self._dropped()
@@ -201,6 +222,10 @@ class _Writer:
                 last[node] = index
         found: dict[int, list[fx.Node]] = {}
         for node, index in last.items():
-            if len(lanes[node]) == 1 and node not in self.output.all_input_nodes and isinstance(value(node), torch.Tensor):
+            if (
+                len(lanes[node]) == 1
+                and node not in self.output.all_input_nodes
+                and isinstance(value(node), torch.Tensor)
+            ):
                 found.setdefault(index, []).append(node)
         return found

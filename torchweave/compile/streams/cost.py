@@ -19,14 +19,54 @@ SHAPE, DEFAULT, MATMUL, EXPERTS = 0.0, 1.0, 10.0, 20.0
 EVENT = 1.0
 """What it costs a stream to wait for another one, beside the wait."""
 
-ALLOCATIONS = frozenset("empty empty_like empty_strided new_empty new_empty_strided empty_permuted".split())
+ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
 _FREE = ALLOCATIONS | frozenset(
-    "getitem size shape view reshape flatten unflatten squeeze unsqueeze "
-    "transpose permute t expand expand_as slice select split split_with_sizes chunk unbind detach alias as_strided".split()
+    {
+        "getitem",
+        "size",
+        "shape",
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "transpose",
+        "permute",
+        "t",
+        "expand",
+        "expand_as",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "detach",
+        "alias",
+        "as_strided",
+    }
 )
 _MATMULS = frozenset(
-    "linear matmul mm bmm addmm baddbmm einsum conv1d conv2d convolution scaled_mm _scaled_mm grouped_mm _grouped_mm "
-    "_scaled_grouped_mm scaled_dot_product_attention __matmul__".split()
+    {
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "einsum",
+        "conv1d",
+        "conv2d",
+        "convolution",
+        "scaled_mm",
+        "_scaled_mm",
+        "grouped_mm",
+        "_grouped_mm",
+        "_scaled_grouped_mm",
+        "scaled_dot_product_attention",
+        "__matmul__",
+    }
 )
 
 

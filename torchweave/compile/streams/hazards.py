@@ -24,11 +24,38 @@ Edges = dict[tuple[fx.Node, fx.Node], frozenset[Hazard]]
 
 # What these return may or may not be a view of what they take, by the sizes of the moment.
 _MAYBE_VIEWS = frozenset(
-    "reshape reshape_as flatten unflatten ravel contiguous to type type_as float half bfloat16 double int long bool "
-    "expand expand_as dropout squeeze view_as_real resolve_conj resolve_neg real pad".split()
+    {
+        "reshape",
+        "reshape_as",
+        "flatten",
+        "unflatten",
+        "ravel",
+        "contiguous",
+        "to",
+        "type",
+        "type_as",
+        "float",
+        "half",
+        "bfloat16",
+        "double",
+        "int",
+        "long",
+        "bool",
+        "expand",
+        "expand_as",
+        "dropout",
+        "squeeze",
+        "view_as_real",
+        "resolve_conj",
+        "resolve_neg",
+        "real",
+        "pad",
+    }
 )
 # Random functions of Torch IR draw from one generator; ATen's say so by a tag.
-_RANDOM = frozenset("dropout rand randn randint randperm rand_like randn_like bernoulli multinomial normal".split())
+_RANDOM = frozenset(
+    {"dropout", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "bernoulli", "multinomial", "normal"}
+)
 _ORDER = -1  # the group that stands for everything that is no tensor: the generator, assertions
 
 
@@ -67,7 +94,9 @@ class Memory:
 def is_number(node: fx.Node) -> bool:
     """Whether a node is a size or a shape, or computes one."""
     leaves = list(_leaves(value(node)))
-    return bool(leaves) and all(isinstance(each, (torch.SymInt, torch.SymBool, torch.SymFloat, int, float)) for each in leaves)
+    return bool(leaves) and all(
+        isinstance(each, (torch.SymInt, torch.SymBool, torch.SymFloat, int, float)) for each in leaves
+    )
 
 
 def op_name(node: fx.Node) -> tuple[str, str]:
@@ -111,7 +140,10 @@ def memory_of(graph: fx.Graph) -> Memory:
 
 
 def hazards(graph: fx.Graph, memory: Memory) -> Edges:
-    """Every pair of nodes that must stay in order, and why. Views only hand on: they touch no memory."""
+    """Every pair of nodes that must stay in order, and why.
+
+    Views only hand on, and touch no memory; one that is returned counts as a reader, as the caller is.
+    """
     edges: dict[tuple[fx.Node, fx.Node], set[Hazard]] = {}
     last_write: dict[int, fx.Node] = {}
     readers: dict[int, list[fx.Node]] = {}
@@ -126,7 +158,8 @@ def hazards(graph: fx.Graph, memory: Memory) -> Edges:
         for argument in node.all_input_nodes:
             if argument.op != "placeholder":
                 add(argument, node, "value")
-        if node in memory.views or is_number(node):
+        returned = any(user.op == "output" for user in node.users)
+        if (node in memory.views and not returned) or is_number(node):
             continue
         access = memory.access[node]
         for group in access.reads:
@@ -182,9 +215,7 @@ def _storages(graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
             values[node] = _run(node, values)
             tensors = list(_tensors(values[node]))
             keep += tensors
-            found[node] = frozenset(
-                numbers.setdefault(each.untyped_storage()._cdata, len(numbers)) for each in tensors
-            )
+            found[node] = frozenset(numbers.setdefault(each.untyped_storage()._cdata, len(numbers)) for each in tensors)
     return found
 
 

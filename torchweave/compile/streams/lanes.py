@@ -76,10 +76,12 @@ class CudaLanes:
 
     def begin(self) -> None:
         caller = torch.cuda.current_stream(self._device)
-        if caller != self._caller and not torch.cuda.is_current_stream_capturing():
-            for stream in self._streams if self._caller is not None else ():
+        if caller == self._caller or torch.cuda.is_current_stream_capturing():
+            return
+        if self._caller is not None:
+            for stream in self._streams:
                 stream.wait_stream(self._caller)
-            self._caller = caller
+        self._caller = caller
 
     def end(self) -> None:
         """The generated code has made the caller's stream wait for the others."""
@@ -134,7 +136,11 @@ class CheckedLanes:
         self._stack[:] = [0]
 
     def end(self) -> None:
-        late = [lane for lane, clock in enumerate(self._clocks) if self._clocks[0][lane] < clock[lane] and lane in self._used]
+        late = [
+            lane
+            for lane, clock in enumerate(self._clocks)
+            if self._clocks[0][lane] < clock[lane] and lane in self._used
+        ]
         if late or self.lane:
             raise Race(f"the call returns on lane {self.lane} while lanes {late} may still run")
 

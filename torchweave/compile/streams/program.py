@@ -51,62 +51,58 @@ class Program:
         return tuple(stream for stream, run in sorted(first.items()) if stream and not run.waits)
 
 
-@dataclass
-class _Open:
-    stream: int
-    tasks: list[int]
-    waits: list[int]
-    is_closed: bool = False
-
-
 def program(slots: Sequence[Slot], before: Sequence[Mapping[int, object]]) -> Program:
     """The program of a schedule; `slots` are in the order of launching."""
-    stream_of = {slot.task: slot.stream for slot in slots}
-    awaited = {
-        earlier for slot in slots for earlier in before[slot.task] if stream_of[earlier] != slot.stream
-    }
-    runs: list[_Open] = []
-    run_of: dict[int, int] = {}
-    latest: dict[int, int] = {}  # stream -> its run so far
-    seen: dict[int, dict[int, int]] = {}  # run -> stream -> the last of its runs that is over when the run begins
+    waits, joins = _waits(slots, before)
+    signals = {each for found in waits.values() for each in found} | set(joins)
+    runs: list[list[Slot]] = []
+    latest: dict[int, list[Slot]] = {}  # stream -> its run so far
     for slot in slots:
-        known = _known(seen, latest.get(slot.stream), slot.stream)
-        waits = _needed({run_of[each] for each in before[slot.task]}, slot.stream, runs, known, seen)
-        current = latest.get(slot.stream)
-        if current is None or waits or runs[current].is_closed:
-            current = len(runs)
-            runs.append(_Open(slot.stream, [], waits))
-            seen[current] = known
-            for each in waits:
-                _merge(known, _known(seen, each, runs[each].stream))
-            latest[slot.stream] = current
-        runs[current].tasks.append(slot.task)
-        run_of[slot.task] = current
-        runs[current].is_closed = slot.task in awaited
-    ends = [run for stream, run in sorted(latest.items()) if stream]
-    joins = _needed(set(ends), 0, runs, _known(seen, latest.get(0), 0), seen)
-    signals = {each for run in runs for each in run.waits} | set(joins)
-    done = (Run(run.stream, tuple(run.tasks), tuple(run.waits), index in signals) for index, run in enumerate(runs))
-    return Program(tuple(done), tuple(joins))
+        run = latest.get(slot.stream)
+        if run is None or waits[slot.task] or run[-1].task in signals:
+            run = latest[slot.stream] = []
+            runs.append(run)
+        run.append(slot)
+    run_of = {slot.task: index for index, run in enumerate(runs) for slot in run}
+    done = (
+        Run(
+            run[0].stream,
+            tuple(slot.task for slot in run),
+            tuple(run_of[each] for each in waits[run[0].task]),
+            run[-1].task in signals,
+        )
+        for run in runs
+    )
+    return Program(tuple(done), tuple(run_of[each] for each in joins))
 
 
-def _known(seen: Mapping[int, dict[int, int]], run: int | None, stream: int) -> dict[int, int]:
-    """For each stream the last run that is over once `run` is."""
-    return {} if run is None else {**seen[run], stream: run}
+def _waits(slots: Sequence[Slot], before: Sequence[Mapping[int, object]]) -> tuple[dict[int, list[int]], list[int]]:
+    """For each task the tasks of other streams that its stream must wait for first, and those that the caller's must at the
+    end: none that other waits imply."""
+    place = {slot.task: index for index, slot in enumerate(slots)}
+    stream = {slot.task: slot.stream for slot in slots}
+    seen: dict[int, dict[int, int]] = {}  # task -> stream -> how far along `slots` that stream is over once the task is
+    latest: dict[int, dict[int, int]] = {}  # the same for the last task of a stream
+
+    def needed(wanted: set[int], have: dict[int, int]) -> list[int]:
+        found = []
+        for task in sorted(
+            wanted, key=place.__getitem__, reverse=True
+        ):  # a later task implies earlier ones, never otherwise
+            if have.get(stream[task], -1) < place[task]:
+                found.append(task)
+                _merge(have, seen[task])
+        return sorted(found, key=place.__getitem__)
+
+    waits: dict[int, list[int]] = {}
+    for slot in slots:
+        have = dict(latest.get(slot.stream, {}))
+        waits[slot.task] = needed(set(before[slot.task]), have)
+        seen[slot.task] = latest[slot.stream] = {**have, slot.stream: place[slot.task]}
+    ends = {max((task for task in place if stream[task] == each), key=place.__getitem__) for each in latest if each}
+    return waits, needed(ends, dict(latest.get(0, {})))
 
 
 def _merge(into: dict[int, int], other: Mapping[int, int]) -> None:
-    for stream, run in other.items():
-        into[stream] = max(run, into.get(stream, -1))
-
-
-def _needed(
-    wanted: set[int], stream: int, runs: Sequence[_Open], known: Mapping[int, int], seen: Mapping[int, dict[int, int]]
-) -> list[int]:
-    """The runs that must be waited for so that all of `wanted` are over: those that nothing else implies."""
-    have, waits = dict(known), []
-    for run in sorted(wanted, reverse=True):  # a later run implies earlier ones, never the other way round
-        if runs[run].stream != stream and have.get(runs[run].stream, -1) < run:
-            waits.append(run)
-            _merge(have, _known(seen, run, runs[run].stream))
-    return sorted(waits)
+    for stream, far in other.items():
+        into[stream] = max(far, into.get(stream, -1))

@@ -41,6 +41,7 @@ def schedule(
         event: what it costs to wait for another stream.
     """
     priority = priorities(costs, before)
+    awaited = {earlier for each in before for earlier in each}
     free = [0.0] * num_streams
     placed: dict[int, Slot] = {}
     waiting = set(range(len(costs)))
@@ -53,17 +54,19 @@ def schedule(
             max([free[stream], *(slot.end + (event if slot.stream != stream else 0.0) for slot in inputs)])
             for stream in range(num_streams)
         ]
-        stream = _stream(free, max((slot.end for slot in inputs), default=0.0), inputs, begins)
+        # The caller's stream must wait for whatever comes last on another one.
+        prices = [begin + (event if stream and task not in awaited else 0.0) for stream, begin in enumerate(begins)]
+        home = max(inputs, key=lambda slot: slot.end).stream if inputs and task in awaited else 0
+        stream = _stream(free, max((slot.end for slot in inputs), default=0.0), prices, home)
         placed[task] = Slot(task, stream, begins[stream], begins[stream] + costs[task])
         free[stream] = placed[task].end
     return list(placed.values())
 
 
-def _stream(free: Sequence[float], ready: float, inputs: Sequence[Slot], begins: Sequence[float]) -> int:
-    """A stream that is free by `ready`, rather the one that made the last input than one that must wait for it; else the
-    one that is free first."""
+def _stream(free: Sequence[float], ready: float, prices: Sequence[float], home: int) -> int:
+    """A stream that is free by `ready`: the cheapest, rather `home`, rather one that was busy until lately; where none is,
+    the one that is free first."""
     idle = [stream for stream, until in enumerate(free) if until <= ready]
     if not idle:
         return min(range(len(free)), key=lambda stream: (free[stream], stream))
-    home = max(inputs, key=lambda slot: slot.end).stream if inputs else 0
-    return min(idle, key=lambda stream: (begins[stream], stream != home, -free[stream], stream))
+    return min(idle, key=lambda stream: (prices[stream], stream != home, -free[stream], stream))

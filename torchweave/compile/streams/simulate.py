@@ -46,7 +46,8 @@ class Timeline:
     def lanes(self, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
         """The timeline as a report event holds it; `names` are those of each run's nodes."""
         return [
-            {"stream": lap.stream, "start": lap.start, "end": lap.end, "nodes": list(names[lap.run])} for lap in self.laps
+            {"stream": lap.stream, "start": lap.start, "end": lap.end, "nodes": list(names[lap.run])}
+            for lap in self.laps
         ]
 
 

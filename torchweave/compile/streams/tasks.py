@@ -19,7 +19,16 @@ from itertools import islice
 from torch import Tensor, fx
 
 from torchweave.compile.streams.cost import ALLOCATIONS, Costs, is_opaque
-from torchweave.compile.streams.hazards import Edges, Hazard, Memory, Unsplittable, hazards, is_number, memory_of, op_name
+from torchweave.compile.streams.hazards import (
+    Edges,
+    Hazard,
+    Memory,
+    Unsplittable,
+    hazards,
+    is_number,
+    memory_of,
+    op_name,
+)
 from torchweave.compile.symbols import value
 
 
@@ -68,14 +77,14 @@ def task_graph(graph: fx.Graph, costs: Costs) -> TaskGraph:
     for first, second in _glued(nodes, memory):
         sets.join(sets[first], sets[second])
     _join_fusible(edges, sets)
-    _join_chains(edges, sets)
+    _join_chains(edges, sets, memory)
     return TaskGraph(*_assemble(nodes, edges, sets, costs, memory), free, memory)
 
 
 def _free(graph: fx.Graph, memory: Memory) -> frozenset[fx.Node]:
     """Views and sizes that a reader can compute for itself, from tensors that a piece can be handed.
 
-    A view that the piece returns is made once, where the tensor that it looks at is made.
+    A view that the piece returns is made once, by a task.
     """
     (output,) = (node for node in graph.nodes if node.op == "output")
     returned = set(output.all_input_nodes)
@@ -83,7 +92,9 @@ def _free(graph: fx.Graph, memory: Memory) -> frozenset[fx.Node]:
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or not (is_number(node) or node in memory.views):
             continue
-        reachable = all(isinstance(value(each), Tensor) or is_number(each) or each in free for each in node.all_input_nodes)
+        reachable = all(
+            isinstance(value(each), Tensor) or is_number(each) or each in free for each in node.all_input_nodes
+        )
         if reachable and node not in returned:
             free.add(node)
     return frozenset(free)
@@ -140,8 +151,7 @@ class _Sets:
 
 
 def _glued(nodes: list[fx.Node], memory: Memory) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Pairs that cannot be told apart: several results and their unpacking, an allocation and who first touches it, a tensor
-    and a view of it that the piece returns."""
+    """Pairs that cannot be told apart: several results and their unpacking, an allocation and who first touches it."""
     kept = set(nodes)
     for node in nodes:
         if not isinstance(value(node), Tensor):
@@ -149,8 +159,6 @@ def _glued(nodes: list[fx.Node], memory: Memory) -> Iterator[tuple[fx.Node, fx.N
         elif op_name(node)[1] in ALLOCATIONS:
             touching = (each for each in nodes if each is not node and memory.holds[node] & memory.access[each].reads)
             yield from ((node, each) for each in islice(touching, 1))
-        elif node in memory.views:
-            yield from ((node, each) for each in node.all_input_nodes if each in kept and memory.holds[each])
 
 
 def _before(edges: Edges, sets: _Sets) -> dict[int, set[int]]:
@@ -202,19 +210,23 @@ def _join_fusible(edges: Edges, sets: _Sets) -> None:
                 sets.join(sets[first[one]], sets[first[key]])
 
 
-def _join_chains(edges: Edges, sets: _Sets) -> None:
-    """Join a set with its only follower when that one follows nothing else, or when both are of the kind that Inductor fuses."""
-    while pair := _chained(edges, sets):
+def _join_chains(edges: Edges, sets: _Sets, memory: Memory) -> None:
+    """Join a set with its only follower when that one follows nothing else, or when both are of the kind that Inductor fuses;
+    and views that are returned with what they follow."""
+    while pair := _chained(edges, sets, memory):
         sets.join(*pair)
 
 
-def _chained(edges: Edges, sets: _Sets) -> tuple[int, int] | None:
+def _chained(edges: Edges, sets: _Sets, memory: Memory) -> tuple[int, int] | None:
     before = _reduced(_before(edges, sets))
-    for key, followers in _inverse(before).items():
+    after = _inverse(before)
+    for key, followers in after.items():
         if len(followers) == 1:
             (follower,) = followers
             if len(before[follower]) == 1 or not (sets.is_opaque(key) or sets.is_opaque(follower)):
                 return key, follower
+        elif not followers and len(before[key]) == 1 and memory.views.issuperset(sets.members[key]):
+            return key, *before[key]
     return None
 
 
