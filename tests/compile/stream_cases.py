@@ -45,8 +45,7 @@ class SharedExperts(nn.Module):
         x = self.norm(residual, self.norm_1)
         weight, index = torch.topk(F.softmax(self.router(x), -1, dtype=torch.float), self.top_k, -1)
         weight = (weight / weight.sum(-1, keepdim=True)).to(x.dtype)
-        routed = torch.empty_like(x)
-        torch.ops.torchweave.experts(x, index, weight, self.up_experts, self.down_experts, None, None, routed, "silu")
+        routed = torch.ops.torchweave.experts(x, index, weight, self.up_experts, self.down_experts, None, None, "silu")
         gate, up = self.gate_up(x).chunk(2, -1)
         shared = F.sigmoid(self.weigh(x)) * self.down(F.silu(gate) * up)
         residual = residual + routed + shared

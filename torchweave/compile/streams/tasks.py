@@ -226,7 +226,8 @@ def _chained(edges: Edges, sets: _Sets, memory: Memory) -> tuple[int, int] | Non
             if len(before[follower]) == 1 or not (sets.is_opaque(key) or sets.is_opaque(follower)):
                 return key, follower
         elif not followers and len(before[key]) == 1 and memory.views.issuperset(sets.members[key]):
-            return key, *before[key]
+            (followed,) = before[key]
+            return key, followed
     return None
 
 
