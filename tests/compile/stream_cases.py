@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchweave.ops.experts  # noqa: F401  (defines torchweave::experts)
 from torchweave.compile.capture import capture
@@ -143,7 +144,7 @@ def random_piece(picks: list[tuple[int, int, int]], returned: list[int], num_inp
     """A piece of one operation per pick: (which operation, which operands). It returns some of the tensors that it made."""
     graph = fx.Graph()
     pool = [graph.placeholder(f"input_{index}") for index in range(num_inputs)]
-    with FakeTensorMode() as mode:
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         for node in pool:
             node.meta["example_value"] = torch.empty(TOKENS, WIDTH)
     for which, *operands in picks:

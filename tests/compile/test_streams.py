@@ -18,12 +18,13 @@ from tests.compile.toy import BOUNDARY, SIZES, step, toy
 from tests.compile.toy import DYNAMIC as TOY_DYNAMIC
 from tests.compile.toy import example as toy_example
 from torchweave.compile import CompileCache, weave
+from torchweave.compile.aliasing import NotUnderstood, memory_of, op_name
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.pieces import build_fx
 from torchweave.compile.split import Piece
 from torchweave.compile.streams.build import Split, StreamBuilder, join, plan
 from torchweave.compile.streams.cost import Costs, key_of
-from torchweave.compile.streams.hazards import Unsplittable, hazards, memory_of, op_name
+from torchweave.compile.streams.hazards import hazards
 from torchweave.compile.streams.lanes import CheckedLanes, Race
 from torchweave.compile.streams.program import program
 from torchweave.compile.streams.schedule import priorities, schedule
@@ -348,5 +349,5 @@ def test_X3_a_split_that_measured_slower_is_not_made() -> None:
 def test_T10_a_graph_that_cannot_be_understood_is_left_alone() -> None:
     piece = random_piece([(ADD, 0, 1), (2, 2, 0)], [1])
     piece.module.graph.find_nodes(op="call_function", target=torch.tanh)[0].target = lambda x: object()
-    with pytest.raises(Unsplittable, match="neither a tensor nor a size"):
+    with pytest.raises(NotUnderstood, match="neither a tensor nor a size"):
         plan(piece, 2, Costs())

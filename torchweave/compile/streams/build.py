@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from torchweave.compile.aliasing import NotUnderstood
 from torchweave.compile.dump import graph_text
 from torchweave.compile.pieces import BuiltPiece
 from torchweave.compile.split import Piece, carve
 from torchweave.compile.streams.cost import EVENT, Costs
-from torchweave.compile.streams.hazards import Unsplittable
 from torchweave.compile.streams.lanes import Boxed, Lanes
 from torchweave.compile.streams.program import Program, program
 from torchweave.compile.streams.schedule import schedule
@@ -77,7 +77,7 @@ class StreamBuilder:
             split = plan(piece, self._max_num_streams, self._costs)
             if self._costs.fused:
                 _refuse_aliases(split)
-        except Unsplittable as error:
+        except NotUnderstood as error:
             self._report.event("streams", piece=piece.digest, lanes=[], kept=False, why=str(error))
             return self._one(piece)
         kept, why = self._verdict(split)
@@ -116,7 +116,7 @@ def plan(piece: Piece, max_num_streams: int, costs: Costs) -> Split:
     """The best split of a piece that list scheduling finds.
 
     Raises:
-        Unsplittable: why it cannot be split.
+        NotUnderstood: why it cannot be split.
     """
     graph = task_graph(piece.module.graph, costs)
     each = [task.cost for task in graph.tasks]
@@ -138,12 +138,12 @@ def _refuse_aliases(split: Split) -> None:
     """Inductor must know which inputs share memory when it writes to one of them, and a run's do not say.
 
     Raises:
-        Unsplittable: a run writes to an input, and another one may be a view of it.
+        NotUnderstood: a run writes to an input, and another one may be a view of it.
     """
     for part, written in zip(split.parts, split.written, strict=True):
         if len(written) > 1:
             node = [*part.inputs, *part.constants][written[0]]
-            raise Unsplittable(f"a run would write to {node.name}, of which another input may be a view")
+            raise NotUnderstood(f"a run would write to {node.name}, of which another input may be a view")
 
 
 def _written(part: Piece, body: list[fx.Node], graph: TaskGraph) -> tuple[int, ...]:

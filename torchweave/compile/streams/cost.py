@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from torchweave.compile.streams.hazards import op_name
+from torchweave.compile.aliasing import op_name
 from torchweave.compile.symbols import value
 
 SHAPE, DEFAULT, MATMUL, EXPERTS = 0.0, 1.0, 10.0, 20.0

@@ -18,17 +18,9 @@ from itertools import islice
 
 from torch import Tensor, fx
 
+from torchweave.compile.aliasing import Memory, NotUnderstood, is_number, memory_of, op_name
 from torchweave.compile.streams.cost import ALLOCATIONS, Costs, is_opaque
-from torchweave.compile.streams.hazards import (
-    Edges,
-    Hazard,
-    Memory,
-    Unsplittable,
-    hazards,
-    is_number,
-    memory_of,
-    op_name,
-)
+from torchweave.compile.streams.hazards import Edges, Hazard, hazards
 from torchweave.compile.symbols import value
 
 
@@ -65,7 +57,7 @@ def task_graph(graph: fx.Graph, costs: Costs) -> TaskGraph:
     """The tasks of a piece.
 
     Raises:
-        Unsplittable: the piece holds something that cannot be told apart safely.
+        NotUnderstood: the piece holds something that cannot be told apart safely.
     """
     memory = memory_of(graph)
     free = _free(graph, memory)
@@ -184,7 +176,7 @@ def _in_order(before: Mapping[int, set[int]]) -> list[int]:
             if not missing[follower]:
                 heappush(ready, follower)
     if len(order) < len(before):
-        raise Unsplittable("operations that belong together cannot be put in an order")
+        raise NotUnderstood("operations that belong together cannot be put in an order")
     return order
 
 
