@@ -137,6 +137,7 @@ OPERATIONS: tuple[tuple[int, Callable[..., fx.Node]], ...] = (
     (2, _write_half),
     (2, _call(accumulate._opoverload)),
     (1, _set),
+    (1, _method("clone")),
 )
 
 

@@ -218,7 +218,7 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> None:
 
 
 random_graphs = st.tuples(
-    st.lists(st.tuples(st.integers(0, 11), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=14),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=14),
     st.lists(st.integers(0, 9), min_size=1, max_size=3),
 )
 
@@ -339,8 +339,8 @@ def test_X3_a_split_that_measured_slower_is_not_made() -> None:
     _, piece = captured_piece(shared_experts())
     for saved, kept in ((-0.4, False), (1.5, True), (None, True)):
         report = Report(show=False)
-        builder = StreamBuilder(build_fx, CheckedLanes(2), 2, report, "fx", saved=lambda _, saved=saved: saved)
-        builder(piece)
+        builder = StreamBuilder(CheckedLanes(2), 2, report, "fx", saved=lambda _, saved=saved: saved)
+        builder.build(piece, build_fx)
         (event,) = report.select("streams")
         assert event["kept"] is kept
         assert "not measured" in event["why"] if saved is None else f"measured to save {saved:.3g} us" in event["why"]

@@ -17,6 +17,7 @@ from torchweave.compile.cache import CompileCache
 from torchweave.compile.dump import graph_text
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.lower import NotLowered, lower
+from torchweave.compile.passes.aten.reinplace import Reinplace
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.identity import stage_factors
 from torchweave.compile.passes.manager import PassManager
@@ -24,6 +25,8 @@ from torchweave.compile.persist import code_folder
 from torchweave.compile.pieces import BuiltPiece, Variant, build_fx, build_inductor
 from torchweave.compile.split import Piece, structure
 from torchweave.compile.stored import StoredPiece
+from torchweave.compile.streams.build import StreamBuilder
+from torchweave.compile.streams.lanes import lanes_for
 from torchweave.compile.symbols import shapes_mode, token_count
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
@@ -73,6 +76,7 @@ class PieceBuilder:
         self.config: TorchCompileConfig = manager.config
         self.passes = manager.passes("aten")
         self.tokens = token_count(graph.symbols)
+        self.streams = _stream_builder(self.config, device, report)
 
     def build(self, piece: Piece) -> BuiltPiece:
         """The piece for every token count, and its variants."""
@@ -101,7 +105,9 @@ class PieceBuilder:
         ]
 
     def _build(self, piece: Piece, passes: Sequence[Pass]) -> BuiltPiece:
-        """The piece, rewritten by passes; from the cache without lowering it again."""
+        """The piece, rewritten by passes; from the cache without lowering it again, unless it may be spread over streams."""
+        if self.streams is not None:
+            return self._compile(*self._rewrite(piece, passes))
 
         def rewritten() -> BuiltPiece:
             return self._make(*self._rewrite(piece, passes))
@@ -122,19 +128,30 @@ class PieceBuilder:
             fixed, facts = self._rewrite(piece, passes, {symbol: size})
             return self._make(fixed, _at(facts, size, size), tune=True)
 
+        if self.streams is not None:
+            fixed, facts = self._rewrite(piece, passes, {symbol: size})
+            return self._compile(fixed, _at(facts, size, size), tune=True)
         if not self._kept():
             return rewritten()
         assert self.cache is not None
         factors = {**stage_factors(passes), "token_count": size, "tuned_by_inductor": True}
         return StoredPiece(self.cache, piece, self.config, self.device, rewritten, factors).load_or_build()
 
-    def _compile(self, piece: Piece, facts: Facts) -> BuiltPiece:
+    def _compile(self, piece: Piece, facts: Facts, tune: bool = False) -> BuiltPiece:
+        """A piece that was rewritten already, over several streams where there may be and it gains by it."""
+        if self.streams is None:
+            return self._whole(piece, facts, tune)
+        built = self.streams.build(piece, lambda part: self._whole(part, [], tune))
+        return replace(built, passes=tuple(facts))
+
+    def _whole(self, piece: Piece, facts: Facts, tune: bool = False) -> BuiltPiece:
         """A piece that was rewritten already, from the cache by what it has become."""
         if not self._kept():
-            return self._make(piece, facts)
+            return self._make(piece, facts, tune)
         assert self.cache is not None
-        stored = StoredPiece(self.cache, piece, self.config, self.device, lambda: self._make(piece, facts))
-        return stored.load_or_build()
+        factors = {"tuned_by_inductor": True} if tune else {}
+        make = lambda: self._make(piece, facts, tune)  # noqa: E731
+        return StoredPiece(self.cache, piece, self.config, self.device, make, factors).load_or_build()
 
     def _kept(self) -> bool:
         return self.cache is not None and self.config.enable_inductor
@@ -143,8 +160,8 @@ class PieceBuilder:
         self, piece: Piece, passes: Sequence[Pass], sizes: Mapping[str, int] | None = None
     ) -> tuple[Piece, Facts]:
         """The ATen stage: the piece lowered and rewritten, or as it is where no pass matches or it cannot be lowered."""
-        if not passes and not sizes:
-            return piece, []
+        if all(isinstance(each, Reinplace) for each in passes) and not sizes:
+            return piece, []  # it writes in place as it is
         with shapes_mode(self.config.dynamic_shapes):
             try:
                 lowered = lower(piece, sizes)
@@ -152,7 +169,8 @@ class PieceBuilder:
                 self.report.event("lowering", piece=piece.digest, lowered=False, why=str(error))
                 return piece, []
             facts = self.manager.rewrite(lowered, passes, self.report)
-        return lowered if sizes or any(each["matches"] for each in facts) else piece, facts
+        changed = any(each["matches"] for each in facts if each["name"] != Reinplace.name)
+        return lowered if sizes or changed else piece, facts
 
     def _make(self, piece: Piece, facts: Facts, tune: bool = False) -> BuiltPiece:
         built = build_inductor(piece, self.config, tune) if self.config.enable_inductor else build_fx(piece)
@@ -160,6 +178,13 @@ class PieceBuilder:
             f"pieces/{piece.digest}/{'lowered' if facts else 'fx'}.py", lambda: graph_text(piece.module)
         )
         return replace(built, passes=tuple(facts))
+
+
+def _stream_builder(config: TorchCompileConfig, device: torch.device, report: Report) -> StreamBuilder | None:
+    if config.max_num_streams < 2:
+        return None
+    lanes = lanes_for(config.max_num_streams, device)
+    return StreamBuilder(lanes, config.max_num_streams, report, "inductor" if config.enable_inductor else "fx")
 
 
 def token_ranges(passes: Sequence[Pass]) -> list[tuple[int, int | None]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchweave.compile.dump import graph_text
 from torchweave.compile.graph import CapturedGraph, Faked, run_fake, same_geometry
+from torchweave.compile.passes.aten.reinplace import Reinplace
 from torchweave.compile.passes.base import Build, NearMiss, Pass, PassResult, Stage
 from torchweave.compile.passes.load import load_pass
 from torchweave.compile.passes.torch_ir.merge_linears import MergeLinears
@@ -29,7 +30,12 @@ _MOST_ROUNDS = 16
 
 def default_passes() -> tuple[Pass, ...]:
     """The passes of the stack, in order."""
-    return (MergeLinears(), RotaryAttention(), SmallLinears())
+    return (
+        MergeLinears(),
+        RotaryAttention(),
+        SmallLinears(),
+        Reinplace(),
+    )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 from torchweave.compile.aliasing import NotUnderstood
-from torchweave.compile.dump import graph_text
 from torchweave.compile.pieces import BuiltPiece
 from torchweave.compile.split import Piece, carve
 from torchweave.compile.streams.cost import EVENT, Costs
@@ -52,15 +51,13 @@ class StreamBuilder:
     """Builds pieces, over several streams where that is predicted, and was not measured otherwise, to be faster.
 
     Args:
-        one: builds a piece as it is; runs are built by it too, and so is what is not split.
         lanes: as many as there may be streams; shared by all pieces.
-        built_by: what `one` is; Inductor makes one kernel of what it can fuse, which counts once.
+        built_by: what runs are built by; Inductor makes one kernel of what it can fuse, which counts once.
         saved: microseconds that splitting a piece was measured to save, None where nobody measured.
     """
 
     def __init__(
         self,
-        one: Build,
         lanes: Lanes,
         max_num_streams: int,
         report: Report,
@@ -68,18 +65,19 @@ class StreamBuilder:
         saved: Saved | None = None,
         measured: Mapping[str, float] | None = None,
     ) -> None:
-        self._one, self._lanes, self._report = one, lanes, report
+        self._lanes, self._report = lanes, report
         self._max_num_streams, self._saved = max_num_streams, saved
         self._costs = Costs(fused=built_by == "inductor", measured=measured or {})
 
-    def __call__(self, piece: Piece) -> BuiltPiece:
+    def build(self, piece: Piece, one: Build) -> BuiltPiece:
+        """A piece, built by `one` as it is or run by run."""
         try:
             split = plan(piece, self._max_num_streams, self._costs)
             if self._costs.fused:
                 _refuse_aliases(split)
         except NotUnderstood as error:
             self._report.event("streams", piece=piece.digest, lanes=[], kept=False, why=str(error))
-            return self._one(piece)
+            return one(piece)
         kept, why = self._verdict(split)
         names = [[node.name for node in split.nodes(run)] for run in range(len(split.parts))]
         self._report.event(
@@ -91,7 +89,7 @@ class StreamBuilder:
             kept=kept,
             why=why,
         )
-        return self._build(split) if kept else self._one(piece)
+        return self._build(split, one) if kept else one(piece)
 
     def _verdict(self, split: Split) -> tuple[bool, str]:
         if split.program.num_streams < 2:
@@ -102,11 +100,10 @@ class StreamBuilder:
             return kept, f"{why}; not measured" if kept else why
         return saved > 0, f"{why}; measured to save {saved:.3g} us"
 
-    def _build(self, split: Split) -> BuiltPiece:
+    def _build(self, split: Split, one: Build) -> BuiltPiece:
         begin = time.monotonic()
-        built = [self._one(part) for part in split.parts]
+        built = [one(part) for part in split.parts]
         call, code = join(split, [each.call for each in built], self._lanes)
-        self._report.artifact(f"pieces/{split.piece.digest}/fx.py", lambda: graph_text(split.piece.module))
         self._report.artifact(f"pieces/{split.piece.digest}/streams.py", code)
         kind = "cache" if all(each.built == "cache" for each in built) else built[0].built
         return BuiltPiece(split.piece.digest, call, kind, time.monotonic() - begin)

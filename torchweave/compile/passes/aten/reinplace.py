@@ -27,7 +27,7 @@ from torch._higher_order_ops import auto_functionalize as functional
 from torch.utils._pytree import tree_leaves
 
 from torchweave.compile.aliasing import Memory, NotUnderstood, is_number, memory_of
-from torchweave.compile.passes.base import GraphPass, NearMiss, PassResult, Stage
+from torchweave.compile.passes.base import Build, GraphPass, NearMiss, PassResult, Stage
 from torchweave.compile.symbols import value
 
 V1, V2 = torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2
@@ -87,7 +87,7 @@ class Reinplace(GraphPass):
 
     name = "reinplace"
     stage: Stage = "aten"
-    builds = ("fx",)
+    builds: tuple[Build, ...] = ("fx",)
 
     def __init__(self, prove: Prover | None = None) -> None:
         self.prove = prove or seen_by
@@ -148,7 +148,8 @@ def _written_back(base: fx.Node, written: Written) -> fx.Node | None:
 
 def _taken_apart(node: fx.Node) -> FunctionalCall:
     """Raises Refused for forms that are not known."""
-    op, given = node.args[0], dict(node.kwargs)
+    op: Any = node.args[0]
+    given: dict[str, Any] = dict(node.kwargs)
     if not isinstance(op, torch._ops.OpOverload):
         raise Refused(f"{op} is no op with a schema")
     names, types = functional.get_mutable_args(op)
@@ -244,5 +245,5 @@ def _positional(op: torch._ops.OpOverload, given: dict[str, Any]) -> tuple[tuple
             if argument.name in given:
                 kwargs[argument.name] = given[argument.name]
         else:
-            args.append(given[argument.name] if argument.name in given else argument.default_value)
+            args.append(given.get(argument.name, argument.default_value))
     return tuple(args), kwargs
