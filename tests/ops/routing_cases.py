@@ -26,7 +26,7 @@ def arguments(form: dict[str, Any], tokens: int, experts: int, top: int, dtype: 
     logits = (ranks - experts / 2) * (6.0 / experts) + torch.rand(tokens, 1, generator=generator)
     bias = torch.rand(experts, generator=generator) * 0.2 if form.get("biased") else None
     rest = {key: value for key, value in form.items() if key != "biased"}
-    return {"logits": logits.to(dtype), "bias": bias, "top_k": top, **rest}
+    return {"logits": logits.to(dtype), "bias": bias, "top_k": top, "dtype": torch.float32, **rest}
 
 
 def dense(weights: Tensor, index: Tensor, experts: int) -> Tensor:

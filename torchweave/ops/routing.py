@@ -22,6 +22,7 @@ def _fake(
     bias: Tensor | None,
     top_k: int,
     score: str,
+    dtype: torch.dtype,
     num_groups: int = 1,
     top_groups: int = 1,
     group_best: int = 1,
@@ -29,7 +30,6 @@ def _fake(
     renormalize: bool = False,
     epsilon: float = 0.0,
     scale: float = 1.0,
-    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     tokens = logits.shape[0]
     return logits.new_empty((tokens, top_k), dtype=dtype), logits.new_empty((tokens, top_k), dtype=torch.int64)
@@ -41,6 +41,7 @@ def route(
     bias: Tensor | None,
     top_k: int,
     score: str,
+    dtype: torch.dtype,
     num_groups: int = 1,
     top_groups: int = 1,
     group_best: int = 1,
@@ -48,7 +49,6 @@ def route(
     renormalize: bool = False,
     epsilon: float = 0.0,
     scale: float = 1.0,
-    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Weights `[T, k]` of `dtype` and experts `[T, k]` (int64) of logits `[T, E]`, the best expert first.
 
@@ -67,7 +67,7 @@ def route(
     if logits.is_cuda and logits.shape[1] <= MAX_EXPERTS and logits.stride(1) == 1:
         from torchweave.ops.kernels.routing import launch_route
 
-        weights, index = _fake(logits, bias, top_k, score, dtype=dtype)
+        weights, index = _fake(logits, bias, top_k, score, dtype)
         options = {"num_groups": num_groups, "top_groups": top_groups, "group_best": group_best, "fill": fill}
         options |= {"renormalize": renormalize, "epsilon": epsilon, "scale": scale}
         if logits.shape[0]:
