@@ -14,6 +14,7 @@ from torch import Tensor
 from torchweave.compile.dump import graph_text
 from torchweave.compile.graph import CapturedGraph, Faked, run_fake, same_geometry
 from torchweave.compile.passes.aten.reinplace import Reinplace
+from torchweave.compile.passes.aten.route import FUSION as ROUTE
 from torchweave.compile.passes.base import Build, NearMiss, Pass, PassResult, Stage
 from torchweave.compile.passes.load import load_pass
 from torchweave.compile.passes.torch_ir.merge_linears import MergeLinears
@@ -34,6 +35,7 @@ def default_passes() -> tuple[Pass, ...]:
         MergeLinears(),
         RotaryAttention(),
         SmallLinears(),
+        ROUTE,
         Reinplace(),
     )
 
