@@ -98,10 +98,21 @@ def run(call: Call, way: Way | None = None, workspace: int = WORKSPACE_BYTES) ->
         return
     call = _readable(call)
     shape = (call.num_experts, call.x.shape[1], call.inner)
-    way = way or choose(call.num_tokens, call.top_k, shape, call.x.dtype, call.form.transposed)
+    way = way or _possible(choose(call.num_tokens, call.top_k, shape, call.x.dtype, call.form.transposed), call)
     size = chunk_tokens(call, way, workspace)
     for begin in range(0, call.num_tokens, size):
         _run_chunk(call.tokens(begin, min(begin + size, call.num_tokens)), way)
+
+
+def _possible(way: Way, call: Call) -> Way:
+    """The way on this device: not every one launches dependents, and rows are read along contiguous weights."""
+    from torchweave.ops.kernels.dependent import takes_part
+
+    if isinstance(way, Rows) and not call.up.stride(2) == call.down.stride(2) == 1:
+        way = _TILES
+    if isinstance(way, Grouped) or takes_part(call.x.device):
+        return way
+    return replace(way, dependent=False)
 
 
 def _readable(call: Call) -> Call:

@@ -65,13 +65,15 @@ def route(
     """
     assert score in SCORES, f"score {score!r}: expected one of {SCORES}"
     if logits.is_cuda and logits.shape[1] <= MAX_EXPERTS and logits.stride(1) == 1:
+        from torchweave.ops.kernels.dependent import takes_part
         from torchweave.ops.kernels.routing import launch_route
 
         weights, index = _fake(logits, bias, top_k, score, dtype)
-        options = {"num_groups": num_groups, "top_groups": top_groups, "group_best": group_best, "fill": fill}
-        options |= {"renormalize": renormalize, "epsilon": epsilon, "scale": scale}
         if logits.shape[0]:
-            launch_route(logits, bias, weights, index, score=score, **options)  # type: ignore[arg-type]
+            launch_route(
+                logits, bias, weights, index, score=score, num_groups=num_groups, top_groups=top_groups, group_best=group_best,
+                fill=fill, renormalize=renormalize, epsilon=epsilon, scale=scale, dependent=takes_part(logits.device),
+            )  # fmt: skip
         return weights, index
     scores = _scores(logits, score)
     choice = scores if bias is None else scores + bias

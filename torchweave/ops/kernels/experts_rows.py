@@ -1,17 +1,16 @@
 """Triton kernels for routed experts with one or two tokens: chosen rows of the weights times a token, element by element.
 
 Each weight is read once and used once or twice, so nothing but the memory's bandwidth counts. Both kernels may be launched as
-dependents of the kernel before (programmatic dependent launch); every program waits before it reads what that kernel wrote.
+dependents of the kernel before (`dependent.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from torchweave.ops.kernels.dependent import enter, options
 
 
 @triton.jit
@@ -58,8 +57,7 @@ def rows_up_kernel(
     inside = column < inner
     k = tl.arange(0, BLOCK_K)
     if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+        enter()
     expert = tl.load(index + pair)
     if expert < num_experts:
         gate_row = column * 2 if INTERLEAVED else column
@@ -104,24 +102,24 @@ def rows_down_kernel(
 ):  # fmt: skip
     """out[token, N], the weighted sum: a program reads BLOCK_N rows of each of the token's experts, all of them at once.
 
-    The routing was read by the kernel before, so it is there before the wait, and so are the first weights.
+    The kernel before only read the routing, so that its writer has ended when this one starts: the routing is read, past the
+    multiprocessor's own cache, and the first weights are on their way before the wait.
     """
     token = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     j = tl.arange(0, TOP_BLOCK)
     k = tl.arange(0, BLOCK_K)
     inside = n < num_outputs
-    expert = tl.load(index + token * TOP + j, mask=j < TOP, other=num_experts)
+    expert = tl.load(index + token * TOP + j, mask=j < TOP, other=num_experts, cache_modifier=".cg")
     chosen = expert < num_experts
-    share = tl.load(weight + token * TOP + j, mask=chosen, other=0.0).to(tl.float32)
+    share = tl.load(weight + token * TOP + j, mask=chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
     rows = expert.to(tl.int64)[:, None] * expert_stride + n[None, :] * row_stride
     weights = down + rows[:, :, None] + k[None, None, :]
     readable = (chosen[:, None] & inside[None, :])[:, :, None]
     first = readable & (k < INNER)[None, None, :]
     tile = tl.load(weights, mask=first, other=0.0, eviction_policy="evict_first")
     if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+        enter()
     inputs = h + (token * TOP + j).to(tl.int64)[:, None] * INNER + k[None, :]
     total = tl.zeros([TOP_BLOCK, BLOCK_N, BLOCK_K], tl.float32)
     for start in tl.range(0, INNER, BLOCK_K, loop_unroll_factor=UNROLL):
@@ -150,7 +148,7 @@ def launch_rows_up(
         x, index, up, up if bias is None else bias, h, up.shape[0], inner, x.stride(0), up.stride(0), up.stride(1),
         WIDTH=up.shape[2], TOP=index.shape[1], GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_N=block_n, BLOCK_K=block_k, UNROLL=depth,
-        DEPENDENT=dependent, num_warps=num_warps, **dependent_launch(dependent),
+        DEPENDENT=dependent, num_warps=num_warps, **options(dependent),
     )  # fmt: skip
 
 
@@ -165,10 +163,5 @@ def launch_rows_down(
         down.stride(0), down.stride(1), out.stride(0),
         INNER=down.shape[2], TOP=top, TOP_BLOCK=triton.next_power_of_2(top), HAS_BIAS=bias is not None,
         BLOCK_N=block_n, BLOCK_K=block_k, UNROLL=depth, DEPENDENT=dependent, num_warps=num_warps,
-        **dependent_launch(dependent),
+        **options(dependent),
     )  # fmt: skip
-
-
-def dependent_launch(dependent: bool) -> dict[str, Any]:
-    """Triton's launch option for a programmatic dependent launch; absent otherwise, since other GPUs do not know it."""
-    return {"launch_pdl": True} if dependent else {}

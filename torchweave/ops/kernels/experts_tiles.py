@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from torchweave.ops.kernels.experts_rows import activated, activation, dependent_launch
+from torchweave.ops.kernels.dependent import enter, options
+from torchweave.ops.kernels.experts_rows import activated, activation
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -27,8 +27,7 @@ def plan_kernel(
     mine = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+        enter()
     below = tl.zeros([BLOCK], tl.int32)
     equal = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_pairs, BLOCK):
@@ -92,8 +91,7 @@ def tiles_up_kernel(
         inside = first_column + r % BLOCK_N < inner
         weight_row = (r // BLOCK_N) * inner + first_column + r % BLOCK_N
     if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+        enter()
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     weights = up + expert * expert_stride + weight_row * row_stride
@@ -132,8 +130,7 @@ def tiles_down_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < num_outputs
     if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+        enter()
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     weights = down + expert * expert_stride + n * row_stride
@@ -159,8 +156,7 @@ def combine_kernel(
     inside = n < num_outputs
     j = tl.arange(0, TOP_BLOCK)
     if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+        enter()
     pair = token * TOP + j
     expert = tl.load(index + pair, mask=j < TOP, other=num_experts)
     chosen = expert < num_experts
@@ -215,7 +211,7 @@ def launch_plan(
     plan_kernel[(num_experts + 1,)](
         index, ends, rows, rows if places is None else places, pairs, num_experts, BLOCK=block,
         PLACES=places is not None, DEPENDENT=dependent, num_warps=1 if block <= 128 else 4 if block <= 1024 else 8,
-        **dependent_launch(dependent),
+        **options(dependent),
     )  # fmt: skip
 
 
@@ -230,7 +226,7 @@ def launch_tiles_up(
         x, up, up if bias is None else bias, h, ends, rows, inner, x.stride(0), *up.stride(),
         WIDTH=up.shape[2], TOP=top, GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **dependent_launch(dependent),
+        DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **options(dependent),
     )  # fmt: skip
 
 
@@ -242,7 +238,7 @@ def launch_tiles_down(
     tiles_down_kernel[(triton.cdiv(down.shape[1], block_n), down.shape[0])](
         h, down, y, ends, rows, down.shape[1], *down.stride(),
         INNER=down.shape[2], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, DEPENDENT=dependent,
-        num_warps=num_warps, num_stages=depth, **dependent_launch(dependent),
+        num_warps=num_warps, num_stages=depth, **options(dependent),
     )  # fmt: skip
 
 
@@ -258,7 +254,7 @@ def launch_combine(
     combine_kernel[(tokens, triton.cdiv(width, block))](
         y, index, weight, index if places is None else places, y if bias is None else bias, out, num_experts, width,
         y.stride(0), out.stride(0), TOP=top, TOP_BLOCK=triton.next_power_of_2(top), PLACES=places is not None,
-        HAS_BIAS=bias is not None, BLOCK_N=block, DEPENDENT=dependent, num_warps=4, **dependent_launch(dependent),
+        HAS_BIAS=bias is not None, BLOCK_N=block, DEPENDENT=dependent, num_warps=4, **options(dependent),
     )  # fmt: skip
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from torchweave.ops.kernels.experts_rows import dependent_launch
+from torchweave.ops.kernels.dependent import enter, options
 
 
 @triton.jit
@@ -32,8 +31,7 @@ def route_kernel(
     expert = row * SIZE + lane
     real = (row < GROUPS) & (lane < SIZE)
     if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+        enter()
     score = tl.load(logits + token * logits_stride + expert, mask=real, other=float("-inf")).to(tl.float32)
     if SCORE == "softmax":
         share = tl.exp(score - tl.max(tl.max(score, axis=1), axis=0))
@@ -93,5 +91,5 @@ def launch_route(
         GROUPS=num_groups, GROUP_BLOCK=triton.next_power_of_2(num_groups), SIZE=size,
         SIZE_BLOCK=triton.next_power_of_2(size), TOP=top, TOP_BLOCK=triton.next_power_of_2(top), TOP_GROUPS=top_groups,
         GROUP_BEST=group_best, FILL=fill, SCORE=score, HAS_BIAS=bias is not None, RENORMALIZE=renormalize, EPSILON=epsilon,
-        SCALE=scale, DEPENDENT=dependent, num_warps=1 if experts <= 256 else 4, **dependent_launch(dependent),
+        SCALE=scale, DEPENDENT=dependent, num_warps=1 if experts <= 256 else 4, **options(dependent),
     )  # fmt: skip
