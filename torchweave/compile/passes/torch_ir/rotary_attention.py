@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 import torchweave.ops.attention  # noqa: F401 (defines torchweave::attention)
 from torchweave.compile.graph import CapturedGraph
+from torchweave.compile.mutation import written
 from torchweave.compile.passes.base import GraphPass, NearMiss, PassResult
 from torchweave.compile.passes.matcher import Match, Pattern
 from torchweave.compile.split import boundary_op, normalize
@@ -113,11 +114,8 @@ class RotaryAttention(GraphPass):
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether a node does something else than to compute its value."""
-    if node.op in ("placeholder", "output"):
-        return True
-    schema = getattr(getattr(node.target, "default", node.target), "_schema", None)
-    return node.op == "call_function" and schema is not None and schema.is_mutable
+    """Whether a node does something else than to compute its value: what writes in place stays, though nobody reads it."""
+    return node.op in ("placeholder", "output") or bool(written(node))
 
 
 def _rewrite(graph: CapturedGraph, node: fx.Node, arguments: list[Any]) -> str | None:
