@@ -67,8 +67,8 @@ def example(tokens: int = 5, hidden: int = 32, seed: int = 1) -> dict[str, Tenso
 DYNAMIC = {"attended": {0: "T"}, "residual": {0: "T"}}
 
 
-def captured_piece(module: nn.Module) -> tuple[CapturedGraph, Piece]:
-    graph = capture(module, example(), DYNAMIC, "backed_size_oblivious")
+def captured_piece(module: nn.Module, inputs: dict[str, Tensor] | None = None) -> tuple[CapturedGraph, Piece]:
+    graph = capture(module, inputs or example(), DYNAMIC, "backed_size_oblivious")
     (piece,) = split(graph)
     assert isinstance(piece, Piece)
     return graph, piece

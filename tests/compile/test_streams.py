@@ -300,6 +300,7 @@ def test_X6_the_code_is_readable_and_holds_what_crosses_streams() -> None:
     assert code.count(".record()") == code.count(".wait()") == 2 and code.count("with lane_1:") == 1
     crossing = next(line for line in code.splitlines() if "run_2(" in line).split("([")[1].split(",")[0]
     assert not re.search(rf"del .*\b{crossing}\b", code), "another lane may still read it"
+    assert not re.search(r"del .*\binput_", code), "the piece before may have made it on another lane"
 
 
 @pytest.mark.parametrize("inductor", [False, True])

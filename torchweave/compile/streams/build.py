@@ -209,9 +209,12 @@ class _Writer:
         return "".join(f"{self.names[x] if isinstance(x, fx.Node) else repr(x)}, " for x in self.output.args[0])
 
     def _dropped(self) -> dict[int, list[fx.Node]]:
-        """What can be dropped after which run: a tensor that lives on one lane only. What crosses is held to the end, so that
-        its memory is not used again while another lane may read it."""
-        lanes: dict[fx.Node, set[int]] = {node: {0} for node in self.placeholders}
+        """What can be dropped after which run: a tensor that was made, and is read, on one lane only.
+
+        What crosses is held to the end, so that its memory is not used again while another lane may read it. So is what the
+        caller brings: another piece may have made it on any lane.
+        """
+        lanes: dict[fx.Node, set[int]] = {}
         last: dict[fx.Node, int] = {}
         for index, (run, part) in enumerate(zip(self.program.runs, self.split.parts, strict=True)):
             for node in (*part.inputs, *part.constants, *part.outputs):
@@ -219,10 +222,7 @@ class _Writer:
                 last[node] = index
         found: dict[int, list[fx.Node]] = {}
         for node, index in last.items():
-            if (
-                len(lanes[node]) == 1
-                and node not in self.output.all_input_nodes
-                and isinstance(value(node), torch.Tensor)
-            ):
+            held = node.op == "placeholder" or node in self.output.all_input_nodes or len(lanes[node]) > 1
+            if not held and isinstance(value(node), torch.Tensor):
                 found.setdefault(index, []).append(node)
         return found

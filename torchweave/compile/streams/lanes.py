@@ -2,8 +2,8 @@
 
 Memory on a GPU. The allocator hands a freed block out again to the stream that it was made on, without waiting for others. So
 a tensor that a second stream reads must not be freed before the first stream is known to be behind that reader. The
-generated code holds everything that crosses streams until it returns, and before it returns the caller's stream waits for
-every other one. From there on two facts make reuse safe without `record_stream`:
+generated code holds its inputs and everything that crosses streams until it returns, and before it returns the caller's stream
+waits for every other one. From there on two facts make reuse safe without `record_stream`:
 
   made on the caller's stream   its next use comes after that wait, on the same stream;
   made on another stream        that stream begins its next call by waiting for the caller's stream, which the readers came
