@@ -1,7 +1,7 @@
 """Build the kernels that steps launch while the model is still being captured: the one is Python, the other mostly is not.
 
-A stand-in takes the model's place in real steps: it calls attention as every kind of layer does, reads every width of weight,
-and returns logits of nothing. What it misses is built later, when it is first needed; nothing depends on it.
+A stand-in takes the model's place in real steps: it calls attention and experts as every kind of layer does, reads every width
+of weight, and returns logits of nothing. What it misses is built later, when it is first needed; nothing depends on it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchweave.compile.graphs import Boundary
 from torchweave.engine.runner import Runner
 from torchweave.log import Report
+from torchweave.models.experts import launch_samples
 from torchweave.ops.attention import AttentionBackend, LayerSpec
 from torchweave.ops.linear import MAX_TOKENS, linear
 from torchweave.ops.state import SlotState
@@ -30,6 +31,7 @@ class StandIn:
     """A forward that launches what a model of these layers and weights launches, on zeros."""
 
     def __init__(self, module: nn.Module, layers: Sequence[LayerSpec], vocab_size: int, dtype: torch.dtype) -> None:
+        self._module = module
         self._layers = {layer: index for index, layer in reversed(list(enumerate(layers)))}
         self._vocab_size = vocab_size
         self._dtype = dtype
@@ -43,6 +45,7 @@ class StandIn:
         tokens, device = ids.shape[0], ids.device
         for weight in self._weights if tokens <= MAX_TOKENS else ():
             linear(torch.zeros(tokens, weight.shape[1], dtype=weight.dtype, device=device), weight)
+        launch_samples(self._module, tokens)
         for layer, number in self._layers.items():
             q, k, v = (
                 torch.zeros(tokens, heads, dim, dtype=self._dtype, device=device)

@@ -80,6 +80,21 @@ def count(model: nn.Module) -> dict[str, int]:
     return {"op": sum(forms), "grouped_mm": len(forms) - sum(forms)}
 
 
+def launch_samples(module: nn.Module, num_tokens: int) -> None:
+    """Run one experts block of each kind on zeros, so that the kernels of that number of tokens are built."""
+    kinds: dict[tuple[Any, ...], Any] = {}
+    for block in blocks(module):
+        top_k = getattr(block.config, "num_experts_per_tok", None)
+        if top_k is not None and _form(block) is not None:
+            kinds.setdefault((type(block), block.down_proj.shape, top_k), block)
+    for (_, shape, top_k), block in kinds.items():
+        weight = block.down_proj
+        width = shape[2] if block.is_transposed else shape[1]
+        spread = torch.arange(num_tokens * top_k, device=weight.device).view(num_tokens, top_k) % shape[0]
+        x = torch.zeros(num_tokens, width, dtype=weight.dtype, device=weight.device)
+        run_experts(block, x, spread, torch.ones_like(spread, dtype=weight.dtype))
+
+
 def use(model: PreTrainedModel) -> None:
     """Let every experts block of the model call `run_experts`."""
     for block in blocks(model):

@@ -1,0 +1,68 @@
+"""The routing kernel on a GPU: every form against the reference, in half precision, and as a dependent launch in a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import torchweave.ops.experts  # noqa: F401 (defines torchweave::experts)
+from tests.ops.routing_cases import FORMS, arguments, dense
+from torchweave.ops.routing import route
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in given.items()}
+
+
+@pytest.mark.parametrize("sizes", [(128, 8), (60, 4), (256, 8), (12, 2)], ids=str)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_form(form: dict[str, Any], sizes: tuple[int, int]) -> None:
+    experts, top = sizes
+    if experts % form.get("num_groups", 1):
+        pytest.skip("the groups do not divide the experts")
+    for tokens in (1, 7, 300):
+        given = arguments(form, tokens, experts, top)
+        weights, index = route(**given)
+        got, at = route(**on_gpu(given))
+        assert got.dtype == given["dtype"] and at.dtype == torch.int64
+        assert at.cpu().equal(index)
+        tolerance = 1e-5 if got.dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(
+            dense(got, at, experts).cpu(), dense(weights, index, experts), rtol=tolerance, atol=1e-6
+        )
+
+
+def test_equal_scores_take_the_first_expert_and_every_token_gets_distinct_ones() -> None:
+    logits = torch.randn(500, 128, device="cuda").mul(4).round().bfloat16()  # few values, so many are equal
+    weights, index = route(logits, None, 8, "softmax", torch.float32, renormalize=True)
+    order = torch.sort(logits.float(), dim=1, descending=True, stable=True)[1][:, :8]
+    assert index.equal(order)
+    torch.testing.assert_close(weights.sum(dim=1), torch.ones(500, device="cuda"))
+
+
+def test_in_a_graph_behind_the_router_and_before_the_experts() -> None:
+    """Dependent launches wait for what they read: the product before, and the experts behind."""
+    x = torch.randn(2, 256, device="cuda", dtype=torch.bfloat16)
+    router = torch.randn(16, 256, device="cuda", dtype=torch.bfloat16) / 16
+    up, down = torch.randn(16, 384, 256, device="cuda").bfloat16() / 16, torch.randn(16, 256, 192, device="cuda").bfloat16() / 14
+
+    def step() -> torch.Tensor:
+        weights, index = route(x @ router.T, None, 4, "softmax", torch.bfloat16, renormalize=True)
+        return torch.ops.torchweave.experts(x, index, weights, up, down, None, None, "silu")
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = step()
+    for _ in range(20):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        got = out.clone()
+        torch.testing.assert_close(got, step(), rtol=0, atol=0)
