@@ -1,0 +1,88 @@
+"""The fusions on real decoders: how often each fires, that nothing changes, and that Inductor gets what it always got."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchweave.compile import Woven, weave
+from torchweave.compile.forward import call_as_is
+from torchweave.compile.passes.manager import default_passes
+from torchweave.config import TorchCompileConfig
+from torchweave.log import Report
+from torchweave.models import load, zoo
+
+DYNAMIC = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
+BOUNDARY = {"torchweave::attention"}
+ATEN = tuple(each.name for each in default_passes() if each.stage == "aten")
+
+
+def step(tokens: int) -> dict[str, Tensor]:
+    ids = torch.randint(3, zoo.VOCAB, (tokens,), generator=torch.Generator().manual_seed(tokens))
+    return dict(zip(DYNAMIC, (ids, torch.arange(tokens), torch.tensor([0, tokens - 1])), strict=True))
+
+
+def woven(module: Any, names: tuple[str, ...] = ATEN, inductor: bool = False) -> tuple[Woven, Report]:
+    """A module with the passes of those names."""
+    report = Report(show=False)
+    config = TorchCompileConfig(enable_inductor=inductor, compile_cache=False)
+    passes = [each for each in default_passes() if each.name in names]
+    return weave(module, step(9), DYNAMIC, boundary_ops=BOUNDARY, config=config, report=report, passes=passes), report
+
+
+def fired(report: Report) -> dict[str, int]:
+    """Matches of each fusion over the whole model: those of a piece count for every piece that it stands for."""
+    counts: Counter[str] = Counter()
+    for event in report.select("pass"):
+        if event.get("stage") == "aten" and event["enabled"]:
+            counts[event["name"]] += event["matches"] * event["shared_by"]
+    return {name: count for name, count in counts.items() if count}
+
+
+EXPECTED = {
+    # Two norms a layer and one at the end; every residual add but none before the first norm.
+    "llama": {"raise_rms_norm": 7, "add_rms_norm": 6, "gated_activation": 3, "rope": 3},
+    "phi3": {"raise_rms_norm": 7, "add_rms_norm": 6, "gated_activation": 3, "rope": 3},
+    "granite": {"raise_rms_norm": 7, "add_rms_norm": 6, "gated_activation": 3, "rope": 3},
+    "qwen3": {"raise_rms_norm": 13, "add_rms_norm": 6, "gated_activation": 3, "rope": 3, "qk_norm_rope": 3},
+    # A norm behind attention and MLP as well: four a layer.
+    "gemma2": {"raise_rms_norm": 13, "add_rms_norm": 6, "gated_activation": 3, "rope": 3},
+    "gemma3": {"raise_rms_norm": 37, "add_rms_norm": 12, "gated_activation": 6, "rope": 6, "qk_norm_rope": 6},
+    # Norms only behind attention and MLP, whose sums are normed by nobody but the last; q/k norms over all heads at once.
+    "olmo2": {"raise_rms_norm": 13, "add_rms_norm": 1, "gated_activation": 3, "rope": 3},
+    "cohere2": {"gated_activation": 4},
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_T7_fusions_fire_as_often_as_the_model_has_them_and_change_no_bit(name: str) -> None:
+    """bfloat16 on a CPU, where every op is its reference: the same operations, so the same bits as in eager mode."""
+    module = load(zoo.specimen(name).config().to_dict(), torch.bfloat16, load_format="dummy").module
+    fused, report = woven(module)
+    assert fired(report) == EXPECTED[name]
+    for tokens in (1, 2, 7, 64):
+        given = step(tokens).values()
+        assert fused(call_as_is, *given).equal(module(*given))
+    if name == "cohere2":  # its layer norm
+        events = [event for event in report.select("pass") if event["name"] == "raise_rms_norm"]
+        assert all("argument self of pow_1 is sub" in event["near_misses"][0] for event in events)
+
+
+def kernels(built: Woven) -> list[int]:
+    """How many kernels each distinct piece has, in Inductor's code for a CPU."""
+    return [piece.code.count("async_compile.") for piece in built.built.values()]
+
+
+def test_S4_a_build_by_inductor_gets_what_it_always_got() -> None:
+    config = zoo.specimen("llama").config().to_dict() | {"num_hidden_layers": 1}
+    module = load(config, torch.float32, load_format="dummy").module
+    fused, report = woven(module, ("merge_linears", *ATEN), inductor=True)
+    assert fired(report) == {"raise_rms_norm": 3, "add_rms_norm": 2, "gated_activation": 1, "rope": 1, "expand": 5}
+    plain, _ = woven(module, ("merge_linears",), inductor=True)
+    assert kernels(fused) == kernels(plain) and min(kernels(plain)) > 0
+    given = step(7).values()
+    torch.testing.assert_close(fused(call_as_is, *given), plain(call_as_is, *given), rtol=1e-5, atol=1e-6)
