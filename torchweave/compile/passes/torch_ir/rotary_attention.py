@@ -23,9 +23,9 @@ from torch import Tensor, fx
 
 import torchweave.ops.attention  # noqa: F401 (defines torchweave::attention)
 from torchweave.compile.graph import CapturedGraph
-from torchweave.compile.mutation import written
 from torchweave.compile.passes.base import GraphPass, NearMiss, PassResult
 from torchweave.compile.passes.matcher import Match, Pattern
+from torchweave.compile.passes.rewrite import erase
 from torchweave.compile.split import boundary_op, normalize
 from torchweave.compile.symbols import value
 
@@ -77,11 +77,13 @@ class _Heads:
     Attributes:
         node: `[1, T, H, D]`, or `[1, H, T, D]` when `transposed`.
         norm: (weight, eps, offset, wide) or None.
+        covered: the calls between it and its turning.
     """
 
     node: fx.Node
     transposed: bool
     norm: tuple[fx.Node, float, float, bool] | None = None
+    covered: tuple[fx.Node, ...] = ()
 
 
 class RotaryAttention(GraphPass):
@@ -108,14 +110,8 @@ class RotaryAttention(GraphPass):
                 matches += 1
             elif why:
                 refused.setdefault(why, []).append(node.name)
-        graph.graph.eliminate_dead_code(is_impure_node=_writes)
         misses = tuple(NearMiss(", ".join(names), why) for why, names in refused.items())
         return PassResult(matches, before - graph.num_calls(), misses)
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether a node does something else than to compute its value: what writes in place stays, though nobody reads it."""
-    return node.op in ("placeholder", "output") or bool(written(node))
 
 
 def _rewrite(graph: CapturedGraph, node: fx.Node, arguments: list[Any]) -> str | None:
@@ -140,6 +136,9 @@ def _rewrite(graph: CapturedGraph, node: fx.Node, arguments: list[Any]) -> str |
     with graph.graph.inserting_before(node):
         q, k = (_flat(graph, each) for each in heads)
     node.args, node.kwargs = (q, k, *arguments[2:_ROTARY], *rotary), {}
+    for match, each in zip(turns, heads, strict=True):
+        erase(graph, match.nodes)
+        erase(graph, each.covered)
     return None
 
 
@@ -171,7 +170,7 @@ def _heads(x: fx.Node) -> _Heads:
         match = pattern.at(source)
         if isinstance(match, Match) and _over_heads(match):
             norm = (match["weight"], match["eps"], match.bindings.get("one", 0.0), wide)
-            return _Heads(match["x"], transposed, norm)
+            return _Heads(match["x"], transposed, norm, (*match.nodes, *([] if transposed else [x])))
     return _Heads(x, True)
 
 
