@@ -107,6 +107,16 @@ def test_inductor_yields_with_its_reason():
     assert not plan.inductor and "C++" in entry(plan, "torch_compile_config.enable_inductor").why
 
 
+def test_T10_streams_need_a_gpu_and_a_graph():
+    asked = TorchCompileConfig(max_num_streams=2)
+    assert plan_of(torch_compile_config=asked).max_num_streams == 2
+    plan = plan_of(CPU, torch_compile_config=asked)
+    assert plan.max_num_streams == 1
+    assert entry(plan, "torch_compile_config.max_num_streams").why == "streams need a GPU"
+    plan = plan_of(torch_compile_config=replace(asked, enable_fullgraph=False))
+    assert entry(plan, "torch_compile_config.max_num_streams").why == "needs enable_fullgraph"
+
+
 def test_dtype_by_capability():
     old = replace(GPU, title="Tesla T4", capability=(7, 5))
     assert plan_of(old).dtype == "float16"
@@ -140,6 +150,7 @@ FAULTS = [
     ({"attention_backend": "tritn"}, "did you mean 'triton'"),
     ({"torch_compile_config": TorchCompileConfig(capture_num_tokens=(4, 0))}, "capture_num_tokens holds 0"),
     ({"torch_compile_config": TorchCompileConfig(max_padding_ratio=0.5)}, "max_padding_ratio=0.5"),
+    ({"torch_compile_config": TorchCompileConfig(max_num_streams=0)}, "max_num_streams=0 must be at least 1"),
     ({"torch_compile_config": TorchCompileConfig(dynamic_shapes="baked")}, "did you mean 'backed'"),  # pyright: ignore
     ({"cuda_graph_config": CudaGraphConfig(batch_sizes=(-1,))}, "batch_sizes holds -1"),
 ]

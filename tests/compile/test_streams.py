@@ -67,6 +67,17 @@ def test_T10_inputs_may_be_views_of_each_other() -> None:
     assert {("tanh", "add_", "WAR"), ("add_", "tanh_1", "RAW")} <= found
 
 
+def test_T10_views_are_found_in_a_graph_that_forgot_them() -> None:
+    """As one from the cache has: there, every fake tensor has a storage of its own."""
+    piece = random_piece([(ADD, 0, 1), (VIEW, 2, 0), (2, 2, 0), (ADD_IN_PLACE, 3, 1), (2, 2, 0)], [1, 3])
+    known = order(piece)
+    for node in piece.module.graph.nodes:
+        if isinstance(fake := node.meta.get("example_value"), Tensor):
+            with fake.fake_mode:
+                node.meta["example_value"] = torch.empty_strided(fake.shape, fake.stride())
+    assert order(piece) == known
+
+
 # -- schedule ----------------------------------------------------------------------------------------------------------
 
 

@@ -121,3 +121,18 @@ def test_the_graph_pickler_keeps_symbols_and_custom_ops() -> None:
     assert [str(value(node)) for node in again.graph.nodes if isinstance(value(node), torch.SymInt)] == [
         str(value(node)) for node in graph.graph.nodes if isinstance(value(node), torch.SymInt)
     ]
+
+
+def test_functional_calls_say_how_a_written_argument_looks_at_its_base() -> None:
+    from torch._higher_order_ops import auto_functionalize as functional
+
+    names, types = functional.get_mutable_args(torch.ops.aten.add_.Tensor)
+    assert names == ["self"]
+    written = {"_self_base_index": 0, "_self_size": [2], "_self_stride": [3], "_self_storage_offset": 1, "other": 5}
+    infos = functional.read_view_information_from_args(names, types, written, [torch.zeros(9)])
+    assert isinstance(infos["self"], functional.AsStridedViewInfo) and list(written) == ["other"]
+    assert (infos["self"].base_index, infos["self"].size, infos["self"].stride) == (0, [2], [3])
+    sliced = {"_self_base_index": 0, "_self_slice_dim": 0, "_self_slice_start": 1, "_self_slice_end": 4}
+    info = functional.read_view_information_from_args(names, types, sliced, [torch.zeros(9)])["self"]
+    assert isinstance(info, functional.SliceViewInfo) and (info.dim, info.start, info.end) == (0, 1, 4)
+    assert issubclass(functional.AliasViewInfo, functional.ViewInfo) and issubclass(functional.NotView, functional.ViewInfo)

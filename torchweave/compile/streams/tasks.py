@@ -204,34 +204,38 @@ def _join_fusible(edges: Edges, sets: _Sets) -> None:
 
 def _join_chains(edges: Edges, sets: _Sets, memory: Memory) -> None:
     """Join a set with its only follower when that one follows nothing else, or when both are of the kind that Inductor fuses;
-    and views that are returned with what they follow."""
-    while pair := _chained(edges, sets, memory):
-        sets.join(*pair)
+    and views that are returned with what they follow.
+
+    None of these joins closes a circle, whatever others are made beside it: no other way leads between the two.
+    """
+    while pairs := list(_chained(_reduced(_before(edges, sets)), sets, memory)):
+        for one, other in pairs:
+            sets.join(sets[one], sets[other])
 
 
-def _chained(edges: Edges, sets: _Sets, memory: Memory) -> tuple[int, int] | None:
-    before = _reduced(_before(edges, sets))
-    after = _inverse(before)
-    for key, followers in after.items():
+def _chained(before: dict[int, set[int]], sets: _Sets, memory: Memory) -> Iterator[tuple[fx.Node, fx.Node]]:
+    for key, followers in _inverse(before).items():
         if len(followers) == 1:
-            (follower,) = followers
-            if len(before[follower]) == 1 or not (sets.is_opaque(key) or sets.is_opaque(follower)):
-                return key, follower
-        elif not followers and len(before[key]) == 1 and memory.views.issuperset(sets.members[key]):
-            (followed,) = before[key]
-            return key, followed
-    return None
+            (other,) = followers
+            joined = len(before[other]) == 1 or not (sets.is_opaque(key) or sets.is_opaque(other))
+        else:
+            (other, *more) = before[key] or [key]
+            joined = not (followers or more) and other != key and memory.views.issuperset(sets.members[key])
+        if joined:
+            yield sets.members[key][0], sets.members[other][0]
 
 
 def _reduced(before: Mapping[int, set[int]]) -> dict[int, set[int]]:
     """The same order without what follows from the rest."""
-    ancestors: dict[int, set[int]] = {}
+    ancestors: dict[int, int] = {}  # as bits
+    reduced: dict[int, set[int]] = {}
     for each in _in_order(before):
-        ancestors[each] = before[each].union(*(ancestors[earlier] for earlier in before[each]))
-    return {
-        each: {one for one in earlier if not any(one in ancestors[other] for other in earlier)}
-        for each, earlier in before.items()
-    }
+        implied = 0
+        for earlier in before[each]:
+            implied |= ancestors[earlier]
+        reduced[each] = {earlier for earlier in before[each] if not implied >> earlier & 1}
+        ancestors[each] = implied | sum(1 << earlier for earlier in reduced[each])
+    return reduced
 
 
 def _assemble(
