@@ -98,6 +98,8 @@ def is_number(node: fx.Node) -> bool:
 def op_name(node: fx.Node) -> tuple[str, str]:
     """Namespace and name of what a call calls, without overload: `("aten", "add")`; no namespace for a Python function."""
     target: Any = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return "higher_order", target.name()
     if isinstance(target, torch._ops.OpOverload):
         target = target.overloadpacket
     if isinstance(target, torch._ops.OpOverloadPacket):

@@ -160,8 +160,11 @@ class PieceBuilder:
         self, piece: Piece, passes: Sequence[Pass], sizes: Mapping[str, int] | None = None
     ) -> tuple[Piece, Facts]:
         """The ATen stage: the piece lowered and rewritten, or as it is where no pass matches or it cannot be lowered."""
-        if all(isinstance(each, Reinplace) for each in passes) and not sizes:
-            return piece, []  # it writes in place as it is
+        # A piece that nothing rewrites runs as it was traced, and writes in place as it is.
+        last = [each for each in passes if isinstance(each, Reinplace)]
+        passes = [each for each in passes if each not in last]
+        if not passes and not sizes:
+            return piece, []
         with shapes_mode(self.config.dynamic_shapes):
             try:
                 lowered = lower(piece, sizes)
@@ -169,8 +172,9 @@ class PieceBuilder:
                 self.report.event("lowering", piece=piece.digest, lowered=False, why=str(error))
                 return piece, []
             facts = self.manager.rewrite(lowered, passes, self.report)
-        changed = any(each["matches"] for each in facts if each["name"] != Reinplace.name)
-        return lowered if sizes or changed else piece, facts
+            if not sizes and not any(each["matches"] for each in facts):
+                return piece, facts
+            return lowered, facts + self.manager.rewrite(lowered, last, self.report)
 
     def _make(self, piece: Piece, facts: Facts, tune: bool = False) -> BuiltPiece:
         built = build_inductor(piece, self.config, tune) if self.config.enable_inductor else build_fx(piece)
