@@ -2,7 +2,7 @@
 
     python bench/linear.py --json /tmp/linear.json && python bench/layer.py --linears /tmp/linear.json --json /tmp/layer.json
 
-Each variant is a chain of launches a layer: what Inductor makes of norm, RoPE, gate and residual between plain products; the same
+Each variant is a chain of launches a layer: what Inductor makes of norm, gate and residual between plain products; the same
 as dependent launches; products with all of that inside. Each product runs as bench/linear.py measured best for its variant.
 Attention is over a paged cache of 192 keys a row. One number is one layer: the graph's time over its layers.
 """
@@ -24,10 +24,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.linear import SUBJECTS, kind
 from torchweave.compile.tuning.measure import GraphClock
-from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec
+from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec, carry_out
 from torchweave.ops.attention_triton import DecodeConfig, TritonBackend
-from torchweave.ops.linear import Around, LinearConfig, choose, run_apart
-from torchweave.ops.rope import rope
+from torchweave.ops.linear import Around, run, run_apart
+from torchweave.ops.linear_config import LinearConfig, choose
 
 SPECS = {"1b": LayerSpec(8, 64, 64, 32), "8b": LayerSpec(8, 128, 128, 32)}
 LAYERS = {"1b": 16, "8b": 8}
@@ -51,13 +51,14 @@ class Variant:
     Attributes:
         fused: products take the norm, the gate and the residual in.
         kinds: which configurations a product may take, by `bench.linear.kind`; empty: what the op chooses by its rule.
-        attention: dependent launch of attention.
+        attention: dependent launch of attention, as in DecodeConfig.
+        inductor_dependent: of the kernels of Inductor.
     """
 
     name: str
     fused: bool
     kinds: tuple[str, ...]
-    attention: bool
+    attention: int
     inductor_dependent: bool = False
 
 
@@ -65,13 +66,15 @@ def _kinds(suffixes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(kernel + s + n for kernel in ("row", "dot", "split") for s in suffixes for n in ("", "/norm"))
 
 
+ALONE, EARLY, LATE = _kinds(("",)), _kinds(("+early",)), _kinds(("+late",))
 VARIANTS = (
-    Variant("plain", False, (), False),
-    Variant("plain, dependent", False, _kinds(("+pdl", "+pdl+ahead")), True, True),
-    Variant("fused", True, _kinds(("",)), False),
-    Variant("fused, dependent", True, _kinds(("+pdl", "+pdl+ahead")), True),
-    Variant("fused, dependent, no requests ahead", True, _kinds(("+pdl",)), True),
-    Variant("fused, dependents first", True, _kinds(("+PDL+ahead", "+pdl+ahead", "+pdl")), True),
+    Variant("plain", False, (), 0),
+    Variant("plain, late", False, LATE, 2, True),
+    Variant("fused", True, ALONE, 0),
+    Variant("fused, early", True, EARLY, 1),
+    Variant("fused, late", True, LATE, 2),
+    Variant("fused, late but attention", True, LATE, 1),
+    Variant("fused, best", True, (*ALONE, *EARLY, *LATE), 2),
 )
 
 
@@ -86,7 +89,6 @@ class Pieces:
 
         self.add_norm = built(_add_norm)
         self.gate = built(_gate)
-        self.rope = built(_rope)
 
 
 def _add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,14 +102,6 @@ def _gate(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    def turned(x: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        return x * cos[:, None] + torch.cat((-x[..., half:], x[..., :half]), -1) * sin[:, None]
-
-    return turned(q), turned(k)
-
-
 class Chain:
     """Runs layers of one model at one number of tokens."""
 
@@ -116,7 +110,7 @@ class Chain:
     ) -> None:
         spec = SPECS[model]
         self.spec, self.tokens, self.layers, self.best, self.model = spec, tokens, layers, best, model
-        width = SUBJECTS[model][0].width
+        width = SUBJECTS[model]["qkv"].width
         self.hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
         angles = torch.rand(tokens, spec.head_dim, device="cuda")
         self.cos, self.sin = angles.cos().bfloat16(), angles.sin().bfloat16()
@@ -133,7 +127,8 @@ class Chain:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, backend: TritonBackend) -> Tensor:
         out = torch.empty(self.tokens, self.spec.num_heads * self.spec.head_dim, device="cuda", dtype=q.dtype)
-        backend.begin(self.meta).forward(q, k, v, out, layer.cache, scale=self.spec.head_dim**-0.5)
+        step, scale = backend.begin(self.meta), self.spec.head_dim**-0.5
+        carry_out(step, [layer.cache], q, k, v, out, 0, scale, cos=self.cos, sin=self.sin)
         return out
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,7 +142,7 @@ class Chain:
             return run_apart(x, w, around)
         outputs = w.shape[0] // 2 if around.activation else w.shape[0]
         out = torch.empty(x.shape[0], outputs, device="cuda", dtype=x.dtype)
-        config.run(x, w, out, around)
+        run(config, x, w, out, around)
         return out
 
     def run(self, variant: Variant, pieces: Pieces, backend: TritonBackend) -> Tensor:
@@ -160,7 +155,6 @@ class Chain:
             w = layer.weights
             y, residual = pieces.add_norm(x, residual, layer.norms[0])
             q, k, v = self.heads(self.product("qkv", variant, y, w["qkv"], Around()))
-            q, k = pieces.rope(q, k, self.cos, self.sin)
             x = self.product("o", variant, self.attend(q, k, v, layer, backend), w["o"], Around())
             y, residual = pieces.add_norm(x, residual, layer.norms[1])
             y = pieces.gate(self.product("gate_up", variant, y, w["gate_up"], Around()))
@@ -172,7 +166,6 @@ class Chain:
         for layer in self.layers:
             w = layer.weights
             q, k, v = self.heads(self.product("qkv", variant, h, w["qkv"], Around(norm=layer.norms[0], eps=EPS)))
-            q, k = rope(q, k, self.cos, self.sin)
             h = self.product("o", variant, self.attend(q, k, v, layer, backend), w["o"], Around(residual=h))
             gate_up = Around(norm=layer.norms[1], eps=EPS, activation="silu")
             y = self.product("gate_up", variant, h, w["gate_up"], gate_up)
@@ -183,13 +176,13 @@ class Chain:
 def build_layers(model: str, rows: int) -> list[Layer]:
     spec, device, dtype = SPECS[model], torch.device("cuda"), torch.bfloat16
     backend = TritonBackend(device)
-    width = SUBJECTS[model][0].width
+    width = SUBJECTS[model]["qkv"].width
 
     def layer() -> Layer:
         weights = {
-            s.name: torch.empty(s.outputs, s.width, device=device, dtype=dtype).normal_(std=s.width**-0.5)
-            for s in SUBJECTS[model]
-            if s.name != "head"
+            name: torch.empty(shape.outputs, shape.width, device=device, dtype=dtype).normal_(std=shape.width**-0.5)
+            for name, shape in SUBJECTS[model].items()
+            if name != "head"
         }
         norms = (torch.rand(width, device=device, dtype=dtype), torch.rand(width, device=device, dtype=dtype))
         cache = backend.allocate(spec, rows * -(-LENGTH // BLOCK), BLOCK, dtype, device)
@@ -214,7 +207,7 @@ def chooser(results: list[dict[str, Any]], model: str, tokens: int) -> Callable[
 
 def compare(model: str, tokens: int, layers: list[Layer], linears: list[dict[str, Any]]) -> list[dict[str, Any]]:
     chain = Chain(model, tokens, layers, chooser(linears, model, tokens))
-    backends = {on: TritonBackend(torch.device("cuda"), decode=DecodeConfig(dependent=on)) for on in (False, True)}
+    backends = {on: TritonBackend(torch.device("cuda"), decode=DecodeConfig(dependent=on)) for on in (0, 1, 2)}
     for backend in backends.values():
         backend.workspace(
             SPECS[model].num_heads // SPECS[model].num_kv_heads,

@@ -26,7 +26,7 @@ from torchweave.compile.passes.torch_ir.merge_linears import LINEAR, MergeLinear
 from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
 from torchweave.config import DynamicShapes, TorchCompileConfig
 from torchweave.log import Report
-from torchweave.ops.linear import MAX_TOKENS, linear
+from torchweave.ops.linear import linear
 
 OP = torch.ops.torchweave.linear.default
 FX = TorchCompileConfig(enable_inductor=False)
@@ -114,7 +114,7 @@ def test_it_fires_once_for_a_linear(module: One, shape: tuple[int, ...], mode: D
 @pytest.mark.parametrize(
     ("module", "dtype", "why"),
     [
-        (One(dtype=torch.float32), torch.float32, "for one token and float32 [1024, 1024] there is only the BLAS"),
+        (One(dtype=torch.float32), torch.float32, "for float32 [1024, 1024] there is only the BLAS"),
         (One(rows=1000), BF16, "bfloat16 [1000, 1024] there is only the BLAS"),
         (One("computed weight"), BF16, "is computed"),
         (One("computed bias"), BF16, "is computed"),
@@ -211,9 +211,9 @@ def test_the_lm_head_is_replaced() -> None:
 
 
 def test_pass_list_and_switch() -> None:
-    merge, small = default_passes()[:2]
+    merge, small = (each for each in default_passes() if each.name in ("merge_linears", "small_linears"))
     assert (merge.name, small.name) == ("merge_linears", "small_linears"), "merged weights are larger"
-    assert isinstance(small, SmallLinears) and small.devices == {"cuda"} and small.token_range == (1, MAX_TOKENS)
+    assert isinstance(small, SmallLinears) and small.devices == {"cuda"} and small.token_range == (None, None)
     config = TorchCompileConfig(enable_inductor=False, disabled_passes=("small_linears",))
     woven = weave(
         One().requires_grad_(False),
@@ -309,8 +309,6 @@ def test_opcheck_on_views(form: str) -> None:
 
 
 def test_importing_the_pass_imports_no_kernels() -> None:
-    code = (
-        "import sys, torchweave.compile.passes.manager; print([name for name in sys.modules if 'ops.kernels' in name])"
-    )
+    code = "import sys, torchweave.compile.passes.manager; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "False"

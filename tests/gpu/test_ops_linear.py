@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchweave.ops.linear import Around, LinearConfig, choose, linear, run_apart
+from torchweave.ops.linear import Around, linear, run, run_apart
+from torchweave.ops.linear_config import LinearConfig, choose, rule
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +24,11 @@ def check(got: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tenso
 def operands(tokens: int, outputs: int, width: int, dtype: torch.dtype):
     torch.manual_seed(outputs + width)
     x = torch.randn(tokens, width, device="cuda", dtype=dtype)
-    return x, torch.randn(outputs, width, device="cuda", dtype=dtype) / width**0.5, torch.randn(outputs, device="cuda", dtype=dtype)
+    return (
+        x,
+        torch.randn(outputs, width, device="cuda", dtype=dtype) / width**0.5,
+        torch.randn(outputs, device="cuda", dtype=dtype),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -32,9 +37,10 @@ def test_op_at_every_small_number_of_tokens(shape: tuple[int, int], dtype: torch
     for tokens in (0, 1, 2, 3, 17):
         x, w, bias = operands(tokens, *shape, dtype)
         for added in (None, bias):
-            check(linear(x, w, added), x, w, added, cublas=choose(tokens, *shape, dtype) is None)
+            got = linear(x, w, added, rule(*shape, dtype))
+            check(got, x, w, added, cublas=choose(tokens, *shape, dtype) is None)
     x = torch.randn(1, 1, shape[1], device="cuda", dtype=dtype)
-    assert linear(x, w).shape == (1, 1, shape[0])
+    assert linear(x, w, None, rule(*shape, dtype)).shape == (1, 1, shape[0])
 
 
 @pytest.mark.parametrize("dependent", [False, True])
@@ -42,12 +48,15 @@ def test_op_at_every_small_number_of_tokens(shape: tuple[int, int], dtype: torch
 def test_configs(shape: tuple[int, int], dependent: bool) -> None:
     configs = [LinearConfig("row", n, k, 4, 4, dependent) for n, k in ((4, 1024), (8, 512), (2, 2048))]
     configs += [LinearConfig("dot", 16, 256, 4, 3, dependent), LinearConfig("dot", 64, 128, 4, 4, dependent)]
-    configs += [LinearConfig("split", 16, 64, 4, 4, dependent), LinearConfig("split", 32, 32, 8, 3, dependent, ahead=2048)]
+    configs += [
+        LinearConfig("split", 16, 64, 4, 4, dependent),
+        LinearConfig("split", 32, 32, 8, 3, dependent),
+    ]
     for config in configs:
         for tokens in (1, 2) if config.kernel == "row" else (1, 5, 16):
             x, w, bias = operands(tokens, *shape, torch.bfloat16)
             out = torch.full((tokens, shape[0]), torch.nan, device="cuda", dtype=torch.bfloat16)
-            config.run(x, w, out, Around(bias))
+            run(config, x, w, out, Around(bias))
             check(out, x, w, bias)
 
 
@@ -62,13 +71,17 @@ def differs(got: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("kernel", ["row", "dot", "split"])
 def test_what_is_around_a_product_rounds_where_the_separate_operations_do(kernel: str, norm_apart: bool) -> None:
     config = {
-        "row": LinearConfig("row", 4, 1024, 4, 2, 1, 2048, norm_apart),
-        "dot": LinearConfig("dot", 64, 128, 4, 4, 1, 2048, norm_apart),
-        "split": LinearConfig("split", 16, 64, 4, 4, 1, 2048, norm_apart),
+        "row": LinearConfig("row", 4, 1024, 4, 2, 1, norm_apart),
+        "dot": LinearConfig("dot", 64, 128, 4, 4, 1, norm_apart),
+        "split": LinearConfig("split", 16, 64, 4, 4, 1, norm_apart),
     }[kernel]
     for tokens in (1, 2, 3) if kernel == "row" else (1, 7, 33):
         x, w, bias = operands(tokens, 4096, 2048, torch.bfloat16)
-        norm, half, whole = torch.rand_like(x[0]), torch.randn_like(x), torch.randn(tokens, 4096, device="cuda").bfloat16()
+        norm, half, whole = (
+            torch.rand_like(x[0]),
+            torch.randn_like(x),
+            torch.randn(tokens, 4096, device="cuda").bfloat16(),
+        )
         for around in (
             Around(bias=bias, residual=whole),
             Around(norm=norm, eps=1e-5),
@@ -77,7 +90,7 @@ def test_what_is_around_a_product_rounds_where_the_separate_operations_do(kernel
         ):
             expected = run_apart(x, w, around)
             out = torch.full_like(expected, torch.nan)
-            config.run(x, w, out, around)
+            run(config, x, w, out, around)
             # cuBLAS may sum in another order: a product that falls on the other side of a tie is another number.
             assert differs(out, expected) < 0.05, around
 
@@ -85,7 +98,7 @@ def test_what_is_around_a_product_rounds_where_the_separate_operations_do(kernel
 @pytest.mark.parametrize("dependent", [0, 1, 2])
 def test_chain_in_a_graph(dependent: int) -> None:
     """Layers that read what the one before wrote: a dependent launch that did not wait would read stale numbers."""
-    config = LinearConfig("row", 4, 1024, 4, 4, dependent, ahead=2048)
+    config = LinearConfig("row", 4, 1024, 4, 4, dependent)
     weights = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 2048**0.5 for _ in range(24)]
     x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
     outs = [torch.empty_like(x) for _ in weights]
@@ -93,7 +106,7 @@ def test_chain_in_a_graph(dependent: int) -> None:
     def chain() -> None:
         value = x
         for weight, out in zip(weights, outs, strict=True):
-            config.run(value, weight, out)
+            run(config, value, weight, out)
             value = F.silu(out) if out is outs[7] else out  # an ordinary kernel between dependent ones
 
     stream = torch.cuda.Stream()
@@ -117,16 +130,17 @@ def test_what_the_kernels_cannot_read_goes_to_cublas() -> None:
     x, w, _ = operands(1, 2048, 2048, torch.bfloat16)
     shifted = torch.empty(2048 * 2048 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2048, 2048)
     shifted.copy_(w)
-    check(linear(x, shifted), x, w, None, cublas=True)
+    choices = rule(2048, 2048, torch.bfloat16)
+    check(linear(x, shifted, None, choices), x, w, None, cublas=True)
     transposed = w.T.contiguous().T
-    check(linear(x, transposed), x, w, None, cublas=True)
-    assert linear(x.float(), w.float()).dtype == torch.float32
+    check(linear(x, transposed, None, choices), x, w, None, cublas=True)
+    assert linear(x.float(), w.float(), None, choices).dtype == torch.float32
 
 
 def test_rows_of_a_merged_weight() -> None:
     merged = torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16) / 2048**0.5
     x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
-    check(linear(x, merged[1024:3072]), x, merged[1024:3072], None)
+    check(linear(x, merged[1024:3072], None, rule(2048, 2048, torch.bfloat16)), x, merged[1024:3072], None)
 
 
 def test_the_choice_covers_the_decode_shapes() -> None:

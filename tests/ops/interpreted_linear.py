@@ -6,7 +6,8 @@ from itertools import product
 
 import torch
 
-from torchweave.ops.linear import Around, LinearConfig
+from torchweave.ops.linear import Around, run
+from torchweave.ops.linear_config import LinearConfig
 
 CONFIGS = (
     LinearConfig("row", 4, 64, 4, 2),
@@ -48,7 +49,7 @@ def check(config: LinearConfig, tokens: int, outputs: int, width: int, kind: str
     around = around_of(kind, tokens, outputs, width)
     columns = outputs // 2 if around.activation else outputs
     out = torch.full((tokens, columns + 3), torch.nan)[:, :columns]
-    config.run(x, w, out, around)
+    run(config, x, w, out, around)
     torch.testing.assert_close(out.double(), expected_of(x, w, around), rtol=1e-5, atol=1e-4)
 
 

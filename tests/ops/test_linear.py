@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.ops.interpreted import run_interpreted
-from torchweave.ops.linear import MAX_TOKENS, LinearConfig, choose, linear
+from torchweave.ops.linear import fused_linear, linear, run
+from torchweave.ops.linear_config import MAX_TOKENS, LinearConfig, choose, pick, read_choices, rule, write_choices
 
 
 @pytest.mark.parametrize("shape", [(3, 16), (1, 5, 16), (0, 16), (16,)])
@@ -51,6 +52,56 @@ def test_choice() -> None:
     assert choose(1, 256, 256, bf16) is None and choose(1, 8192, 2047, bf16) is None
 
 
+def test_choices_are_written_and_read() -> None:
+    one, many = LinearConfig("row", 4, 1024, 4, 4, 1), LinearConfig("split", 16, 64, 4, 4, norm_apart=True)
+    text = write_choices([(64, None), (1, one), (8, many), (2, one), (4, None), (16, many)])
+    assert text == "2=row,4,1024,4,4,1,0;4=blas;16=split,16,64,4,4,0,1"
+    assert read_choices(text) == ((2, one), (4, None), (16, many))
+    picked = [pick(text, tokens) for tokens in (0, 1, 2, 3, 4, 5, 16, 17)]
+    assert picked == [None, one, one, None, None, many, many, None]
+    assert write_choices([(1, None), (64, None)]) == "" and pick("", 1) is None
+    text = rule(16384, 2048, torch.bfloat16)
+    assert [pick(text, n) for n in range(1, 70)] == [choose(n, 16384, 2048, torch.bfloat16) for n in range(1, 70)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1=column,1,2,3,4,5,6", "1=row,1,2", "x", "2=blas;1=blas", "8=row,4,1024,4,4,1,0", "1=row,-1,2,3,4,5,6"],
+)
+def test_choices_that_say_nothing_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"linear|choices"):
+        read_choices(text)
+
+
+def _eager(x: torch.Tensor, w: torch.Tensor, bias, norm, eps, residual, gated: bool) -> torch.Tensor:
+    if norm is not None:
+        wide = x.float()
+        x = norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    y = F.linear(x, w, bias)
+    if gated:
+        gate, up = y.chunk(2, -1)
+        y = F.silu(gate) * up
+    return y if residual is None else residual + y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_linear_is_what_models_write(dtype: torch.dtype) -> None:
+    for shape in ((3, 16), (1, 5, 16), (0, 16)):
+        x, w, bias, norm = (torch.randn(size).to(dtype) for size in (shape, (8, 16), (8,), (16,)))
+        for gated in (False, True):
+            residual = torch.randn(*shape[:-1], 4 if gated else 8).to(dtype)
+            for parts in ((None, None, None), (bias, None, residual), (None, norm, None), (bias, norm, residual)):
+                with_bias, with_norm, with_residual = parts
+                arguments = (x, w, with_bias, with_norm, 1e-5, 0.0, False, with_residual, "silu" if gated else None, "")
+                assert fused_linear(*arguments).equal(_eager(x, w, with_bias, with_norm, 1e-5, with_residual, gated))
+
+
+def test_opcheck_of_the_fused_linear() -> None:
+    x, w, norm = torch.randn(1, 5, 16), torch.randn(8, 16), torch.randn(16)
+    torch.library.opcheck(fused_linear, (x, w, None, norm, 1e-5, 0.0, False, torch.randn(1, 5, 4), "silu", "1=blas"))
+    torch.library.opcheck(fused_linear, (x, w, torch.randn(8), None, 0.0, 0.0, False, None, None, ""))
+
+
 def test_kernels_in_the_interpreter() -> None:
     run_interpreted("interpreted_linear.py")
 
@@ -70,18 +121,18 @@ def _built(config: LinearConfig, tokens: int, kind: str, dtype: torch.dtype) -> 
     x, w = torch.empty(tokens, 2048, dtype=dtype), torch.empty(4096, 2048, dtype=dtype)
     out = torch.empty(tokens, 2048 if around.activation else 4096, dtype=dtype)
     with recorded(kernels, "row_kernel", "dot_kernel", "split_kernel") as launches:
-        config.run(x, w, out, replace(around, **fused))
+        run(config, x, w, out, replace(around, **fused))
     return compile_for_hopper(launches[0]).asm["ptx"]
 
 
 BUILDS = [
     (LinearConfig("row", 4, 1024, 4, 4), 1, "n"),
-    (LinearConfig("row", 8, 1024, 4, 2, dependent=1, ahead=2048), 2, "ng"),
+    (LinearConfig("row", 8, 1024, 4, 2, dependent=1), 2, "ng"),
     (LinearConfig("row", 2, 1024, 4, 2, dependent=2), 4, "r"),
-    (LinearConfig("dot", 64, 128, 4, 4, dependent=1, ahead=2048), 32, "g"),
+    (LinearConfig("dot", 64, 128, 4, 4, dependent=1), 32, "g"),
     (LinearConfig("dot", 16, 256, 4, 4), 8, "r"),
     (LinearConfig("split", 16, 64, 4, 4, dependent=1), 8, "n"),
-    (LinearConfig("split", 32, 32, 8, 4, dependent=1, ahead=4096), 32, "wh"),
+    (LinearConfig("split", 32, 32, 8, 4, dependent=1), 32, "wh"),
 ]
 
 
@@ -92,5 +143,4 @@ def test_kernels_build_for_hopper(config: LinearConfig, tokens: int, kind: str) 
     weights = re.findall(r"cp\.async\.cg\.shared\.global .*0x10|ld\.global\.L1::evict_first\S*v4\.b32", ptx)
     assert weights, "the weight must be read 16 bytes at a time"
     assert ("griddepcontrol.wait" in ptx) == bool(config.dependent)
-    assert ("prefetch.L2" in ptx) == bool(config.ahead)
     assert ("mma" in ptx) == (config.kernel != "row"), "tensor cores are used where they are meant to be"

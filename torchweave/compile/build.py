@@ -74,7 +74,10 @@ class PieceBuilder:
     ) -> None:
         self.manager, self.cache, self.device, self.report = manager, cache, device, report
         self.config: TorchCompileConfig = manager.config
-        self.passes = manager.passes("aten")
+        # A pass for other devices would only cost the lowering.
+        self.passes = tuple(
+            each for each in manager.passes("aten") if device.type in getattr(each, "devices", (device.type,))
+        )
         self.tokens = token_count(graph.symbols)
         self.streams = _stream_builder(self.config, device, report)
 

@@ -26,7 +26,7 @@ MAGIC = b"torchweave-cache\n"
 FORMAT = 1
 SUFFIX = ".weave"
 
-Kind = Literal["graph", "piece"]
+Kind = Literal["graph", "piece", "table"]
 Factors = Mapping[str, Any]
 
 

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from torchweave.compile.graphs import Boundary
+from torchweave.compile.tuning.linears import LinearShape
+from torchweave.compile.tuning.table import device_kind, shipped
 from torchweave.engine.runner import Runner
 from torchweave.log import Report
 from torchweave.models.experts import launch_samples
 from torchweave.ops.attention import AttentionBackend, LayerSpec
-from torchweave.ops.linear import MAX_TOKENS, linear
+from torchweave.ops.linear import linear
+from torchweave.ops.linear_config import MAX_TOKENS
 from torchweave.ops.state import SlotState
 from torchweave.plan import Plan
 
@@ -43,8 +46,10 @@ class StandIn:
     def __call__(self, boundary: Boundary, *inputs: Tensor) -> Tensor:
         ids, _, index = inputs
         tokens, device = ids.shape[0], ids.device
+        table = shipped(device_kind(device))
         for weight in self._weights if tokens <= MAX_TOKENS else ():
-            linear(torch.zeros(tokens, weight.shape[1], dtype=weight.dtype, device=device), weight)
+            choices = LinearShape(weight.shape[0], weight.shape[1]).choices(table, weight.dtype)
+            linear(torch.zeros(tokens, weight.shape[1], dtype=weight.dtype, device=device), weight, None, choices)
         launch_samples(self._module, tokens)
         for layer, number in self._layers.items():
             q, k, v = (

@@ -34,7 +34,8 @@ class DecodeConfig:
         min_tiles: a context of no more tiles is not split: combining costs about as much (4.9 against 7.8 us a layer at 192
             keys and batch 1 on an H100).
         dot: scores by matrix product, the query heads padded to 16; else by multiply and sum, for small groups.
-        dependent: start while the kernel before runs, and let the one behind start (programmatic dependent launch, sm_90).
+        dependent: start while the kernel before runs, and let the one behind start: 1: at once; 2: at the end
+            (`kernels/dependent.py`); 0 for GPUs that cannot.
     """
 
     block_n: int = 64
@@ -43,7 +44,7 @@ class DecodeConfig:
     programs_per_sm: int = 2
     min_tiles: int = 4
     dot: bool = True
-    dependent: bool = False
+    dependent: int = 0
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 `torchweave::linear` is F.linear. `torchweave::fused_linear` also normalises its input, gates one half of its output by the other,
 or adds a residual: what a decoder layer has between two of its products. The number of tokens is symbolic in the captured graph
-but known when an op runs, which is when a CUDA graph is recorded: so the op, not the compiler, chooses between the BLAS and the
-project's kernels, bucket by bucket.
+but known when an op runs, which is when a CUDA graph is recorded: so the op, not the compiler, takes the BLAS or one of the
+project's kernels, bucket by bucket, as its argument `choices` says (`linear_config`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from torchweave.ops import activation as _activation  # noqa: F401 (registers the ops that stand around a product)
 from torchweave.ops import norm as _norm  # noqa: F401
+from torchweave.ops.linear_config import LinearConfig, pick
 from torchweave.ops.registry import define
 
 
@@ -43,47 +43,17 @@ class Around:
 NOTHING = Around()
 
 
-@dataclass(frozen=True)
-class LinearConfig:
-    """One way to run the product.
+def run(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, around: Around = NOTHING) -> None:
+    """out [T, N] = x [T, K] @ w [N, K].T, and what is around it, by a kernel; all on one GPU, rows contiguous."""
+    from torchweave.ops.kernels.linear import launch
 
-    Attributes:
-        kernel: "row" multiplies element by element (up to 4 tokens); on tensor cores, "dot" gives a program's warps its
-            rows, "split" gives each of them a part of K.
-        block_n, block_k: rows of the weight that a program owns, and how much of them it (with "split": each of its warps)
-            reads at a time.
-        num_warps: warps of a program.
-        depth: iterations in flight: the loop's unrolling for "row", its pipeline stages otherwise.
-        dependent: start while the kernel before runs (programmatic dependent launch, sm_90), and let the kernel behind
-            start: 1: once this one has waited; 2: at once.
-        ahead: how many numbers of each row are asked for before anything is computed; 0 for none.
-        norm_apart: an RMSNorm of x is a launch of its own, before this one; else every program computes it.
-    """
-
-    kernel: Literal["row", "dot", "split"]
-    block_n: int
-    block_k: int
-    num_warps: int
-    depth: int
-    dependent: int = 0
-    ahead: int = 0
-    norm_apart: bool = False
-
-    def run(self, x: Tensor, w: Tensor, out: Tensor, around: Around = NOTHING) -> None:
-        """out [T, N] = x [T, K] @ w [N, K].T, and what is around it; all on one GPU, rows contiguous."""
-        from torchweave.ops.kernels.linear import launch
-
-        if self.norm_apart and around.norm is not None:
-            x, around = _normalized(x, around), replace(around, norm=None)
-        launch(self, x, w, out, around)
+    if config.norm_apart and around.norm is not None:
+        x, around = _normalized(x, around), replace(around, norm=None)
+    launch(config, x, w, out, around)
 
 
-def _normalized(x: Tensor, around: Around) -> Tensor:
-    return torch.ops.torchweave.rms_norm(x, around.norm, around.eps, around.offset, around.wide)
-
-
-def run_apart(x: Tensor, w: Tensor, around: Around) -> Tensor:
-    """The product by the BLAS, and what is around it by kernels of their own."""
+def run_apart(x: Tensor, w: Tensor, around: Around = NOTHING) -> Tensor:
+    """x [..., K] times w by the BLAS, and what is around it by operations of their own."""
     if around.norm is not None:
         x = _normalized(x, around)
     y = F.linear(x, w, around.bias)
@@ -92,58 +62,87 @@ def run_apart(x: Tensor, w: Tensor, around: Around) -> Tensor:
     return y if around.residual is None else around.residual + y
 
 
-MAX_TOKENS = 32
-"""Above this many tokens cuBLAS always runs."""
-
-_MIN_WEIGHT = 1 << 20  # elements: below this the launch, not the bandwidth, decides
-_ROW_TOKENS = 2
-_DOT_TOKENS = 16
-_ONE_TOKEN = LinearConfig("row", 2, 2048, num_warps=4, depth=4)
-_TWO_TOKENS = LinearConfig("row", 4, 1024, num_warps=4, depth=4)
-_NARROW = LinearConfig("row", 8, 512, num_warps=4, depth=4)
-_DOT = LinearConfig("dot", 64, 128, num_warps=4, depth=5)
+def _normalized(x: Tensor, around: Around) -> Tensor:
+    return torch.ops.torchweave.rms_norm(x, around.norm, around.eps, around.offset, around.wide)
 
 
-def choose(num_tokens: int, num_outputs: int, width: int, dtype: torch.dtype) -> LinearConfig | None:
-    """How to run x [num_tokens, width] @ w [num_outputs, width].T on a GPU; None = cuBLAS.
-
-    From bench/results/linear_h100_202611.json (H100, cold weights, one CUDA graph, ten shapes of Llama 1B and 8B): the row
-    kernel takes 0.86 of cuBLAS's time for one token and 0.90 for two; the dot kernel 0.97 for 3 to 16 where there are
-    rows enough for every multiprocessor, and more tokens only for a head. Dependent launch is measured there too, at
-    0.82 and 0.84, but only between two kernels that both take part.
-    """
-    if num_tokens < 1 or dtype not in (torch.bfloat16, torch.float16):
-        return None
-    if width % 8 or num_outputs * width < _MIN_WEIGHT:
-        return None
-    if num_tokens <= _ROW_TOKENS:
-        if width < 2048:
-            return _NARROW
-        return _ONE_TOKEN if num_tokens == 1 else _TWO_TOKENS
-    limit = MAX_TOKENS if num_outputs >= 16 * width else _DOT_TOKENS
-    if num_tokens <= limit and num_outputs >= 4096 and width <= num_outputs:
-        return _DOT
-    return None
+def _chosen(x: Tensor, w: Tensor, around: Around, choices: str) -> Tensor:
+    """On a GPU, as the choices say; operands that the kernels cannot read go to the BLAS."""
+    width = w.shape[1]
+    config = pick(choices, x.numel() // width) if _readable(x, w, around) else None
+    if config is None:
+        return run_apart(x, w, around)
+    outputs = w.shape[0] // 2 if around.activation is not None else w.shape[0]
+    out = x.new_empty((*x.shape[:-1], outputs))
+    if around.residual is not None:
+        around = replace(around, residual=around.residual.view(-1, outputs))
+    run(config, x.view(-1, width), w, out.view(-1, outputs), around)
+    return out
 
 
-def _fake(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def _readable(x: Tensor, w: Tensor, around: Around) -> bool:
+    """May the kernels read these, the weight with 16-byte loads?"""
+    rows_aligned = w.stride(1) == 1 and w.stride(0) % 8 == 0 and w.data_ptr() % 16 == 0
+    beside = around.residual is None or (around.residual.is_contiguous() and around.residual.dtype == x.dtype)
+    return x.dtype == w.dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 and rows_aligned and beside
+
+
+def _fake(x: Tensor, w: Tensor, bias: Tensor | None = None, choices: str = "") -> Tensor:
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 
-@define("torchweave::linear", fake=_fake)
-def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear_on_gpu(x: Tensor, w: Tensor, bias: Tensor | None = None, choices: str = "") -> Tensor:
+    return _chosen(x, w, Around(bias), choices)
+
+
+@define("torchweave::linear", fake=_fake, cuda=_linear_on_gpu)
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, choices: str = "") -> Tensor:
     """x [..., K], w [N, K], bias [N] or none -> [..., N], accumulated in float32 and rounded once."""
-    width = w.shape[1]
-    if x.device.type == "cuda" and _readable(x, w):
-        config = choose(x.numel() // width, w.shape[0], width, x.dtype)
-        if config is not None:
-            out = x.new_empty((*x.shape[:-1], w.shape[0]))
-            config.run(x.view(-1, width), w, out.view(-1, w.shape[0]), Around(bias))
-            return out
     return F.linear(x, w, bias)
 
 
-def _readable(x: Tensor, w: Tensor) -> bool:
-    """May the kernels read these with 16-byte loads?"""
-    rows_aligned = w.stride(1) == 1 and w.stride(0) % 8 == 0 and w.data_ptr() % 16 == 0
-    return x.dtype == w.dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 and rows_aligned
+def _fake_fused(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    offset: float,
+    wide: bool,
+    residual: Tensor | None,
+    activation: str | None,
+    choices: str,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], w.shape[0] // 2 if activation is not None else w.shape[0]))
+
+
+def _fused_on_gpu(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    offset: float,
+    wide: bool,
+    residual: Tensor | None,
+    activation: str | None,
+    choices: str,
+) -> Tensor:
+    return _chosen(x, w, Around(bias, norm, eps, offset, wide, residual, activation), choices)
+
+
+@define("torchweave::fused_linear", fake=_fake_fused, cuda=_fused_on_gpu)
+def fused_linear(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    offset: float,
+    wide: bool,
+    residual: Tensor | None,
+    activation: str | None,
+    choices: str,
+) -> Tensor:
+    """x [..., K] and w [N, K] with what is around the product (`Around`) -> [..., N], or [..., N // 2] when gated; contiguous."""
+    return run_apart(x, w, Around(bias, norm, eps, offset, wide, residual, activation)).contiguous()

@@ -15,6 +15,7 @@ from torchweave.compile.dump import graph_text
 from torchweave.compile.graph import CapturedGraph, Faked, run_fake, same_geometry
 from torchweave.compile.passes.aten import add_rms_norm, gated_activation, qk_norm_rope, raise_rms_norm, rope
 from torchweave.compile.passes.aten.expand import Expand
+from torchweave.compile.passes.aten.fused_linears import FusedLinears
 from torchweave.compile.passes.aten.reinplace import Reinplace
 from torchweave.compile.passes.aten.route import FUSION as ROUTE
 from torchweave.compile.passes.base import Build, NearMiss, Pass, PassResult, Stage
@@ -38,8 +39,9 @@ def default_passes() -> tuple[Pass, ...]:
         RotaryAttention(),
         SmallLinears(),
         raise_rms_norm.FUSION,
-        add_rms_norm.FUSION,
         gated_activation.FUSION,
+        FusedLinears(),
+        add_rms_norm.FUSION,
         rope.FUSION,
         qk_norm_rope.FUSION,
         ROUTE,

@@ -35,8 +35,7 @@ def gated_kernel(
     width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A block of columns of one row of out [rows, width]; gate and up by `Rows`."""
-    if DEPENDENT:
-        enter()
+    enter(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width

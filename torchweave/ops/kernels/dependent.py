@@ -12,14 +12,28 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def enter():
-    """Wait for the kernel before, then let the one behind start."""
-    gdc_wait()
-    gdc_launch_dependents()
+def enter(DEPENDENT: tl.constexpr):
+    """Wait for the kernel before. DEPENDENT 0: nothing of this; 1: then let the one behind start; 2: `leave` will."""
+    if DEPENDENT > 0:
+        gdc_wait()
+    if DEPENDENT == 1:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def leave(DEPENDENT: tl.constexpr):
+    """Let the kernel behind start, when all that is left here is to store.
+
+    Programs that start early take the places that become free first: all of a small launch may end up on a few multiprocessors,
+    and the others idle. Where a launch is one wave, its predecessor had better let it start at its end.
+    """
+    if DEPENDENT == 2:
+        gdc_launch_dependents()
 
 
 @functools.cache

@@ -3,8 +3,8 @@
 Each may normalise x on its way in (RMSNorm), and add a residual to what comes out, or gate one half of it by the other. They round
 where the separate operations round.
 
-Each may be launched as a dependent of the kernel before (`dependent.py`): it then starts while that one runs, and asks for its
-first weights before it waits.
+Each may be launched as a dependent of the kernel before (`dependent.py`): it then starts while that one runs, the row kernel with
+its first weights already under way.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torchweave.ops.kernels.activation import activate
-from torchweave.ops.kernels.dependent import options
+from torchweave.ops.kernels.dependent import enter, leave, options, takes_part
 from torchweave.ops.kernels.norm import scale_rows
 
 if TYPE_CHECKING:
     from torchweave.ops.linear import Around, LinearConfig
-
-_LINE = tl.constexpr(128)  # numbers that one request asks for: 256 bytes
 
 
 @triton.jit
@@ -40,29 +37,6 @@ def _weight_rows(num_outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
     else:  # noqa: RET505 (Triton compiles only the branch that is taken when there are two)
         output = tl.program_id(0) * BLOCK_N + index
         return output, output < num_outputs
-
-
-@triton.jit
-def _start(weights, inside, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Ask memory for the first AHEAD numbers of this program's rows (`weights [BLOCK_N]` points at them), then, as a
-    dependent launch, wait for the kernel before."""
-    if AHEAD > 0:
-        line = tl.arange(0, AHEAD // _LINE) * _LINE
-        there = tl.where(inside, weights.to(tl.int64), tl.min(weights.to(tl.int64), 0))
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0;",
-            "=r,l",
-            [there[:, None] + line[None, :] * 2],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    if DEPENDENT == 2:
-        gdc_launch_dependents()
-    if DEPENDENT > 0:
-        gdc_wait()
-    if DEPENDENT == 1:
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -93,8 +67,10 @@ def _inverse_rms_of_all(x, num_tokens, x_stride, eps, WIDTH: tl.constexpr, TOKEN
 def _finish(
     total, bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
     TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Store float32 products `total [BLOCK_N, TOKENS]` after bias, gate and residual, rounding as the separate operations do."""
+    leave(DEPENDENT)
     dtype = out.dtype.element_ty
     token = tl.arange(0, TOKENS)
     if BIAS:
@@ -128,7 +104,7 @@ def _row_total(total, tile, x, norm, scale, offset, here, real, WIDTH: tl.conste
 def row_kernel(
     x, w, bias, norm, residual, out, num_tokens, num_outputs, eps, offset, x_stride, w_stride, residual_stride, out_stride,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
     ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Up to four tokens: a program multiplies BLOCK_N whole rows of w by x, element by element in float32."""
@@ -137,7 +113,7 @@ def row_kernel(
     first = w + rows.to(tl.int64) * w_stride
     weights = first[:, None] + k[None, :]
     tile = tl.load(weights, mask=inside[:, None] & (k < WIDTH)[None, :], other=0.0, eviction_policy="evict_first")
-    _start(first, inside, AHEAD, DEPENDENT)
+    enter(DEPENDENT)
     scale0 = _inverse_rms(x, eps, num_tokens > 0, WIDTH) if NORM else 0.0
     scale1 = _inverse_rms(x + x_stride, eps, num_tokens > 1, WIDTH) if NORM and TOKENS > 1 else 0.0
     scale2 = _inverse_rms(x + 2 * x_stride, eps, num_tokens > 2, WIDTH) if NORM and TOKENS > 2 else 0.0
@@ -166,14 +142,14 @@ def row_kernel(
         total = tl.reshape(tl.join(even, odd), [BLOCK_N, TOKENS])
     _finish(
         total, bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
-        TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION,
+        TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION, DEPENDENT,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def dot_kernel(
     x, w, bias, norm, residual, out, num_tokens, num_outputs, eps, offset, x_stride, w_stride, residual_stride, out_stride,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -184,7 +160,7 @@ def dot_kernel(
     first = w + rows.to(tl.int64) * w_stride
     weights = first[:, None] + k[None, :]
     inputs = x + token[None, :] * x_stride + k[:, None]
-    _start(first, inside, AHEAD, DEPENDENT)
+    enter(DEPENDENT)
     if NORM:
         scale = _inverse_rms_of_all(x, num_tokens, x_stride, eps, WIDTH, TOKENS)[None, :]
     total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
@@ -198,7 +174,7 @@ def dot_kernel(
         total = tl.dot(a, b, total, input_precision="ieee")
     _finish(
         total, bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
-        TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION,
+        TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION, DEPENDENT,
     )  # fmt: skip
 
 
@@ -206,7 +182,7 @@ def dot_kernel(
 def split_kernel(
     x, w, bias, norm, residual, out, num_tokens, num_outputs, eps, offset, x_stride, w_stride, residual_stride, out_stride,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
     ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`dot_kernel` for few rows: the SPLIT warps of a program share its rows and divide K between them, and add up at the end.
@@ -222,7 +198,7 @@ def split_kernel(
     first = w + rows.to(tl.int64) * w_stride
     weights = first[None, :, None] + along
     inputs = x + token[None, None, :] * x_stride + down
-    _start(first, inside, AHEAD, DEPENDENT)
+    enter(DEPENDENT)
     if NORM:
         scale = _inverse_rms_of_all(x, num_tokens, x_stride, eps, WIDTH, TOKENS)[None, None, :]
     total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
@@ -236,7 +212,7 @@ def split_kernel(
         total = tl.dot(a, b, total, input_precision="ieee")
     _finish(
         tl.sum(total, 0), bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
-        TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION,
+        TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION, DEPENDENT,
     )  # fmt: skip
 
 
@@ -247,11 +223,14 @@ def launch(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, around: Arou
     outputs = w.shape[0] // 2 if gated else w.shape[0]
     residual = around.residual
     padded = triton.next_power_of_2(tokens)
+    dependent = 0 if x.is_cuda and not takes_part(x.device) else config.dependent
     constants: dict[str, Any] = {
-        "WIDTH": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "AHEAD": _ahead(config.ahead, width),
+        "WIDTH": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
         "BIAS": around.bias is not None, "NORM": around.norm is not None, "WIDE": around.wide, "ADD": residual is not None,
-        "ACTIVATION": around.activation, "DEPENDENT": config.dependent, "num_warps": config.num_warps,
-        **options(config.dependent),
+        "ACTIVATION": around.activation, "DEPENDENT": dependent, "num_warps": config.num_warps,
+        # What is rounded must be rounded before it is added to, and not be joined to a multiply-add in the low precision.
+        "enable_fp_fusion": not gated or residual is None,
+        **options(dependent),
     }  # fmt: skip
     if config.kernel == "row":
         kernel, more = row_kernel, {"TOKENS": padded, "UNROLL": config.depth}
@@ -265,8 +244,3 @@ def launch(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, around: Arou
         x.stride(0), w.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), **constants, **more,
     )  # fmt: skip
 
-
-def _ahead(wanted: int, width: int) -> int:
-    """How much of each row is asked for before the wait: requests of 256 bytes, a power of two of them, within the row."""
-    lines = min(wanted, width) // 128
-    return 0 if lines == 0 else 128 << (lines.bit_length() - 1)

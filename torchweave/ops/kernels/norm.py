@@ -29,8 +29,7 @@ def norm_kernel(
     ADD: tl.constexpr, KEEP: tl.constexpr, WEIGHT: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """y [num_rows, WIDTH] = norm of x, or of x + residual, which also goes to `total` if KEEP; x and residual by `Rows`."""
-    if DEPENDENT:
-        enter()
+    enter(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]

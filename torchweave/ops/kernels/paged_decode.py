@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchweave.ops.kernels.dependent import enter
+from torchweave.ops.kernels.dependent import enter, leave
 from torchweave.ops.kernels.rope import load_turned
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -180,8 +180,7 @@ def paged_decode(
     otherwise rows that do not have exactly one token are left to the prefill kernel, and K/V are in the cache already.
     HALF: half of the numbers of a head that rotary embedding turns here, after the norm if NORM; 0: it has been done.
     SPLITS_PAD: a power of two, at least `num_splits`; 1 leaves the combining out. DEPENDENT: see `dependent.py`."""
-    if DEPENDENT:
-        enter()
+    enter(DEPENDENT)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + row).to(tl.int64)
     length = tl.load(seq_lens + row)
@@ -234,8 +233,10 @@ def paged_decode(
     )  # fmt: skip
 
     if SPLITS_PAD == 1 or used == 1:
+        leave(DEPENDENT)
         tl.store(out_row + out_offsets, (acc / total[:, None]).to(out.dtype.element_ty), mask=out_mask)
         return
+    leave(DEPENDENT)
     first = (row * KV_HEADS + head) * num_splits
     index = (first + split) * GROUP + group
     tl.store(partial + index[:, None] * VALUE_DIM + value_dim[None, :], acc, mask=out_mask)

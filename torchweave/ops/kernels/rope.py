@@ -140,8 +140,7 @@ def rope_kernel(
     NORM: tl.constexpr, WIDE: tl.constexpr, CACHE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, blocks of query heads, then blocks of key heads). CACHE: keys and values also go into the paged cache."""
-    if DEPENDENT:
-        enter()
+    enter(DEPENDENT)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos, sin = cos + token * cos_stride, sin + token * sin_stride
     if block < Q_BLOCKS:

@@ -1,15 +1,15 @@
 """Linears whose weight dwarfs what it is multiplied with become an op that chooses its kernel when it runs.
 
 Before                                  After
-    y = linear(x, W, b)                     y = torchweave.linear(x, W, b)
+    y = linear(x, W, b)                     y = torchweave.linear(x, W, b, choices)
 
 When      x is [T, K] or [1, T, K] with T dynamic, W [N, K] and b [N] are parameters on a GPU, and `torchweave.ops.linear` has
-          a kernel for one token of that shape and dtype: bfloat16 or float16, K a multiple of 8, N * K at least a million.
-Numerics  exact, but for the order of summation. The op's kernel sums in float32 and rounds once; where the BLAS does so too, they
-          differ by no more than 2 * K * 2**-24 * sum(|x * W|) and one unit in the last place. Above `MAX_TOKENS` tokens
-          the op calls the BLAS, and nothing differs.
-Pays      up to `MAX_TOKENS` tokens: the weight is read nearer to the memory's bandwidth. The op chooses when it runs, which is
-          when a CUDA graph of one token count is recorded.
+          kernels for that shape and dtype: bfloat16 or float16, K a multiple of 8, N * K at least a million.
+Numerics  exact: only the order of a sum differs. The op's kernel sums in float32 and rounds once; where the BLAS does so too,
+          they differ by no more than 2 * K * 2**-24 * sum(|x * W|) and one unit in the last place. Beyond the tokens that
+          `choices` names the op calls the BLAS, and nothing differs.
+Pays      at the tokens where a table of measurements says so (`compile/tuning`): the weight is read nearer to the memory's
+          bandwidth. The op chooses when it runs, which is when a CUDA graph of one token count is recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from torchweave.compile.graph import CapturedGraph, same_geometry
 from torchweave.compile.passes.base import GraphPass, Mismatch, NearMiss, Numerics, PassResult
 from torchweave.compile.passes.torch_ir.merge_linears import LINEAR
 from torchweave.compile.symbols import value
-from torchweave.ops.linear import MAX_TOKENS, choose
+from torchweave.compile.tuning.linears import LinearShape
+from torchweave.compile.tuning.table import Table, device_kind, shipped
+from torchweave.ops.linear_config import supported
 
 
 class SmallLinears(GraphPass):
@@ -32,14 +34,15 @@ class SmallLinears(GraphPass):
 
     Args:
         devices: types of devices on which linears are replaced. Elsewhere the op is its reference, and of no use but to tests.
+        table: what measurements say; None takes what the package ships for the device.
     """
 
     name = "small_linears"
     numerics: Numerics = "exact"
-    token_range: tuple[int | None, int | None] = (1, MAX_TOKENS)
 
-    def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
+    def __init__(self, devices: Iterable[str] = ("cuda",), table: Table | None = None) -> None:
         self.devices = frozenset(devices)
+        self.table = table
 
     def run(self, graph: CapturedGraph) -> PassResult:
         matches = 0
@@ -47,7 +50,7 @@ class SmallLinears(GraphPass):
         for node in list(graph.graph.nodes):
             if node.op != "call_function" or node.target is not LINEAR or value(node).device.type not in self.devices:
                 continue
-            why = _replace(graph, node)
+            why = _replace(graph, node, self.table)
             if why is None:
                 matches += 1
             else:
@@ -56,7 +59,7 @@ class SmallLinears(GraphPass):
         return PassResult(matches, matches, near_misses)
 
 
-def _replace(graph: CapturedGraph, node: fx.Node) -> str | None:
+def _replace(graph: CapturedGraph, node: fx.Node, table: Table | None) -> str | None:
     """Put the op in the place of a linear; the reason when it is left alone."""
     try:
         x, weight, bias = GraphPass.bind(node, "input", "weight", bias=None)
@@ -65,13 +68,17 @@ def _replace(graph: CapturedGraph, node: fx.Node) -> str | None:
     why = _refusal(graph, x, weight, bias)
     if why is not None:
         return why
-    op = torch.ops.torchweave.linear.default
+    op, w = torch.ops.torchweave.linear.default, value(weight)
+    table = shipped(device_kind(w.device)) if table is None else table
+    choices = LinearShape(w.shape[0], w.shape[1]).choices(table, w.dtype)
+    if not choices:
+        return f"for {str(value(weight).dtype).removeprefix('torch.')} {list(value(weight).shape)} the BLAS measured fastest"
     with graph.faking():
-        result = op(value(x), value(weight), None if bias is None else value(bias))
+        result = op(value(x), value(weight), None if bias is None else value(bias), choices)
     if not same_geometry(result, value(node)):
         return "its result has another layout or dtype than the op's"
     with graph.graph.inserting_before(node):
-        new = graph.graph.call_function(op, (x, weight, bias))
+        new = graph.graph.call_function(op, (x, weight, bias, choices))
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     graph.graph.erase_node(node)
@@ -94,6 +101,6 @@ def _refusal(graph: CapturedGraph, x: Any, weight: Any, bias: Any) -> str | None
         return f"it always has {tokens} tokens"
     if any(isinstance(size, torch.SymInt) or size != 1 for size in batch):
         return "its tokens are in more than one dimension"
-    if choose(1, w.shape[0], w.shape[1], w.dtype) is None:
-        return f"for one token and {str(w.dtype).removeprefix('torch.')} {list(w.shape)} there is only the BLAS"
+    if not supported(w.shape[0], w.shape[1], w.dtype):
+        return f"for {str(w.dtype).removeprefix('torch.')} {list(w.shape)} there is only the BLAS"
     return None

@@ -1,0 +1,198 @@
+"""Choices by measurement, with a clock that says what it was told: what is kept, what is used, and what is ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchweave.compile import CompileCache
+from torchweave.compile.tuning import kept
+from torchweave.compile.tuning.linears import SUBJECT, LinearShape, candidates, letters
+from torchweave.compile.tuning.measure import Call, Timing, copies_for, timing_of
+from torchweave.compile.tuning.table import DamagedTable, Entry, Table, device_kind, merged, shipped
+from torchweave.compile.tuning.tuner import Question, decide, tune
+from torchweave.log import Report
+from torchweave.ops.linear import Around
+from torchweave.ops.linear_config import LinearConfig, pick, read_choices, rule
+
+BF16 = torch.bfloat16
+GPU = "nvidia-h100-80gb-hbm3"
+
+
+class FakeClock:
+    """Says how long each candidate takes; one that it does not know cannot run."""
+
+    def __init__(self, times: Mapping[str, tuple[float, float]]) -> None:
+        self.times = times
+        self.asked: list[tuple[str, ...]] = []
+
+    def time(self, candidates: Mapping[str, Call], copies: int) -> dict[str, Timing]:
+        self.asked.append(tuple(candidates))
+        return {name: Timing(*self.times[name]) for name in candidates if name in self.times}
+
+
+def question(*names: str, tokens: int = 1) -> Question:
+    return Question("linear", "64x64", tokens, lambda i: None, dict.fromkeys(names, lambda i: None), 4)
+
+
+def entry(tokens: int, choice: str = "row,4,1024,4,4,1,0", shape: str = "2048x2048") -> Entry:
+    return Entry(SUBJECT, shape, tokens, choice, 4.0, 5.0, 0.1)
+
+
+def cache_at(folder: Path) -> CompileCache:
+    return CompileCache(folder, Report(show=False))
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("times", "choice"),
+    [
+        ({"": (10.0, 0.1), "a": (9.0, 0.1), "b": (8.0, 0.1)}, "b"),
+        ({"": (10.0, 0.1), "a": (10.5, 0.1), "b": (11.0, 0.1)}, ""),
+        ({"": (10.0, 0.3), "a": (9.0, 0.3), "b": (11.0, 0.1)}, ""),  # within the noise: 1.0 against 2 * 0.6
+        ({"": (10.0, 0.0), "a": (9.95, 0.0)}, ""),  # half a hundredth is not worth another kernel
+        ({"": (10.0, 0.1), "b": (8.0, 0.1)}, "b"),  # a candidate that cannot run is left out
+    ],
+    ids=["the best wins", "nothing is faster", "within the noise", "too little", "one cannot run"],
+)
+def test_X3_a_choice_is_kept_only_where_it_wins_by_more_than_the_noise(times: dict, choice: str) -> None:
+    found = decide(question("a", "b"), FakeClock(times))
+    assert found is not None and found.choice == choice
+    assert found.baseline == 10.0 and found.microseconds == times[choice][0]
+    assert found.saved == (10.0 - times[choice][0] if choice else 0.0)
+
+
+def test_a_question_without_a_baseline_has_no_answer() -> None:
+    assert decide(question("a"), FakeClock({"a": (1.0, 0.0)})) is None
+
+
+def test_X3_the_table_says_what_each_choice_saves_at_each_bucket() -> None:
+    report = Report(show=False)
+    clock = FakeClock({"": (10.0, 0.1), "a": (7.5, 0.1)})
+    table = tune((question("a", tokens=tokens) for tokens in (1, 8)), clock, GPU, report, total=2)
+    assert [(e.tokens, e.choice, e.saved) for e in table] == [(1, "a", 2.5), (8, "a", 2.5)]
+    events = report.select("tuned")
+    told = [(e["subject"], e["shape"], e["tokens"], e["saved"]) for e in events]
+    assert told == [("linear", "64x64", 1, 2.5), ("linear", "64x64", 8, 2.5)]
+    assert report.select("progress")[-1]["done"] == 2
+    assert clock.asked == [("", "a")] * 2, "the baseline and every candidate are timed in one run"
+
+
+def test_noise_is_half_the_distance_of_the_quartiles() -> None:
+    assert timing_of([5.0, 1.0, 3.0, 2.0, 4.0, 100.0, 3.5, 2.5]) == Timing(3.25, 0.75)
+    assert copies_for(1 << 20) == 256 and copies_for(1 << 30) == 4
+
+
+# -- what is used ------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_answers_for_the_tokens_up_to_those_it_measured() -> None:
+    table = Table(GPU, (entry(8, "split,16,64,4,4,1,0"), entry(1), entry(2, "")))
+    assert [e.tokens for e in table.answers(SUBJECT, "2048x2048")] == [1, 2, 8]
+    found = [table.answer(SUBJECT, "2048x2048", tokens) for tokens in (1, 2, 3, 8, 9)]
+    assert [None if e is None else e.tokens for e in found] == [1, 2, 8, 8, None]
+    assert table.answer("rope", "2048x2048", 1) is None and table.answers(SUBJECT, "1x1") == ()
+
+
+def test_a_linear_takes_the_table_before_the_rule() -> None:
+    shape = LinearShape(2048, 2048)
+    assert shape.choices(Table(GPU), BF16) == rule(2048, 2048, BF16)
+    table = Table(GPU, (entry(1), entry(2, ""), entry(8, "split,16,64,4,4,1,0")))
+    text = shape.choices(table, BF16)
+    assert [pick(text, n) for n in (1, 2, 5, 9)] == [
+        LinearConfig("row", 4, 1024, 4, 4, 1),
+        None,
+        LinearConfig("split", 16, 64, 4, 4, 1),
+        None,
+    ]
+    assert shape.choices(table, torch.float32) == "" and LinearShape(2047, 2047).choices(table, BF16) == ""
+    fused = LinearShape(2048, 2048, "r")
+    assert fused.key == "2048x2048/r" and fused.choices(table, BF16) == rule(2048, 2048, BF16)
+    assert letters(Around(norm=torch.ones(1), activation="silu", residual=torch.ones(1))) == "ngr"
+
+
+def test_what_was_tuned_here_goes_before_what_was_shipped() -> None:
+    here, there = Table(GPU, (entry(1, ""),)), Table(GPU, (entry(1), entry(2)))
+    both = merged((here, there), GPU)
+    assert [(e.tokens, e.choice) for e in both] == [(1, ""), (2, entry(2).choice)]
+
+
+def test_X3_a_table_of_another_kind_of_device_is_not_used(tmp_path: Path) -> None:
+    assert merged((Table("nvidia-a100", (entry(1),)), Table(GPU, (entry(2),))), GPU).entries == (entry(2),)
+    cache = cache_at(tmp_path / "cache")
+    kept.store(cache, Table("nvidia-a100", (entry(1),)))
+    assert not kept.load(cache, GPU).entries and kept.load(cache, "nvidia-a100").entries == (entry(1),)
+    assert device_kind(torch.device("cpu")) == "cpu" and not shipped("cpu").entries and not shipped("../x").entries
+
+
+# -- what is kept on disk ----------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_kept_in_the_cache_and_grows(tmp_path: Path) -> None:
+    cache = cache_at(tmp_path / "cache")
+    kept.store(cache, Table("cpu", (entry(1), entry(2))))
+    kept.store(cache, Table("cpu", (entry(2, ""),)))
+    report = Report(show=False)
+    table = kept.table_for(torch.device("cpu"), CompileCache(tmp_path / "cache", report), report)
+    assert sorted((e.tokens, e.choice) for e in table) == [(1, entry(1).choice), (2, "")], "what was asked last counts"
+    (event,) = report.select("table")
+    assert (event["device"], event["tuned"], event["shipped"], event["answers"]) == ("cpu", 2, 0, 2)
+
+
+def test_X3_a_damaged_table_is_a_miss_with_one_warning(tmp_path: Path) -> None:
+    cache = cache_at(tmp_path / "cache")
+    kept.store(cache, Table("cpu", (entry(1),)))
+    (path,) = cache.entries()
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+    assert kept.load(cache, "cpu") == Table("cpu")
+    assert len(cache.report.select("warning")) == 1
+    kept.store(cache, Table("cpu", (entry(4),)))
+    assert kept.load(cache, "cpu").entries == (entry(4),), "it is written anew"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{}", '{"format": 2, "device": "cpu", "measured": "", "entries": []}',
+        Table("cpu", (entry(1), entry(1))).write(),
+        Table("cpu", (Entry("linear", "1x1", 0, "", 1.0, 1.0, 0.0),)).write(),
+        Table("cpu", (Entry("linear", "1x1", 1, "", float("nan"), 1.0, 0.0),)).write(),
+        Table("cpu", (Entry("linear", "1x1", 1, 3, 1.0, 1.0, 0.0),)).write(),  # type: ignore[arg-type]
+        Table("cpu", (entry(1),)).write().replace("noise", "noises"),
+    ],
+)  # fmt: skip
+def test_what_is_no_table_is_refused(text: str) -> None:
+    with pytest.raises(DamagedTable):
+        Table.read(text)
+
+
+def test_a_table_is_read_as_it_was_written() -> None:
+    for table in (Table("cpu"), Table(GPU, (entry(1), entry(2, "")), "bench/linear.py")):
+        assert Table.read(table.write()) == table
+
+
+def test_shipped_tables_hold_together() -> None:
+    folder = Path(kept.__file__).parent / "tables"
+    for path in folder.glob("*.json"):
+        table = Table.read(path.read_text())
+        assert table.device == path.stem and table.entries and table.measured
+        for shape in {e.shape for e in table if e.subject == SUBJECT}:
+            size, _, around = shape.partition("/")
+            outputs, width = map(int, size.split("x"))
+            assert read_choices(LinearShape(outputs, width, around).choices(table, BF16)) is not None
+
+
+def test_candidates_are_distinct_and_fit_their_tokens() -> None:
+    for tokens in (1, 2, 4, 8, 16, 32, 64):
+        for around in ("", "n", "ng", "r"):
+            found = candidates(tokens, around)
+            assert len(set(found)) == len(found) > 3
+            assert all(config.kernel != "row" or tokens <= 4 for config in found)
+            assert all(LinearConfig.parse(str(config)) == config for config in found)

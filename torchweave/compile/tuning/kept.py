@@ -1,0 +1,55 @@
+"""Tables where they are kept: what was tuned on this machine in the compile cache, before what the package ships."""
+
+from __future__ import annotations
+
+import torch
+
+from torchweave.compile.cache import CompileCache, key_of
+from torchweave.compile.tuning.table import FORMAT, DamagedTable, Table, device_kind, merged, shipped
+from torchweave.log import Report
+
+
+def table_for(device: torch.device, cache: CompileCache | None, report: Report) -> Table:
+    """Everything that is known of a kind of device; an event `table` says how much, and from where."""
+    kind = device_kind(device)
+    kept = Table(kind) if cache is None else load(cache, kind)
+    try:
+        default = shipped(kind)
+    except DamagedTable as error:
+        report.event(
+            "warning", what="choice table", why=f"ignored the table of {kind} that came with the package: {error}"
+        )
+        default = Table(kind)
+    table = merged((kept, default), kind)
+    report.event(
+        "table", device=kind, answers=len(table.entries), tuned=len(kept.entries), shipped=len(default.entries)
+    )
+    return table
+
+
+def load(cache: CompileCache, kind: str) -> Table:
+    """What was tuned before for a kind of device; empty when nothing was, or, with one warning, when it is damaged."""
+    entry = cache.load("table", _factors(kind))
+    if entry is None:
+        return Table(kind)
+    try:
+        table = Table.read(entry.payload)
+        if table.device != kind:
+            raise DamagedTable(f"it is for {table.device}")
+    except DamagedTable as error:
+        cache.reject("table", entry.key, str(error))
+        return Table(kind)
+    cache.hit(entry)
+    return table
+
+
+def store(cache: CompileCache, table: Table) -> str:
+    """Keep a table, over what was kept before; returns the entry's key."""
+    whole = table.over(load(cache, table.device))
+    factors = _factors(table.device)
+    cache.store("table", factors, whole.write().encode(), {"answers": len(whole.entries)})
+    return key_of("table", factors)
+
+
+def _factors(kind: str) -> dict[str, str | int]:
+    return {"device": kind, "table": FORMAT}
