@@ -22,8 +22,15 @@ from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, Ou
 from torchweave.compile.mutation import storage, written
 from torchweave.compile.sources import SourceError, resolve
 from torchweave.compile.symbols import DynamicDims, example, mark, pick_hints, shapes_mode, symbol_name, value
+from torchweave.compile.trace_once.kinds import repeated_kinds
+from torchweave.compile.trace_once.layers import Layer
+from torchweave.compile.trace_once.stand_in import Kind, standing_in
+from torchweave.compile.trace_once.stitch import Unstitchable, stitch_layers
+from torchweave.compile.trace_once.watch import Unwatchable
 from torchweave.config import DynamicShapes
 from torchweave.log import Report
+
+_OWN = f"{__package__}.trace_once."
 
 
 def capture(
@@ -32,6 +39,7 @@ def capture(
     dynamic: DynamicDims,
     mode: DynamicShapes,
     report: Report | None = None,
+    trace_once: bool = True,
 ) -> CapturedGraph:
     """Trace `module(*inputs.values())` into one graph.
 
@@ -39,22 +47,57 @@ def capture(
         inputs: example tensors by forward's parameter names, in forward's order. Their values are not read.
         dynamic: names of the dimensions that vary, by input and dimension: `{"input_ids": {0: "T"}}`.
         mode: how these dimensions are kept symbolic.
-        report: is offered the code that Dynamo made of the forward.
+        report: is offered the code that Dynamo made of the forward, and gets a `trace_once` event: which layers were
+            traced and how many were cloned, or why none was.
+        trace_once: trace layers that do the same once, and clone the nodes of the others. The graph is the same either way.
 
     Raises:
         TraceError: the forward cannot be traced, with the line and the cause.
     """
-    names = forward_parameters(module, inputs)
+    forward_parameters(module, inputs)
     hints = pick_hints(inputs, dynamic, _static_sizes(module))
-    examples = [example(tensor, dynamic.get(name, {}), hints) for name, tensor in inputs.items()]
-    for name, tensor in zip(inputs, examples, strict=True):
+    examples = {name: example(tensor, dynamic.get(name, {}), hints) for name, tensor in inputs.items()}
+    report = report or Report(show=False)
+    graph = _capture_once(module, examples, dynamic, mode, report) if trace_once else None
+    return graph or _capture(module, examples, dynamic, mode, report, {})
+
+
+def _capture_once(
+    module: nn.Module, examples: Mapping[str, Tensor], dynamic: DynamicDims, mode: DynamicShapes, report: Report
+) -> CapturedGraph | None:
+    """The graph with each kind of layer traced once; None when no layer repeats another, or it cannot be shown to."""
+    try:
+        kinds = repeated_kinds(module, list(examples.values()))
+        if not kinds:
+            return None
+        with standing_in(kinds) as meaning:
+            graph = _capture(module, examples, dynamic, mode, report, meaning)
+    except Exception as error:  # whatever it is: a saving must not stop what works without it
+        known = isinstance(error, (Unwatchable, Unstitchable, TraceError))
+        report.event("trace_once", traced=[], cloned=0, why=str(error) if known else f"{type(error).__name__}: {error}")
+        return None
+    traced, cloned = [kind.first.path for kind in kinds], sum(len(kind.others) for kind in kinds)
+    report.event("trace_once", traced=traced, cloned=cloned)
+    return graph
+
+
+def _capture(
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    dynamic: DynamicDims,
+    mode: DynamicShapes,
+    report: Report,
+    stand_ins: Mapping[int, tuple[Kind, Layer]],
+) -> CapturedGraph:
+    """Trace the module as it stands, and put the layers that it has stand-ins for into the graph."""
+    names, examples = forward_parameters(module, inputs), list(inputs.values())
+    for name, tensor in inputs.items():
         mark(tensor, dynamic.get(name, {}), mode)
     captured = _trace(module, examples, mode)
     if captured.backend_input is None:
         raise TraceError("forward computes no tensor, so there is nothing to compile")
-    if report is not None:
-        code = captured.graph_capture_output.bytecode
-        report.artifact("dynamo/transformed_code.txt", lambda: bytecode_text(code))
+    code = captured.graph_capture_output.bytecode
+    report.artifact("dynamo/transformed_code.txt", lambda: bytecode_text(code))
     gm = captured.backend_input.graph_module
     roots = _roots(module, names, examples, captured)
     bindings = _bind(gm, roots, dict(zip(names, examples, strict=True)))
@@ -66,6 +109,8 @@ def capture(
         symbols={},
         sources=_traced_modules(captured),
     )
+    if stand_ins:
+        stitch_layers(graph, module, stand_ins)
     graph.symbols = _name_symbols(graph, dynamic)
     _lift_attributes(graph)
     _refuse_mutated_constants(graph)
@@ -269,4 +314,4 @@ def _traced_modules(captured: Any) -> tuple[str, ...]:
     """Importable names of the files whose code was traced, without those that torch's version stands for."""
     by_file = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
     found = {by_file.get(code.co_filename) for code in captured.graph_capture_output.traced_code}
-    return tuple(sorted(name for name in found if name and not name.startswith("torch.")))
+    return tuple(sorted(name for name in found if name and not name.startswith(("torch.", _OWN))))

@@ -24,6 +24,8 @@ from torchweave.config import TorchCompileConfig
 
 _PATH_LIKE = re.compile(r"(^|_)(path|paths|dir|file|folder|object_hash)$")
 _DEPTH = 6
+CAPTURING = ("capture", "graph", *(f"trace_once.{name}" for name in ("kinds", "layers", "stand_in", "stitch", "watch")))
+"""Modules of this package whose source decides what is captured."""
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -65,7 +67,7 @@ def graph_factors(
             for name, tensor in inputs.items()
         },
         "dynamic_shapes": config.dynamic_shapes,
-        "capture": source_digests(["torchweave.compile.capture", "torchweave.compile.graph"]),
+        "capture": source_digests(f"torchweave.compile.{name}" for name in CAPTURING),
     }
 
 

@@ -1,0 +1,50 @@
+"""A captured graph as text that is equal for two graphs exactly when they compute the same in the same order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchweave.compile.graph import CapturedGraph, Constant
+from torchweave.compile.symbols import value
+
+_SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
+
+
+def canonical(graph: CapturedGraph) -> list[str]:
+    """One line an operation: target, arguments, and the geometry of what it gives.
+
+    Constants go by their source and identity, sizes by their expression over the caller's names: which node happens to hold
+    a size is no difference. Everything else is by number.
+    """
+    names: dict[fx.Node, str] = {}
+    lines: list[str] = []
+
+    def text(thing: Any) -> str:
+        if isinstance(thing, fx.Node):
+            return text(value(thing)) if isinstance(value(thing), _SIZES) else names[thing]
+        if isinstance(thing, Tensor):
+            return f"{thing.dtype}@{thing.device}{text([thing.size(), thing.stride(), thing.storage_offset()])}"
+        if isinstance(thing, _SIZES):
+            expression = thing.node.expr
+            known = {symbol: type(symbol)(graph.symbols[str(symbol)]) for symbol in expression.free_symbols}
+            return str(expression.xreplace(known))
+        if isinstance(thing, (tuple, list)):
+            return f"({', '.join(map(text, thing))})"
+        if isinstance(thing, dict):
+            return f"({', '.join(f'{key}={text(item)}' for key, item in sorted(thing.items()))})"
+        if isinstance(thing, slice):
+            return f"[{text((thing.start, thing.stop, thing.step))}]"
+        return repr(thing)
+
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            binding = graph.bindings[node.name]
+            is_constant = isinstance(binding, Constant)
+            names[node] = f"{binding.source} {id(binding.tensor)}" if is_constant else str(binding)
+        elif not isinstance(value(node), _SIZES):
+            names[node] = f"%{len(lines)}"
+            lines.append(f"{node.op} {node.target} {text(node.args)} {text(node.kwargs)} -> {text(value(node))}")
+    return lines

@@ -1,0 +1,243 @@
+"""X2: layers that do the same are traced once; the graph is the one that tracing each of them gives, or it is traced plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.compile.canonical import canonical
+from tests.compile.toy import BOUNDARY, DYNAMIC, Layer, example, step, toy
+from torchweave.compile import weave
+from torchweave.compile.capture import capture
+from torchweave.compile.forward import call_as_is
+from torchweave.config import TorchCompileConfig
+from torchweave.log import Report
+
+FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
+MODE: Any = "backed_size_oblivious"
+
+
+def captured_twice(module: nn.Module, mode: Any = MODE, inputs: Any = None, dynamic: Any = DYNAMIC) -> dict[str, Any]:
+    """The event of capturing a module with layers traced once, once its graph was found to be that of a plain capture."""
+    report = Report(show=False)
+    inputs = inputs or example()
+    once = capture(module, inputs, dynamic, mode, report)
+    plain = capture(module, inputs, dynamic, mode, trace_once=False)
+    assert canonical(once) == canonical(plain)
+    assert [constant.source for _, constant in once.constants()] == [item.source for _, item in plain.constants()]
+    events = report.select("trace_once")
+    return events[0] if events else {}
+
+
+@pytest.mark.parametrize("mode", ["backed_size_oblivious", "unbacked", "backed"])
+def test_X2_one_layer_is_traced_and_the_graph_is_that_of_a_plain_capture(mode: Any) -> None:
+    module = toy(layers=5)
+    classes = [type(layer) for layer in module.layers]
+    event = captured_twice(module, mode)
+    assert (event["traced"], event["cloned"]) == (["layers.0"], 4)
+    assert [type(layer) for layer in module.layers] == classes, "the module is as it was"
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.layers)
+
+
+def test_X2_a_clone_is_a_graph_like_any_other() -> None:
+    module = toy(layers=5)
+    woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
+    assert len({piece.digest for piece in woven.pieces}) == 3 and len(woven.pieces) == 6
+    for tokens, rows in ((1, 1), (7, 3), (64, 5)):
+        assert torch.equal(woven(call_as_is, *step(tokens, rows)), module(*step(tokens, rows)))
+
+
+class _Block(nn.Module):
+    """x -> x + w(x): a layer with what a test wants of it."""
+
+    def __init__(self, index: int, extra: Callable[[Any, Tensor], Tensor] | None = None, **facts: Any) -> None:
+        super().__init__()
+        self.index, self.linear = index, nn.Linear(8, 8)
+        self.extra = extra
+        for name, fact in facts.items():
+            setattr(self, name, fact)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return x + (y if self.extra is None else self.extra(self, y))
+
+
+class _Stack(nn.Module):
+    def __init__(self, blocks: list[Any], call: Callable[[Any, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.blocks, self.call = nn.ModuleList(blocks), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.call is not None:
+            return self.call(self, x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _stack(extra: Callable[[Any, Tensor], Tensor] | None = None, **options: Any) -> _Stack:
+    torch.manual_seed(0)
+    return _Stack([_Block(index, extra) for index in range(5)], **options).eval().requires_grad_(False)
+
+
+def _captured(module: nn.Module) -> dict[str, Any]:
+    return captured_twice(module, inputs={"x": torch.zeros(6, 8)}, dynamic={"x": {0: "T"}})
+
+
+def _scaled(block: Any, y: Tensor) -> Tensor:
+    return y * (block.index + 1)
+
+
+def _every_other(block: Any, y: Tensor) -> Tensor:
+    return y.relu() if block.index % 2 else y.tanh()
+
+
+_TABLE = [3.0, 3.0, 5.0, 3.0, 5.0]
+
+
+def _by_table(block: Any, y: Tensor) -> Tensor:
+    return y + _TABLE[block.index]
+
+
+def _in_place(block: Any, y: Tensor) -> Tensor:
+    return y.add_(1).mul_(2)
+
+
+def test_X2_a_number_of_the_layer_that_enters_the_arithmetic_keeps_layers_apart() -> None:
+    assert not _captured(_stack(_scaled)).get("cloned")
+
+
+def test_X2_layers_that_differ_by_their_number_alone_are_told_apart() -> None:
+    event = _captured(_stack(_every_other))
+    assert (event["traced"], event["cloned"]) == (["blocks.0", "blocks.1"], 3)
+    event = _captured(_stack(_by_table))
+    assert (event["traced"], event["cloned"]) == (["blocks.0", "blocks.2"], 3)
+
+
+def test_X2_in_place_operations_and_views_are_cloned() -> None:
+    assert _captured(_stack(_in_place))["cloned"] == 4
+
+
+def test_X2_values_that_skip_layers_go_where_they_went() -> None:
+    def skips(self: Any, x: Tensor) -> Tensor:
+        kept = []
+        for block in self.blocks:
+            x = block(x)
+            kept.append(x)
+        return kept[0] * kept[3] + kept[1] - x
+
+    module = _stack(call=skips)
+    assert _captured(module)["cloned"] == 4
+    woven = weave(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, config=FX)
+    x = torch.randn(9, 8)
+    assert torch.equal(woven(call_as_is, x), module(x))
+
+
+@pytest.mark.parametrize("order", [[4, 3, 2, 1, 0], [2, 0, 1, 4, 3]])
+def test_X2_layers_run_in_whatever_order_forward_says(order: list[int]) -> None:
+    def shuffled(self: Any, x: Tensor) -> Tensor:
+        for index in order:
+            x = self.blocks[index](x)
+        return x
+
+    event = _captured(_stack(call=shuffled))
+    assert event["cloned"] == 4 or "is called before" in event["why"]
+
+
+def test_X2_a_layer_that_runs_twice_is_traced_as_often() -> None:
+    def twice(self: Any, x: Tensor) -> Tensor:
+        for block in [*self.blocks, self.blocks[0]]:
+            x = block(x)
+        return x
+
+    event = _captured(_stack(call=twice))
+    assert (event["traced"], event["cloned"]) == (["blocks.1"], 3)
+
+
+def test_X2_what_a_layer_leaves_behind_is_seen() -> None:
+    """Each layer reads what the one before left on an object that they share: their arguments do not say all."""
+
+    def through_a_box(block: Any, y: Tensor) -> Tensor:
+        before = block.box.get("y")
+        block.box["y"] = y
+        return y if before is None else y + before
+
+    box: dict[str, Tensor] = {}
+    module = _Stack([_Block(index, through_a_box, box=box) for index in range(5)]).eval().requires_grad_(False)
+    module.call = lambda self, x: (box.clear(), [x := block(x) for block in self.blocks])[1][-1]
+    report = Report(show=False)
+    once = capture(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, MODE, report)
+    box.clear()
+    plain = capture(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, MODE, trace_once=False)
+    assert canonical(once) == canonical(plain)
+
+
+def test_X2_a_tensor_that_all_layers_share_stays_one() -> None:
+    shared = nn.Parameter(torch.randn(8), requires_grad=False)
+    module = _stack(lambda block, y: y * block.shared)
+    for block in module.blocks:
+        block.shared = shared
+    assert _captured(module)["cloned"] == 4
+
+
+def test_X2_lists_within_layers_and_sequences_are_found() -> None:
+    torch.manual_seed(0)
+    inner = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4)]
+    module = nn.Sequential(*inner, nn.Linear(8, 3)).eval().requires_grad_(False)
+    event = captured_twice(module, inputs={"input": torch.zeros(6, 8)}, dynamic={"input": {0: "T"}})
+    assert (event["traced"], event["cloned"]) == (["0"], 3)
+
+
+def test_X2_a_hook_on_a_layer_is_part_of_it() -> None:
+    module = _stack()
+    module.blocks[2].register_forward_hook(lambda module, args, output: output * 3)
+    event = _captured(module)
+    assert event["cloned"] == 3
+    for block in module.blocks:
+        block.linear.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    _captured(module)
+
+
+def test_X2_forward_set_on_an_instance_is_traced_and_kept() -> None:
+    module = toy(layers=4)
+    for layer in module.layers:
+        layer.forward = Layer.forward.__get__(layer)
+    kept = [layer.forward for layer in module.layers]
+    assert captured_twice(module)["cloned"] == 3
+    assert [layer.forward for layer in module.layers] == kept
+
+
+def test_X2_a_forward_that_cannot_be_traced_is_refused_as_ever() -> None:
+    def branch(block: Any, y: Tensor) -> Tensor:
+        return y if y.sum() > 0 else y + 1
+
+    from torchweave.compile.errors import TraceError
+
+    with pytest.raises(TraceError, match="data-dependent branching"):
+        capture(_stack(branch), {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, MODE)
+
+
+def test_X2_tracing_does_not_grow_with_the_depth() -> None:
+    """Operations that Dynamo runs on fake tensors: the same whether the module has 4 layers or 12."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def traced(layers: int) -> int:
+        seen, original = 0, FakeTensorMode.dispatch
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            return original(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FakeTensorMode, "dispatch", count)
+            capture(toy(layers=layers), example(), DYNAMIC, MODE)
+        return seen
+
+    few, many = traced(4), traced(12)
+    per_layer = (many - few) / 8
+    assert per_layer < 60, f"{per_layer} operations of fake tensors for each further layer"

@@ -1,0 +1,67 @@
+"""X2 on transformers' own models: the graph of a model whose layers are traced once is that of a plain capture."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.compile.canonical import canonical
+from torchweave.compile.capture import capture
+from torchweave.compile.split import Piece, split
+from torchweave.log import Report
+from torchweave.models import zoo
+from torchweave.models.adapt import install
+from torchweave.models.decoder import DecoderStep
+
+INPUTS = {
+    "input_ids": torch.zeros(23, dtype=torch.int64),
+    "positions": torch.arange(23),
+    "logits_index": torch.tensor([4, 9, 22]),
+}
+DYNAMIC = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
+
+# Architectures, how many layers of them, and how many of these are clones: one kind of layer; two and more kinds by turns or
+# in blocks; two ropes; dense layers before sparse ones; scales of their own; latent attention; sinks.
+CASES = {
+    "llama": (4, 3),
+    "qwen2-sliding": (4, 2),
+    "gemma2": (4, 2),
+    "gemma3": (8, 6),
+    "olmo2": (4, 3),
+    "gpt2": (4, 3),
+    "opt": (4, 3),
+    "granite": (4, 3),
+    "smollm3": (4, 2),
+    "cohere2": (5, 3),
+    "mixtral": (4, 3),
+    "qwen3_moe": (4, 3),
+    "gpt_oss": (4, 2),
+    "deepseek_v3": (4, 2),
+    "llama4": (6, 4),
+}
+
+
+def build(name: str, layers: int) -> DecoderStep:
+    specimen = zoo.specimen(name)
+    count = "n_layer" if "n_layer" in specimen.options else "num_hidden_layers"
+    model = zoo.build(dataclasses.replace(specimen, options={**specimen.options, count: layers}))
+    install(model)
+    return DecoderStep(model, [], zoo.VOCAB, 512)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_X2_the_stitched_graph_is_that_of_a_plain_capture(name: str) -> None:
+    layers, cloned = CASES[name]
+    module, report = build(name, layers), Report(show=False)
+    once = capture(module, INPUTS, DYNAMIC, "backed_size_oblivious", report)
+    plain = capture(module, INPUTS, DYNAMIC, "backed_size_oblivious", trace_once=False)
+    (event,) = report.select("trace_once")
+    assert event["cloned"] == cloned, event
+    assert canonical(once) == canonical(plain)
+    pieces = []
+    for graph in (once, plain):
+        graph.boundary_ops = frozenset({"torchweave::attention"})
+        pieces.append([piece.digest for piece in split(graph) if isinstance(piece, Piece)])
+    assert pieces[0] == pieces[1]
