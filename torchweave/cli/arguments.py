@@ -31,6 +31,8 @@ LEVELS: dict[int, dict[str, Any]] = {
 ALIASES = {
     "cudagraph_capture_sizes": "torch_compile_config.capture_num_tokens",
     "dump_dir": "torch_compile_config.dump_dir",
+    "compile_cache": "torch_compile_config.compile_cache",
+    "compile_cache_dir": "torch_compile_config.compile_cache_dir",
 }
 SHORT_PREFIX, LONG_PREFIX = "-cc.", "--torch_compile_config."
 
@@ -180,18 +182,23 @@ def normalised(argv: Sequence[str], options: Mapping[str, Option]) -> list[str]:
             found.append(argument)
             continue
         name, equals, value = argument[2:].partition("=")
-        name = name.replace("-", "_")
-        name = ALIASES.get(name.rsplit(".", 1)[-1], name)
+        name = _known(name.replace("-", "_"), options)
         if name in options and options[name].is_flag and not equals:
             following = argv[index].lower() if index < len(argv) else ""
             takes = following in ("true", "false")
             index += takes
             name, equals, value = name, "=", following if takes else "true"
-        negated = _without_no(name)
+        negated = _known(_without_no(name), options)
         if not equals and negated in options and options[negated].is_flag:
             name, equals, value = negated, "=", "false"
         found.append(f"--{name}{equals}{value}")
     return found
+
+
+def _known(name: str, options: Mapping[str, Option]) -> str:
+    """The option's own name, where `name` is another one for it."""
+    other = ALIASES.get(name.rsplit(".", 1)[-1], name)
+    return other if other in options else name
 
 
 def _without_no(name: str) -> str:

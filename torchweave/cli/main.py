@@ -17,6 +17,7 @@ COMMANDS = {
     "explain": "show what is effective and why: options, pieces, passes, graphs, memory",
     "doctor": "find what keeps a model or a module from being one fast graph, with the fix",
     "models": "list built-in models and supported architectures, or verify them against transformers",
+    "cache": "look after the compile cache: list, inspect, verify, prune, export, import",
     "bench": "measure latency, throughput, start-up and host time",
 }
 USAGE_FAULT, INTERRUPTED = 2, 130

@@ -9,6 +9,7 @@ that is run when it is loaded, so a folder that other users can write to is refu
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,6 +26,8 @@ from torchweave.log import Report
 MAGIC = b"torchweave-cache\n"
 FORMAT = 1
 SUFFIX = ".weave"
+CODE_FOLDER = "inductor"
+"""Beside the entries: what Inductor compiled of pieces for a CPU."""
 
 Kind = Literal["graph", "piece", "table"]
 Factors = Mapping[str, Any]
@@ -109,7 +112,9 @@ class CompileCache:
         return key
 
     def hit(self, entry: Entry) -> None:
-        """Record that an entry was used."""
+        """Record that an entry was used, for whoever prunes the folder too."""
+        with contextlib.suppress(OSError):
+            os.utime(self._path(entry.kind, entry.key))
         self.report.event("cache", outcome="hit", entry=entry.kind, key=entry.key[:12])
 
     def miss(self, kind: str, key: str, why: str) -> None:
@@ -124,6 +129,10 @@ class CompileCache:
     def entries(self) -> Iterator[Path]:
         """The files of the cache."""
         yield from sorted(self.folder.glob(f"*/*{SUFFIX}"))
+
+    def path(self, entry: Entry) -> Path:
+        """Where an entry is, or would be."""
+        return self._path(entry.kind, entry.key)
 
     def _path(self, kind: str, key: str) -> Path:
         return self.folder / kind / f"{key}{SUFFIX}"
@@ -151,7 +160,15 @@ def read_entry(path: Path) -> Entry:
         DamagedEntry: it is no entry of this format, or not as it was written.
         OSError: it cannot be read.
     """
-    data = path.read_bytes()
+    return parse_entry(path.read_bytes())
+
+
+def parse_entry(data: bytes) -> Entry:
+    """Check the content of a file.
+
+    Raises:
+        DamagedEntry: it is no entry of this format, or not as it was written.
+    """
     if not data.startswith(MAGIC):
         raise DamagedEntry("it is no file of this cache")
     start = len(MAGIC) + 8

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from torchweave.compile.cache import CODE_FOLDER
 from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size
 from torchweave.compile.pieces import BuiltPiece, callable_of, generated_code
 from torchweave.compile.sources import SourceError, resolve
@@ -139,8 +140,8 @@ def code_folder(folder: Path | None, device: torch.device) -> Iterator[None]:
         return
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
-    (folder / "inductor").mkdir(exist_ok=True, mode=0o700)
-    with temporary_cache_dir(str(folder / "inductor")):
+    (folder / CODE_FOLDER).mkdir(exist_ok=True, mode=0o700)
+    with temporary_cache_dir(str(folder / CODE_FOLDER)):
         yield
 
 

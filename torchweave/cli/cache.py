@@ -1,0 +1,194 @@
+"""`torchweave cache list|inspect|verify|prune|export|import`: look after the compile cache."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchweave.cli.arguments import Parser
+from torchweave.config import cache_dir
+from torchweave.log import Report
+
+if TYPE_CHECKING:
+    from torchweave.compile.cache import CompileCache
+    from torchweave.compile.cache_tools import Summary
+
+ACTIONS = {
+    "list": "what is in the cache",
+    "inspect": "everything that an entry depends on: KEY... (a beginning is enough)",
+    "verify": "read and check every entry; exit code 1 when one is damaged",
+    "prune": "remove damaged entries, and what --older_than, --max_size or --all say",
+    "export": "write all entries, or KEY..., into FILE, to be imported on a machine of the same kind",
+    "import": "take in the entries of FILE; they are code that is run, so trust it like a program",
+}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_TIMES = {"m": 60, "h": 3600, "d": 86400}
+
+
+def parser() -> Parser:
+    actions = "\n".join(f"  {name:<8} {text}" for name, text in ACTIONS.items())
+    found = Parser(
+        prog="torchweave cache",
+        usage="torchweave cache ACTION [FILE] [KEY...] [OPTION...]",
+        description=f"Look after the compile cache: captured graphs and built pieces of earlier starts.\n\n{actions}",
+    )
+    found.add_argument("action", choices=ACTIONS, help=argparse.SUPPRESS)
+    found.add_argument("names", metavar="FILE|KEY", nargs="*", help=argparse.SUPPRESS)
+    found.add_argument("--compile_cache_dir", metavar="DIR", help="the folder, where it is not the default one")
+    found.add_argument("--older_than", metavar="TIME", help="prune: not used for so long, such as 30d or 12h")
+    found.add_argument("--max_size", metavar="SIZE", help="prune: the least recently used, until SIZE is left, such as 2G")
+    found.add_argument("--all", action="store_true", help="prune: everything")
+    found.add_argument("--dry_run", action="store_true", help="prune: only say what would be removed")
+    found.add_argument("--json", action="store_true", help="print a JSON object")
+    return found
+
+
+def run(argv: Sequence[str]) -> int:
+    args = parser().read(argv)
+    from torchweave.compile.cache import CompileCache
+
+    folder = cache_dir(args.compile_cache_dir)
+    if not folder.is_dir() and args.action != "import":
+        raise ValueError(f"there is no compile cache at {folder}; the first start with a model makes it")
+    cache = CompileCache(folder, Report(show=False))
+    actions = {"list": _list, "inspect": _inspect, "verify": _verify, "prune": _prune, "export": _export, "import": _import}
+    return actions[args.action](cache, args)
+
+
+def _list(cache: CompileCache, args: argparse.Namespace) -> int:
+    from torchweave.compile.cache_tools import summaries
+
+    found = list(summaries(cache))
+    if args.json:
+        print(json.dumps({"folder": str(cache.folder), "entries": [_facts(each) for each in found]}))
+        return 0
+    for each in found:
+        print(f"{each.key[:12]}  {_size(each.num_bytes):>9}  {_ago(each.used):>8}  {_what(each)}")
+    print(f"{len(found)} entries, {_size(sum(each.num_bytes for each in found))}, in {cache.folder}")
+    return 0
+
+
+def _inspect(cache: CompileCache, args: argparse.Namespace) -> int:
+    from torchweave.compile.cache_tools import find
+
+    if not args.names:
+        raise ValueError("name an entry: `torchweave cache inspect KEY`; `torchweave cache list` shows the keys")
+    found = find(cache, args.names)
+    if args.json:
+        print(json.dumps({"entries": [_facts(each, whole=True) for each in found]}))
+        return 0
+    for each in found:
+        print(f"{each.key}\n  {_what(each)}, {_size(each.num_bytes)}, last used {_ago(each.used)} ago, {each.path}")
+        if each.entry is not None:
+            for title, facts in (("factors", each.entry.factors), ("facts", each.entry.facts)):
+                print(f"  {title}")
+                for name, value in facts.items():
+                    print(f"    {name:<26} {value if isinstance(value, str) else json.dumps(value)}")
+    return 0
+
+
+def _verify(cache: CompileCache, args: argparse.Namespace) -> int:
+    from torchweave.compile.cache_tools import summaries
+
+    found = list(summaries(cache))
+    damaged = [each for each in found if each.entry is None]
+    if args.json:
+        print(json.dumps({"entries": len(found), "damaged": [_facts(each) for each in damaged]}))
+    else:
+        for each in damaged:
+            print(f"{each.path.relative_to(cache.folder)}: {each.fault}")
+        print(f"{len(found) - len(damaged)} of {len(found)} entries are whole")
+    return 1 if damaged else 0
+
+
+def _prune(cache: CompileCache, args: argparse.Namespace) -> int:
+    from torchweave.compile.cache_tools import clear_built_code, summaries, to_prune
+
+    older = None if args.older_than is None else _number(args.older_than, _TIMES, "--older_than", "30d, 12h or 90m")
+    size = None if args.max_size is None else _number(args.max_size, _UNITS, "--max_size", "500M or 2G")
+    gone = to_prune(summaries(cache), older, size, args.all)
+    for each in gone if not args.dry_run else ():
+        each.path.unlink(missing_ok=True)
+    if args.all and not args.dry_run:
+        clear_built_code(cache)
+    if args.json:
+        print(json.dumps({"removed": [_facts(each) for each in gone], "dry_run": args.dry_run}))
+    else:
+        verb = "would be removed" if args.dry_run else "removed"
+        print(f"{len(gone)} entries, {_size(sum(each.num_bytes for each in gone))} {verb}")
+    return 0
+
+
+def _export(cache: CompileCache, args: argparse.Namespace) -> int:
+    from torchweave.compile.cache_tools import export, find, summaries
+
+    file, keys = _file(args)
+    try:
+        count = export(cache, file, find(cache, keys) if keys else summaries(cache))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be written: {error.strerror}") from error
+    print(json.dumps({"exported": count}) if args.json else f"{count} entries written to {file}")
+    return 0
+
+
+def _import(cache: CompileCache, args: argparse.Namespace) -> int:
+    from torchweave.compile.cache_tools import import_archive
+
+    file, _ = _file(args)
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}; give one that `torchweave cache export` wrote")
+    added, faults = import_archive(cache, file)
+    if args.json:
+        print(json.dumps({"imported": added, "faults": faults}))
+    else:
+        print("\n".join([*faults, f"{added} new entries in {cache.folder}"]))
+    return 1 if faults else 0
+
+
+def _file(args: argparse.Namespace) -> tuple[Path, list[str]]:
+    if not args.names:
+        raise ValueError(f"name a file: `torchweave cache {args.action} FILE`")
+    return Path(args.names[0]), args.names[1:]
+
+
+def _facts(each: Summary, whole: bool = False) -> dict[str, Any]:
+    facts: dict[str, Any] = {"key": each.key, "bytes": each.num_bytes, "used": each.used, "what": _what(each)}
+    if whole and each.entry is not None:
+        facts |= {name: value for name, value in asdict(each.entry).items() if name in ("kind", "factors", "facts")}
+    return facts | ({"fault": each.fault} if each.fault else {})
+
+
+def _what(each: Summary) -> str:
+    """A line on an entry: what it is, and of which device."""
+    if each.entry is None:
+        return f"damaged: {each.fault}"
+    factors = each.entry.factors
+    name = factors.get("module") or f"{str(factors.get('piece', ''))[:12]}"
+    return f"{each.entry.kind:<6} {name}, {factors.get('device', '?')}, torch {factors.get('torch', '?')}"
+
+
+def _number(text: str, units: dict[str, int], option: str, example: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]?)(?:i?[Bb])?", text.strip())
+    unit = match[2] if match is not None else None
+    unit = unit if unit in units else (unit or "").upper() if (unit or "").upper() in units else None
+    if match is None or unit is None:
+        raise ValueError(f"{option}={text!r} is not understood; give something like {example}")
+    return int(float(match[1]) * units[unit])
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.1f} MiB" if num_bytes >= 1 << 20 else f"{num_bytes / (1 << 10):.1f} KiB"
+
+
+def _ago(when: float) -> str:
+    seconds = max(time.time() - when, 0)
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
