@@ -17,6 +17,7 @@ AttentionName = Literal["auto", "triton", "torch", "fa3", "cpp"]
 CapacityPolicy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 DynamicShapes = Literal["backed", "unbacked", "backed_size_oblivious"]
+CacheFormat = Literal["binary", "unpacked"]
 PassNumerics = Literal["exact", "tolerance"]
 
 
@@ -41,6 +42,8 @@ class TorchCompileConfig:
             documented bound.
         compile_cache: keep captured graphs and built pieces on disk, so that the next start loads them.
         compile_cache_dir: where; None means `torchweave` under the user's cache home.
+        compile_cache_format: `binary` keeps entries alone; `unpacked` also writes each piece's code beside them, to be read.
+        enable_userbuffers: let collectives read and write shared memory of several GPUs; one GPU has none.
         max_num_streams: CUDA streams that a piece may be spread over. Above 1, a piece is split where the longest path through
             it, or a measurement, promises a gain.
         dump_dir: a folder that gets the graph before and after each pass, the code of each piece, a timeline and the report
@@ -61,6 +64,8 @@ class TorchCompileConfig:
     pass_numerics: PassNumerics = "exact"
     compile_cache: bool = True
     compile_cache_dir: str | None = None
+    compile_cache_format: CacheFormat = "binary"
+    enable_userbuffers: bool = True
     max_num_streams: int = 1
     dump_dir: str | None = None
     debug: bool = False

@@ -216,19 +216,22 @@ def test_text_after_two_dashes_is_left_alone():
     assert parser.read(["demo", "--", "--max-model-len", "-5+3="]).prompts == ["--max-model-len", "-5+3="]
 
 
-def test_levels_lie_under_what_is_asked(tmp_path: Path):
+def test_V1_levels_lie_under_what_is_asked(tmp_path: Path):
     plain = read("-O0")
     assert not plain.torch_compile_config.enable_fullgraph and plain.cuda_graph_config.max_batch_size == -1
     assert read("-O1").torch_compile_config == TorchCompileConfig()
     assert not read("-O1").cuda_graph_config.capture_mixed
     assert read("-O2") == read() == EngineConfig("demo")
+    most = read("-O3", "-cc.max_num_streams=2").torch_compile_config
+    assert most == TorchCompileConfig(pass_numerics="tolerance", compile_sizes=(1, 2, 4, 8), max_num_streams=2)
+    assert read("-O3", "-cc.compile_sizes=16").torch_compile_config.compile_sizes == (16,)
     path = tmp_path / "x.yaml"
     path.write_text("torch_compile_config: {enable_fullgraph: true, debug: true}\n")
     mixed = read("-O0", "--config", str(path), "-cc.debug=false").torch_compile_config
     assert mixed.enable_fullgraph and not mixed.enable_inductor and not mixed.debug
 
 
-def test_lists_may_be_repeated_and_vllm_names_work(tmp_path: Path):
+def test_V9_lists_may_be_repeated_and_vllm_names_work(tmp_path: Path):
     assert read(
         "--cudagraph-capture-sizes", "1,2", "-cc.capture_num_tokens=4"
     ).torch_compile_config == TorchCompileConfig(capture_num_tokens=(1, 2, 4))
@@ -278,3 +281,17 @@ def test_normalising_twice_changes_nothing(argv: list[str]):
     options = options_of(EngineConfig)
     once = normalised(argv, options)
     assert normalised(once, options) == once
+
+
+def test_T1_the_names_of_tensorrt_llm_from_yaml(tmp_path: Path):
+    (tmp_path / "x.yaml").write_text(
+        "torch_compile_config: {enable_fullgraph: true, enable_inductor: true, enable_piecewise_cuda_graph: true,\n"
+        "  capture_num_tokens: null, enable_userbuffers: true, max_num_streams: 1}\n"
+        "cuda_graph_config: {enable_padding: true, max_batch_size: 0, batch_sizes: null}\n"
+    )
+    assert read("--config", str(tmp_path / "x.yaml")) == EngineConfig("demo")
+
+
+def test_V2_where_the_compile_cache_is_and_whether():
+    assert read("--compile-cache-dir", "/x").torch_compile_config.compile_cache_dir == "/x"
+    assert not read("--no-compile-cache").torch_compile_config.compile_cache

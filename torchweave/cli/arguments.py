@@ -26,6 +26,10 @@ LEVELS: dict[int, dict[str, Any]] = {
     },
     1: {"cuda_graph_config.max_batch_size": -1, "cuda_graph_config.capture_mixed": False},
     2: {},
+    3: {
+        "torch_compile_config.pass_numerics": "tolerance",
+        "torch_compile_config.compile_sizes": (1, 2, 4, 8),
+    },
 }
 # Names that users of vLLM know, and short ones.
 ALIASES = {
@@ -118,7 +122,8 @@ def add_engine_options(parser: Parser) -> None:
         type=int,
         choices=sorted(LEVELS),
         default=2,
-        help="0: no capture, no compiler, no CUDA graphs; 1: compiled pieces and piecewise CUDA graphs; 2: whole steps too",
+        help="0: no capture, no compiler, no CUDA graphs; 1: compiled pieces and piecewise CUDA graphs; 2: whole steps too; "
+        "3: also passes within a tolerance, and small batches built for their size alone",
     )
     parser.add_argument("--quiet", action="store_true", help="draw no progress bars")
     parser.add_config(EngineConfig, "engine (-cc.NAME is short for --torch_compile_config.NAME)", skip=("model",))

@@ -108,15 +108,17 @@ def _verify(cache: CompileCache, args: argparse.Namespace) -> int:
 
 
 def _prune(cache: CompileCache, args: argparse.Namespace) -> int:
-    from torchweave.compile.cache_tools import clear_built_code, summaries, to_prune
+    from torchweave.compile.cache_tools import clear_beside, clear_unfinished, summaries, to_prune
 
     older = None if args.older_than is None else _number(args.older_than, _TIMES, "--older_than", "30d, 12h or 90m")
     size = None if args.max_size is None else _number(args.max_size, _UNITS, "--max_size", "500M or 2G")
     gone = to_prune(summaries(cache), older, size, args.all)
     for each in gone if not args.dry_run else ():
         each.path.unlink(missing_ok=True)
+    if not args.dry_run:
+        clear_unfinished(cache)
     if args.all and not args.dry_run:
-        clear_built_code(cache)
+        clear_beside(cache)
     if args.json:
         print(json.dumps({"removed": [_facts(each) for each in gone], "dry_run": args.dry_run}))
     else:

@@ -4,7 +4,7 @@ A file is named by the hash of its factors: everything that the entry depends on
 index), printed in its header. An entry that is damaged, foreign or unreadable is a miss with one warning. Entries hold code
 that is run when it is loaded, so a folder that other users can write to is refused.
 
-    torchweave-cache\\n | length of the header, 8 bytes | header, JSON | payload
+    torchweave-cache\\n | length of the header, 8 bytes | its SHA-256, 32 bytes | header, JSON | payload
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ from torchweave.config import TorchCompileConfig, cache_dir
 from torchweave.log import Report
 
 MAGIC = b"torchweave-cache\n"
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".weave"
 CODE_FOLDER = "inductor"
 """Beside the entries: what Inductor compiled of pieces for a CPU."""
+READABLE_FOLDER = "unpacked"
+"""Beside the entries: what they hold, to read, with `compile_cache_format: unpacked`."""
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+UNFINISHED = ".writing-"
 
 Kind = Literal["graph", "piece", "table"]
 Factors = Mapping[str, Any]
@@ -104,12 +109,22 @@ class CompileCache:
         try:
             path = self._path(kind, key)
             path.parent.mkdir(exist_ok=True, mode=0o700)
-            write_atomic(path, MAGIC + len(text).to_bytes(8, "little") + text + payload)
+            write_atomic(path, MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text + payload)
         except OSError as error:
             self.report.event("warning", what="compile cache", why=f"cannot write {self.folder}: {error}")
             return key
         self.report.event("cache", outcome="stored", entry=kind, key=key[:12], bytes=len(payload))
         return key
+
+    def unpack(self, kind: str, key: str, texts: Mapping[str, str]) -> None:
+        """Write what an entry holds as files to read, in a folder beside it. They are never read again by the cache."""
+        folder = self.folder / READABLE_FOLDER / f"{kind}-{key[:12]}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for name, text in texts.items():
+                write_atomic(folder / name, text.encode())
+        except OSError as error:
+            self.report.event("warning", what="compile cache", why=f"cannot write {folder}: {error}")
 
     def hit(self, entry: Entry) -> None:
         """Record that an entry was used, for whoever prunes the folder too."""
@@ -128,7 +143,7 @@ class CompileCache:
 
     def entries(self) -> Iterator[Path]:
         """The files of the cache."""
-        yield from sorted(self.folder.glob(f"*/*{SUFFIX}"))
+        yield from sorted(self.folder.glob(f"*/*{SUFFIX}"))  # folders beside theirs hold no such files
 
     def path(self, entry: Entry) -> Path:
         """Where an entry is, or would be."""
@@ -171,10 +186,13 @@ def parse_entry(data: bytes) -> Entry:
     """
     if not data.startswith(MAGIC):
         raise DamagedEntry("it is no file of this cache")
-    start = len(MAGIC) + 8
-    length = int.from_bytes(data[len(MAGIC) : start], "little")
+    start = len(MAGIC) + 8 + _DIGEST_BYTES
+    length = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 8], "little")
+    text = data[start : start + length]
+    if hashlib.sha256(text).digest() != data[start - _DIGEST_BYTES : start]:
+        raise DamagedEntry("its header is damaged")
     try:
-        header = json.loads(data[start : start + length])
+        header = json.loads(text)
         if header["format"] != FORMAT:
             raise DamagedEntry(f"it has format {header['format']}, not {FORMAT}")
         payload = data[start + length :]
@@ -189,7 +207,7 @@ def parse_entry(data: bytes) -> Entry:
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a file that is there whole or not at all, whoever else writes it at the same moment."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=UNFINISHED)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

@@ -10,7 +10,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchweave.compile.cache import CODE_FOLDER, SUFFIX, CompileCache, DamagedEntry, Entry, parse_entry, read_entry, write_atomic
+from torchweave.compile.cache import (
+    CODE_FOLDER,
+    READABLE_FOLDER,
+    SUFFIX,
+    UNFINISHED,
+    CompileCache,
+    DamagedEntry,
+    Entry,
+    parse_entry,
+    read_entry,
+    write_atomic,
+)
 
 _LONGEST_ENTRY = 1 << 32  # bytes: what an archive claims beyond this is not read
 
@@ -81,9 +92,18 @@ def to_prune(
     return gone
 
 
-def clear_built_code(cache: CompileCache) -> None:
-    """Remove the shared objects that pieces for a CPU were compiled to, which stand beside the entries."""
-    shutil.rmtree(cache.folder / CODE_FOLDER, ignore_errors=True)
+def clear_unfinished(cache: CompileCache, older_than: float = 3600.0) -> int:
+    """Remove what a process that was killed while it wrote has left; returns how many files."""
+    left = [path for path in cache.folder.glob(f"*/{UNFINISHED}*") if time.time() - path.stat().st_mtime > older_than]
+    for path in left:
+        path.unlink(missing_ok=True)
+    return len(left)
+
+
+def clear_beside(cache: CompileCache) -> None:
+    """Remove what stands beside the entries: shared objects that pieces for a CPU were compiled to, and readable copies."""
+    for folder in (CODE_FOLDER, READABLE_FOLDER):
+        shutil.rmtree(cache.folder / folder, ignore_errors=True)
 
 
 def export(cache: CompileCache, file: Path, entries: Iterable[Summary]) -> int:

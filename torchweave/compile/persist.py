@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from torchweave.compile.cache import CODE_FOLDER
 from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size
+from torchweave.compile.mutation import writes_in_place
 from torchweave.compile.pieces import BuiltPiece, callable_of, generated_code
 from torchweave.compile.sources import SourceError, resolve
 from torchweave.compile.split import Piece
@@ -117,15 +119,31 @@ def dump_piece(built: BuiltPiece) -> bytes:
         return path.read_bytes()
 
 
-def load_piece(payload: bytes, piece: Piece, seconds: float = 0.0) -> BuiltPiece:
-    """The piece that `dump_piece` wrote. Raises what Inductor raises."""
+def load_piece(payload: bytes, piece: Piece, built_on: int = 0, runs_on: int = 0) -> BuiltPiece:
+    """The piece that `dump_piece` wrote on one GPU, for that or another one of its kind. Raises what Inductor raises.
+
+    Args:
+        built_on, runs_on: the GPUs' indices.
+    """
     from torch._inductor.standalone_compile import CompiledArtifact
 
     with _scratch() as path:
         path.write_bytes(payload)
         artifact = CompiledArtifact.load(path=str(path), format="binary")
-    call = callable_of(artifact, piece.module)
-    return BuiltPiece(piece.digest, call, "cache", seconds, code=generated_code(artifact))
+    code = generated_code(artifact)
+    if built_on == runs_on:
+        return BuiltPiece(piece.digest, callable_of(artifact, piece.module), "cache", 0.0, code=code)
+    if not code or writes_in_place(piece.module.graph):
+        raise NotStorable(f"its code for GPU {built_on} cannot be moved to GPU {runs_on}")
+    from torch._inductor.codecache import PyCodeCache
+
+    moved = on_device(code, built_on, runs_on)
+    return BuiltPiece(piece.digest, PyCodeCache.load(moved).call, "cache", 0.0, code=moved)
+
+
+def on_device(code: str, old: int, new: int) -> str:
+    """Code that Inductor generated for GPU `old`, for GPU `new`: the places in which it names its device."""
+    return re.sub(rf"(_DeviceGuard\(|set_device\(|get_raw_stream\(|\bcuda:|\bindex=){old}\b", rf"\g<1>{new}", code)
 
 
 @contextlib.contextmanager

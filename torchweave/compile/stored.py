@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -82,6 +83,7 @@ class StoredPiece:
         factors: Mapping[str, Any] | None = None,
     ) -> None:
         self.cache, self.piece, self.build = cache, piece, build
+        self.readable = config.compile_cache_format == "unpacked"
         self.factors = {**piece_factors(piece, config, device), **(factors or {})}
         self.facts = {"device_index": device.index or 0}
 
@@ -94,22 +96,30 @@ class StoredPiece:
         entry = self.cache.load("piece", self.factors)
         if entry is None:
             return None
-        if entry.facts["device_index"] != self.facts["device_index"]:
-            # Generated code names its device; what differs only in that is built again rather than run elsewhere.
-            self.cache.miss("piece", entry.key, f"built for device {entry.facts.get('device_index')}")
-            return None
         try:
-            built = load_piece(entry.payload, self.piece)
+            built = load_piece(entry.payload, self.piece, entry.facts["device_index"], self.facts["device_index"])
+        except NotStorable as error:
+            self.cache.miss("piece", entry.key, str(error))
+            return None
         except Exception as error:  # Inductor raises what it likes; a damaged entry must never stop a start
             self.cache.reject("piece", entry.key, f"cannot be loaded ({type(error).__name__}: {error})")
             return None
         self.cache.hit(entry)
+        self._unpack(entry.key, built)
         return replace(built, seconds=time.monotonic() - begin, passes=tuple(entry.facts.get("passes", ())))
 
     def _build(self) -> BuiltPiece:
         built = self.build()
         try:
-            self.cache.store("piece", self.factors, dump_piece(built), {**self.facts, "passes": built.passes})
+            payload = dump_piece(built)
         except NotStorable as error:
             self.cache.miss("piece", key_of("piece", self.factors), f"not stored: {error}")
+            return built
+        key = self.cache.store("piece", self.factors, payload, {**self.facts, "passes": built.passes})
+        self._unpack(key, built)
         return built
+
+    def _unpack(self, key: str, built: BuiltPiece) -> None:
+        if self.readable:
+            texts = {"fx.py": self.piece.module.code, "inductor.py": built.code}
+            self.cache.unpack("piece", key, {**texts, "factors.json": json.dumps(self.factors, indent=1)})

@@ -187,6 +187,7 @@ def _graphs(
     if streams > 1 and not (fullgraph and device.is_gpu):
         streams, why = 1, "streams need a GPU" if fullgraph else "needs enable_fullgraph"
     entries.note(prefix + "max_num_streams", streams, why)
+    entries.note(prefix + "enable_userbuffers", False, "one GPU exchanges nothing")
 
     buckets, why = _token_buckets(compile_config, device, max_num_tokens)
     entries.note(prefix + "capture_num_tokens", buckets, why)
