@@ -17,7 +17,7 @@ from torchweave.log import Report
 
 
 @pytest.mark.parametrize("mode", ["backed_size_oblivious", "unbacked", "backed"])
-def test_fx_pieces_equal_the_module_bit_for_bit(mode: Any) -> None:
+def test_V5_fx_pieces_equal_the_module_bit_for_bit(mode: Any) -> None:
     module = toy()
     want = {size: module(*step(*size)) for size in SIZES}
     woven = weave(
@@ -49,7 +49,7 @@ def test_inductor_pieces_equal_the_module(compiled: Any) -> None:
         torch.testing.assert_close(woven(call_as_is, *step(*size)), want[size], rtol=2e-5, atol=2e-5)
 
 
-def test_each_distinct_piece_is_built_once(compiled: Any) -> None:
+def test_V7_each_distinct_piece_is_built_once(compiled: Any) -> None:
     woven, _ = compiled
     events = woven.report.select("piece")
     assert [event["built"] for event in events] == ["inductor"] * 3 and sum(event["shared_by"] for event in events) == 4
@@ -63,7 +63,7 @@ def test_every_decision_is_an_event(compiled: Any) -> None:
     assert report.select("assumption")  # what size-oblivious tracing took for granted is on record
 
 
-def test_a_weave_after_ready_is_reported() -> None:
+def test_V3_a_weave_after_ready_is_reported() -> None:
     report = Report(show=False)
     report.event("ready")
     weave(
@@ -136,7 +136,7 @@ def test_no_names_of_the_module_can_shadow_the_code() -> None:
     assert torch.equal(woven(call_as_is, x), module(x))
 
 
-def test_a_branch_on_the_size_is_never_silently_wrong() -> None:
+def test_V5_a_branch_on_the_size_is_never_silently_wrong() -> None:
     class Long(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * 2 if x.shape[0] > 40 else x

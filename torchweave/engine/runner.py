@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torchweave.compile.graphs import Boundary, Forward, GraphPool, Recording, record
+from torchweave.compile.woven import Woven
 from torchweave.engine.buffers import Staging, StepBuffers, pack, packed_size
 from torchweave.engine.step import Step, StepLogprobs, StepResult
 from torchweave.engine.threads import release_workers
@@ -91,6 +92,7 @@ class Runner:
         self.state = state
         self.caches = caches
         self._forward = forward
+        self._least = forward.sizes[0] if isinstance(forward, Woven) else 1  # tokens and rows that the model may see
         self._backend = backend
         self._report = report
         self._device = torch.device(plan.device)
@@ -202,6 +204,7 @@ class Runner:
         plan = self.plan
         mixed = plan.token_buckets if plan.whole_mixed_graphs or plan.piecewise_graphs else ()
         decode = plan.batch_sizes if plan.decode_graphs else ()
+        mixed, decode = ([size for size in sizes if size >= self._least] for sizes in (mixed, decode))
         if mixed:
             with self._report.progress("recording mixed steps", len(mixed)) as advance_bar, self._on_stream():
                 for tokens in sorted(mixed, reverse=True):
@@ -308,7 +311,7 @@ class Runner:
             recording = self._decode_graphs[bucket]
             recording.replay()
             return "decode_graph", recording.output
-        run, boundary = self._decode_step(rows)
+        run, boundary = self._decode_step(max(rows, self._least))
         return "plain", run(boundary)
 
     def _launch_mixed(self, step: Step) -> tuple[str, Tensor]:
@@ -316,8 +319,8 @@ class Runner:
         limit = self.plan.config.torch_compile_config.max_padding_ratio
         if bucket is not None and (bucket > limit * step.num_tokens or step.num_rows > self.rows_of(bucket)):
             bucket = None
-        tokens = step.num_tokens if bucket is None else bucket
-        rows = step.num_rows if bucket is None else self.rows_of(bucket)
+        tokens = max(step.num_tokens, self._least) if bucket is None else bucket
+        rows = max(step.num_rows, self._least) if bucket is None else self.rows_of(bucket)
         size = packed_size(rows, tokens)
         turn, host = self._to_device.next()
         pack(step, rows, tokens, host.numpy())
