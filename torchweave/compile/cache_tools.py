@@ -46,11 +46,12 @@ def summaries(cache: CompileCache) -> Iterator[Summary]:
     for path in cache.entries():
         try:
             facts = path.stat()
+        except FileNotFoundError:  # pruned by another process meanwhile
+            continue
+        try:
             entry, fault = read_entry(path), ""
             if cache.path(entry) != path:
                 entry, fault = None, "it is another entry than its name says"
-        except FileNotFoundError:  # pruned by another process meanwhile
-            continue
         except (OSError, DamagedEntry) as error:
             entry, fault = None, str(error)
         yield Summary(path, facts.st_size, facts.st_mtime, entry, fault)
