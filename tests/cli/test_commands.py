@@ -92,6 +92,21 @@ def test_S9_explain_shows_the_plan_and_what_was_built(
         assert word in text
 
 
+def test_S9_explain_names_the_near_misses_of_a_model_that_fuses_in_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    from torchweave.models.zoo import build, specimen
+
+    build(specimen("cohere2")).save_pretrained(tmp_path / "model")
+    options = ["--quiet", "--cpu_kv_cache_gib", "0.02", "-cc.enable_inductor=false", "-cc.no_compile_cache"]
+    assert main(["explain", str(tmp_path / "model"), *options, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema()).validate(facts)
+    merged = next(row for row in facts["passes"] if row["name"] == "merge_linears")
+    assert merged["matches"] > 0
+    assert any("boundary op attention lies between" in miss for miss in merged["near_misses"])
+
+
 def test_models_list(capsys: pytest.CaptureFixture[str]):
     assert main(["models", "list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -202,14 +202,15 @@ def check(graph: CapturedGraph, parts: list[Piece | BoundaryCall]) -> None:
 def _check_boundary(call: BoundaryCall, before: Piece | None) -> None:
     schema = call.op._schema
     if schema.returns:
-        raise InvariantError(f"boundary op {schema.name} has an output; it must write into a tensor given to it")
+        cause = f"boundary op {schema.name} has an output; it must write into a tensor given to it"
+        raise InvariantError(cause, place(call.node))
     written = [
         argument
         for argument, declared in zip(call.args, schema.arguments, strict=False)
         if declared.alias_info is not None and declared.alias_info.is_write
     ]
     if not written:
-        raise InvariantError(f"boundary op {schema.name} declares no argument that it writes to")
+        raise InvariantError(f"boundary op {schema.name} declares no argument that it writes to", place(call.node))
     for argument in written:
         if isinstance(argument, fx.Node) and (before is None or argument not in before.outputs):
             raise InvariantError(
