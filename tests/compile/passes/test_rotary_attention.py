@@ -35,7 +35,9 @@ FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 class Layer(nn.Module):
     """An attention with 4 query heads, 2 key heads of 16 numbers."""
 
-    def __init__(self, turn: Any, norm: Any = None, before: bool = True, dtype: torch.dtype = BF16, width: int = 16) -> None:
+    def __init__(
+        self, turn: Any, norm: Any = None, before: bool = True, dtype: torch.dtype = BF16, width: int = 16
+    ) -> None:
         super().__init__()
         self.turn, self.norm, self.before, self.width = turn, norm, before, width
         self.product = nn.Linear(32, 128, dtype=dtype)
@@ -95,6 +97,22 @@ def test_S10_rotary_attention_fires_once_and_is_exact(name: str) -> None:
     for tokens in (1, 2, 7, 64):
         given = inputs(layer, tokens)
         assert woven(call_as_is, *given.values()).equal(layer(**given))
+
+
+def test_what_a_module_writes_in_place_and_the_contexts_it_opens_stay() -> None:
+    class Writes(Layer):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            y = super().forward(x, cos, sin)
+            y[:, :2] = 3.0
+            y[:, 2:4].fill_(5.0)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return torch.mm(y.float(), y.float().t())
+
+    layer = Writes(rotary).requires_grad_(False)
+    report, given = Report(show=False), inputs(layer)
+    woven = weave(layer, given, DYNAMIC, boundary_ops={ATTENTION}, config=FX, passes=(PASS,), report=report)
+    assert report.select("pass")[0]["matches"] == 1
+    assert woven(call_as_is, *given.values()).equal(layer(**given))
 
 
 @pytest.mark.parametrize("mode", ["backed", "unbacked"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 
 from torchweave.compile.cache import CompileCache, key_of
@@ -21,9 +23,8 @@ def table_for(device: torch.device, cache: CompileCache | None, report: Report) 
         )
         default = Table(kind)
     table = merged((kept, default), kind)
-    report.event(
-        "table", device=kind, answers=len(table.entries), tuned=len(kept.entries), shipped=len(default.entries)
-    )
+    counts = {"answers": len(table.entries), "tuned": len(kept.entries), "shipped": len(default.entries)}
+    report.event("table", device=kind, **counts, entries=[asdict(entry) for entry in table])
     return table
 
 
