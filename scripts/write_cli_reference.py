@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from torchweave.cli import bench, chat, doctor, explain, generate, main, models
+from torchweave.cli import bench, cache, chat, doctor, explain, generate, main, models
 from torchweave.cli.arguments import LEVELS, Parser
 from torchweave.cli.options import options_of
 from torchweave.config import EngineConfig
@@ -60,6 +60,12 @@ def page() -> str:
     lines += _command("generate", generate.DESCRIPTION, generate.parser())
     lines += _command("chat", chat.DESCRIPTION, chat.parser())
     lines += _command("explain", explain.DESCRIPTION, explain.parser())
+    actions = "\n".join(f"- `{name}`: {text}" for name, text in cache.ACTIONS.items())
+    lines += _command(
+        "cache",
+        f"Look after the compile cache: captured graphs and built pieces of earlier starts.\n\n{actions}",
+        cache.parser(),
+    )
     lines += _command("doctor", doctor.DESCRIPTION, doctor.parser())
     lines += _command(
         "models", "`torchweave models list`, `torchweave models verify NAME...` or `--all`.", models.parser()
