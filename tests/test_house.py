@@ -131,6 +131,17 @@ def test_the_reference_names_every_option():
     assert not missing, "run scripts/write_cli_reference.py"
 
 
+def test_the_page_of_passes_is_current_and_whole():
+    from torchweave.compile.passes.base import document
+    from torchweave.compile.passes.manager import default_passes
+
+    page = (ROOT / "docs" / "passes.md").read_text(encoding="utf-8")
+    assert page == script("write_passes_page").page(), "run scripts/write_passes_page.py"
+    for each in default_passes():
+        missing = [part for part in ("Before", "After", "When", "Numerics", "Pays") if part not in document(each)]
+        assert not missing, f"the docstring of {each.name} has no {', '.join(missing)}"
+
+
 def test_results_become_a_table():
     results = script("results_table")
     environment = {"device": "GPU", "versions": {}}

@@ -44,7 +44,7 @@ def test_V6_a_second_dump_leaves_nothing_of_the_first(tmp_path: Path) -> None:
     first = files(tmp_path)
     torchweave.compile(torch.nn.Linear(4, 16), {"input": torch.ones(3, 4)}, {"input": {0: "T"}}, config)
     assert "mine.txt" in files(tmp_path)
-    assert len([name for name in files(tmp_path) if name.startswith("pieces/")]) == 1
+    assert len({name.split("/")[1] for name in files(tmp_path) if name.startswith("pieces/")}) == 1
     assert files(tmp_path) != first
 
 

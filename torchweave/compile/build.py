@@ -177,13 +177,13 @@ class PieceBuilder:
             facts = self.manager.rewrite(lowered, passes, self.report)
             if not sizes and not any(each["matches"] for each in facts):
                 return piece, facts
-            return lowered, facts + self.manager.rewrite(lowered, last, self.report)
+            facts += self.manager.rewrite(lowered, last, self.report)
+        name = "lowered" + "".join(f"-T{size}" for size in (sizes or {}).values())
+        self.report.artifact(f"pieces/{piece.digest}/{name}.py", lambda: graph_text(lowered.module))
+        return lowered, facts
 
     def _make(self, piece: Piece, facts: Facts, tune: bool = False) -> BuiltPiece:
         built = build_inductor(piece, self.config, tune) if self.config.enable_inductor else build_fx(piece)
-        self.report.artifact(
-            f"pieces/{piece.digest}/{'lowered' if facts else 'fx'}.py", lambda: graph_text(piece.module)
-        )
         return replace(built, passes=tuple(facts))
 
 

@@ -15,6 +15,8 @@ A pass of your own is a class with four facts and `run`:
 
 from __future__ import annotations
 
+import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -88,6 +90,15 @@ class Pass(Protocol):
     def run(self, graph: Any) -> PassResult:
         """Rewrite a graph in place: a `CapturedGraph` in the Torch IR stage, a lowered `Piece` in the ATen stage."""
         ...
+
+
+def document(each: Pass) -> str:
+    """What a pass says of itself: of a fusion, the docstring of its file; of a class, that of its file or its own."""
+    written = getattr(each, "document", None)
+    if isinstance(written, str):
+        return written
+    module = inspect.getdoc(sys.modules[type(each).__module__]) or ""
+    return module if "Before" in module else inspect.getdoc(type(each)) or ""
 
 
 class Mismatch(Exception):
