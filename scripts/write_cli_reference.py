@@ -70,6 +70,8 @@ def page() -> str:
     lines += _command(
         "models", "`torchweave models list`, `torchweave models verify NAME...` or `--all`.", models.parser()
     )
+    actions = " ".join(f"`{name}`: {text}." for name, text in cache.ACTIONS.items())
+    lines += _command("cache", f"`torchweave cache ACTION [FILE] [KEY...]`. {actions}", cache.parser())
     lines += [
         "## bench",
         "",
