@@ -215,3 +215,27 @@ def test_V8_compile_sizes_are_clamped_and_need_inductor():
     assert plan.compile_sizes == () and entry(plan, "torch_compile_config.compile_sizes").why == "needs Inductor"
     with pytest.raises(ValueError, match="compile_sizes holds 0"):
         plan_of(GPU, torch_compile_config=TorchCompileConfig(compile_sizes=(0,)))
+
+
+# -- quantization ------------------------------------------------------------------------------------------------------
+
+
+def test_fp8_is_per_tensor_unless_said_otherwise_or_the_checkpoint_is_fp8() -> None:
+    assert resolve(EngineConfig("m"), CPU, MODEL).quantization is None
+    plan = resolve(EngineConfig("m", quantization="fp8"), CPU, MODEL)
+    assert plan.quantization == "fp8_per_tensor" and "fp8_per_tensor" in plan.table()
+    stored = replace(MODEL, quantization="fp8_per_block")
+    plan = resolve(EngineConfig("m"), CPU, stored)
+    assert plan.quantization == "fp8_per_block" and "the checkpoint's" in plan.table()
+    assert resolve(EngineConfig("m", quantization="fp8_per_block"), CPU, stored).quantization == "fp8_per_block"
+
+
+def test_quantization_that_cannot_be() -> None:
+    stored = replace(MODEL, quantization="fp8_per_block")
+    with pytest.raises(ValueError, match="fp8_per_block already"):
+        resolve(EngineConfig("m", quantization="fp8"), CPU, stored)
+    with pytest.raises(ValueError, match=r"quantization='fp4' is not known.*did you mean 'fp8'"):
+        resolve(EngineConfig("m", quantization="fp4"), CPU, MODEL)  # type: ignore[arg-type]
+    old = replace(GPU, capability=(8, 0))
+    with pytest.raises(ValueError, match=r"needs compute capability 8\.9"):
+        resolve(EngineConfig("m", quantization="fp8"), old, MODEL)

@@ -13,6 +13,7 @@ from typing import Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
 AttentionName = Literal["auto", "triton", "torch", "fa3", "cpp"]
 CapacityPolicy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
@@ -97,6 +98,8 @@ class EngineConfig:
         dtype: of weights and activations; auto takes the checkpoint's (float32 on a CPU).
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         load_format: `auto` reads the checkpoint; `dummy` fills random weights of the right shapes, for benchmarks.
+        quantization: quantise linears as they are loaded: `fp8` (`fp8_per_tensor`: a scale for each weight), `fp8_per_channel`,
+            `fp8_per_block` (128 x 128); None keeps what the checkpoint has, which may be FP8.
         trust_remote_code: run Python code that comes with the checkpoint.
         max_model_len: longest request in tokens, prompt and output; None takes the model's own limit, and no more than the
             KV cache can hold.
@@ -125,6 +128,7 @@ class EngineConfig:
     dtype: DType = "auto"
     device: str = "auto"
     load_format: LoadFormat = "auto"
+    quantization: Quantization | None = None
     trust_remote_code: bool = False
     max_model_len: int | None = None
     max_batch_size: int | None = None

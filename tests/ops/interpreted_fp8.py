@@ -7,7 +7,9 @@ import sys
 import torch
 
 from torchweave.ops.fp8 import FP8, GROUP, empty_quantized, quantize
+from torchweave.ops.fp8_fused import add_rms_norm_fp8, gated_activation_fp8, rms_norm_fp8
 from torchweave.ops.fp8_linear import Fp8Config, block_scales, fp8_linear
+from torchweave.ops.kernels import fp8_fused as fused_kernels
 from torchweave.ops.kernels import fp8_quant as kernels
 
 CONFIGS = (
@@ -38,6 +40,24 @@ def quant() -> None:
                 check(kernels.launch_quant(form, group, scale), quantize(form, group, scale), (width, group))
 
 
+def fused() -> None:
+    dialects = (("llama", {}), ("gemma", {"offset": 1.0, "wide": True}))
+    for width in (208, 1040):
+        x, residual = (torch.randn(3, width).half() for _ in range(2))
+        weight, gate_up = torch.randn(width).half(), torch.randn(3, 2 * width).half()
+        for group, scale in ((0, None), (GROUP, None), (0, torch.tensor([0.01]))):
+            for _, options in dialects:
+                dialect = (options.get("offset", 0.0), options.get("wide", False))
+                got = fused_kernels.launch_norm_fp8(x, None, weight, 1e-5, *dialect, group, scale)
+                check(got, rms_norm_fp8(x, weight, 1e-5, *dialect, group, scale), ("norm", width, group))
+                got = fused_kernels.launch_norm_fp8(x, residual, weight, 1e-5, *dialect, group, scale)
+                right = add_rms_norm_fp8(x, residual, weight, 1e-5, *dialect, group, scale)
+                check(got, right, ("add norm", width, group))
+                assert torch.equal(got[2], right[2])
+            got = fused_kernels.launch_gated_fp8(gate_up, "silu", group, scale)
+            check(got, gated_activation_fp8(gate_up, "silu", group, scale), ("gated", width, group))
+
+
 def products() -> None:
     for config in CONFIGS:
         for tokens in (1, 2) if config.kernel == "row" else (17,):
@@ -58,6 +78,6 @@ def products() -> None:
 
 
 if __name__ == "__main__":
-    kernels.empty_quantized = kept_wide
-    for wanted in sys.argv[1:] or ("quant", "products"):
-        {"quant": quant, "products": products}[wanted]()
+    kernels.empty_quantized = fused_kernels.empty_quantized = kept_wide
+    for wanted in sys.argv[1:] or ("quant", "fused", "products"):
+        {"quant": quant, "fused": fused, "products": products}[wanted]()

@@ -60,6 +60,7 @@ def _print(facts: dict[str, Any]) -> None:
             (key, show(tuple(value) if isinstance(value, list) else value))
             for key, value in {**facts["model"], **{f"capture {k}": v for k, v in facts["capture"].items()}}.items()
         ])  # fmt: skip
+    _table(console, "Quantization", ("fact", ""), _quantization_rows(facts["quantization"]))
     _table(console, "Passes", ("pass", "stage", "numerics", "matches", "operations", "us saved", "near misses"), [
         (row["name"], row["stage"], row["numerics"], str(row["matches"]), f"{row['ops_before']} -> {row['ops_after']}",
          _saved(row), f"{len(row['near_misses'])}" if row["near_misses"] else "-")
@@ -111,6 +112,11 @@ def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
+
+
+def _quantization_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [(key, show(value)) for key, value in facts.items() if key != "excluded"]
+    return rows + [(f"not quantised: {why}", ", ".join(names)) for why, names in facts.get("excluded", {}).items()]
 
 
 def _saved(row: dict[str, Any]) -> str:

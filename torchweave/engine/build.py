@@ -74,7 +74,9 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
     dtype = getattr(torch, plan.dtype)
     if loaded is None:
         trust = config.trust_remote_code
-        loaded = load(config.model, dtype, plan.device, config.load_format, trust, report, plan.max_model_len)
+        loaded = load(
+            config.model, dtype, plan.device, config.load_format, trust, report, plan.max_model_len, plan.quantization
+        )
     layers = loaded.module.attention_layers
     backend, plan = _attention(plan, layers, dtype)
     block_bytes = bytes_per_block(layers, plan.block_size, dtype)
@@ -122,7 +124,12 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
 def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts:
     if loaded is None:
         return model_facts(config.model, config.trust_remote_code)
-    return ModelFacts(loaded.name, loaded.max_model_len, str(loaded.dtype).removeprefix("torch."))
+    if config.quantization is not None and loaded.quantization is None:
+        raise ValueError(
+            f"quantization={config.quantization}: {loaded.name} is in memory already; quantise it as it is loaded"
+        )
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    return ModelFacts(loaded.name, loaded.max_model_len, dtype, loaded.quantization)
 
 
 def _attention(plan: Plan, layers: Sequence[LayerSpec], dtype: torch.dtype) -> tuple[AttentionBackend, Plan]:

@@ -19,6 +19,7 @@ from torchweave.compile.tuning.table import device_kind, shipped
 from torchweave.engine.runner import Runner
 from torchweave.log import Report
 from torchweave.models.experts import launch_samples
+from torchweave.models.quantize import distinct
 from torchweave.ops.attention import AttentionBackend, LayerSpec
 from torchweave.ops.linear import linear
 from torchweave.ops.linear_config import MAX_TOKENS
@@ -38,7 +39,12 @@ class StandIn:
         self._layers = {layer: index for index, layer in reversed(list(enumerate(layers)))}
         self._vocab_size = vocab_size
         self._dtype = dtype
-        weights = [parameter.detach() for parameter in module.parameters() if parameter.ndim == 2]
+        weights = [
+            parameter.detach()
+            for parameter in module.parameters()
+            if parameter.ndim == 2 and parameter.dtype.itemsize >= 2
+        ]
+        self._fp8 = [each.detached() for each in distinct(module)]
         self._weights = list(
             {(weight.shape[1], weight.shape[0] > weight.shape[1]): weight for weight in weights}.values()
         )
@@ -46,6 +52,8 @@ class StandIn:
     def __call__(self, boundary: Boundary, *inputs: Tensor) -> Tensor:
         ids, _, index = inputs
         tokens, device = ids.shape[0], ids.device
+        for quantized in self._fp8:
+            quantized(torch.zeros(tokens, quantized.in_features, dtype=self._dtype, device=device))
         table = shipped(device_kind(device))
         for weight in self._weights if tokens <= MAX_TOKENS else ():
             choices = LinearShape(weight.shape[0], weight.shape[1]).choices(table, weight.dtype)

@@ -22,6 +22,8 @@ from torchweave.models.adapt import adapt, install, refuse_by_config, vocab_size
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.hooks import freeze_rope
+from torchweave.models.quantize import Quantizer, Scheme
+from torchweave.models.quantized_checkpoint import check_dtypes, scheme_for, stored_scheme, take_scales
 from torchweave.models.resolve import Source, read_json, resolve
 from torchweave.models.tokenizer import Tokenizer
 from torchweave.ops.attention import LayerSpec
@@ -61,6 +63,7 @@ class LoadedModel:
         generation: the checkpoint's defaults of sampling and its end tokens.
         num_parameters: parameters, tied ones counted once.
         weight_bytes: memory of parameters and buffers.
+        quantization: how its linears are quantised (`fp8_per_tensor`); None: they are not.
     """
 
     module: DecoderStep
@@ -74,6 +77,7 @@ class LoadedModel:
     generation: GenerationDefaults
     num_parameters: int
     weight_bytes: int
+    quantization: str | None = None
 
 
 def load(
@@ -84,6 +88,7 @@ def load(
     trust_remote_code: bool = False,
     report: Report | None = None,
     max_model_len: int | None = None,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Load a decoder from a folder, a hub id, a built-in name, or (`load_format="dummy"`) a config or `shape:` name.
 
@@ -92,6 +97,8 @@ def load(
         load_format: `auto` reads the checkpoint's weights; `dummy` fills random ones of the same shapes.
         trust_remote_code: run Python code that comes with the checkpoint.
         max_model_len: longest sequence that will be served; RoPE that varies with the length is fixed for it.
+        quantization: quantise linears as they are loaded: `fp8`, `fp8_per_channel` or `fp8_per_block`; None: as the checkpoint
+            has them.
 
     Raises:
         ValueError: the model is not there, is damaged, or cannot be served; one sentence says which and what to do.
@@ -108,16 +115,20 @@ def load(
     chosen = _choose_dtype(dtype, config, device)
     stored = weights.checkpoint(source.folder) if source.folder is not None and load_format == "auto" else None
     with report.stage("build model"):
+        how = scheme_for(source, quantization)
         model = build_on_meta(config, chosen, trust_remote_code)
         specs = adapt(model, report)
     length = _max_model_len(model.config, max_model_len)
     if stored is None:
-        weights.fill_random(model, device, report)
+        quantizer = None if how is None else Quantizer(model, how)
+        weights.fill_random(model, device, report, placer=quantizer)
         weights.rebuild_buffers(model, device)
     else:
-        model = _fill(model, source, stored, chosen, device, trust_remote_code, report)
+        model, quantizer = _fill(model, source, stored, chosen, device, trust_remote_code, report, how)
+    if quantizer is not None:
+        quantizer.tell(model, report)
     freeze_rope(model, length, report)
-    return _loaded(source, model, specs, chosen, device, length, report)
+    return _loaded(source, model, specs, chosen, device, length, report, None if how is None else how.name)
 
 
 def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code: bool = False) -> ModelFacts:
@@ -129,9 +140,12 @@ def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code:
     source = resolve(name_or_path, trust_remote_code)
     config = read_config(source, trust_remote_code)
     refuse_by_config(config)
-    stored = _stored_dtype(config)
+    stored, how = _stored_dtype(config), stored_scheme(source)
     return ModelFacts(
-        source.name, _max_model_len(config, None), None if stored is None else str(stored).removeprefix("torch.")
+        source.name,
+        _max_model_len(config, None),
+        None if stored is None else str(stored).removeprefix("torch."),
+        None if how is None else how.name,
     )
 
 
@@ -182,11 +196,8 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_cod
         raise UnsupportedModel(
             f"{name} has no causal language model in transformers {transformers.__version__}; only decoders can be served."
         )
-    if getattr(config, "quantization_config", None):
-        method = config.quantization_config.get("quant_method", "unknown")  # type: ignore[union-attr]
-        raise UnsupportedModel(
-            f"This {name} checkpoint is quantized ({method}), which is not supported; use an unquantized one."
-        )
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the model is built plain; its linears are replaced as their weights arrive
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -251,16 +262,26 @@ def _fill(
     device: torch.device,
     trust_remote_code: bool,
     report: Report,
-) -> PreTrainedModel:
+    how: Scheme | None,
+) -> tuple[PreTrainedModel, Quantizer | None]:
     """The model with its weights on the device: the one given, or a new one where transformers must convert them."""
     folder = source.folder
     assert folder is not None
+    scaled = stored_scheme(source) is not None
     if not weights.needs_conversion(model, stored):
         renamed = weights.rename(model, stored)
+        scales = take_scales(stored, renamed) if scaled else ({}, {})
+        check_dtypes(stored, renamed, scales[0])
         weights.check_names(model, stored, renamed, folder)
-        weights.stream(model, stored, renamed, device, report)
+        quantizer = None if how is None else Quantizer(model, how, *(scales if scaled else ()))
+        weights.stream(model, stored, renamed, device, report, quantizer)
         weights.rebuild_buffers(model, device)
-        return model
+        return model, quantizer
+    if scaled:
+        raise UnsupportedModel(
+            f"{folder} keeps experts in FP8 in other pieces than {type(model).__name__}, which cannot be read; use a checkpoint "
+            "whose experts are not quantized."
+        )
     report.event(
         "weights_converted", reason="the checkpoint keeps tensors in other pieces than the model", by="transformers"
     )
@@ -278,9 +299,13 @@ def _fill(
                 f"{folder} lacks {', '.join(missing[:3])} ({len(missing)} tensors in all); "
                 "check that config.json belongs to these weights."
             )
-        converted = converted.eval().requires_grad_(False).to(device)
+        converted = converted.eval().requires_grad_(False)
+        quantizer = None if how is None else Quantizer(converted, how)
+        if quantizer is not None:
+            quantizer.apply(converted, device)
+        converted = converted.to(device)
     install(converted)
-    return converted
+    return converted, quantizer
 
 
 def _loaded(
@@ -291,6 +316,7 @@ def _loaded(
     device: torch.device,
     length: int,
     report: Report,
+    quantization: str | None,
 ) -> LoadedModel:
     step = DecoderStep(model, specs, vocab_size(model), length).eval().requires_grad_(False)
     tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -308,6 +334,7 @@ def _loaded(
         generation=_generation(source.folder, model.config),
         num_parameters=parameters,
         weight_bytes=num_bytes,
+        quantization=quantization,
     )
     report.event(
         "model_loaded",
@@ -316,6 +343,7 @@ def _loaded(
         parameters=parameters,
         bytes=num_bytes,
         dtype=str(dtype).removeprefix("torch."),
+        quantization=quantization,
         device=str(device),
         max_model_len=length,
         tokenizer=loaded.tokenizer is not None,

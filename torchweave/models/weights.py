@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,12 +28,26 @@ _TEXT_PART = re.compile(r"^(?P<base>model\.)?language_model\.")
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a checkpoint: its file, name, shape, and size in bytes."""
+    """One tensor of a checkpoint: its file, name, shape, size in bytes, and dtype as safetensors names it (`BF16`)."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
     num_bytes: int
+    dtype: str
+
+
+class Placer(Protocol):
+    """Puts tensors into a model as they arrive.
+
+    Attributes:
+        dtypes: tensors that come in another dtype than the model's, by name.
+    """
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]: ...
+
+    def put(self, model: nn.Module, name: str, tensor: Tensor) -> None: ...
 
 
 def checkpoint(folder: Path) -> dict[str, Stored]:
@@ -49,7 +63,8 @@ def checkpoint(folder: Path) -> dict[str, Stored]:
                 for name in tensors.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
                     part = tensors.get_slice(name)
                     shape = tuple(part.get_shape())
-                    stored[name] = Stored(file, name, shape, _num_bytes(shape, part.get_dtype()))
+                    dtype = part.get_dtype()
+                    stored[name] = Stored(file, name, shape, _num_bytes(shape, dtype), dtype)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is damaged or cut short ({error}); copy or download it again.") from error
     return stored
@@ -172,10 +187,17 @@ def _some(names: list[str]) -> str:
 
 
 def stream(
-    model: PreTrainedModel, stored: dict[str, Stored], renamed: dict[str, str], device: torch.device, report: Report
+    model: PreTrainedModel,
+    stored: dict[str, Stored],
+    renamed: dict[str, str],
+    device: torch.device,
+    report: Report,
+    placer: Placer | None = None,
 ) -> None:
     """Fill the model from the files, tensor by tensor, then tie what is tied."""
-    dtypes = dtype_plan(model)
+    dtypes = dtype_plan(model) | (placer.dtypes if placer is not None else {})
+    place = placer.put if placer is not None else put
+    all_names = set(targets(model))
     by_file: dict[Path, list[str]] = {}
     for name in renamed:
         by_file.setdefault(stored[name].file, []).append(name)
@@ -185,12 +207,14 @@ def stream(
                 for name in names:
                     target = renamed[name]
                     # A copy even where nothing changes: the file's pages must not stay the model's memory.
-                    put(model, target, tensors.get_tensor(name).to(device=device, dtype=dtypes[target], copy=True))
+                    place(model, target, tensors.get_tensor(name).to(device=device, dtype=dtypes[target], copy=True))
                     advance(stored[name].num_bytes, file.name)
-    model.tie_weights(missing_keys=set(targets(model)) - set(renamed.values()), recompute_mapping=False)
+    model.tie_weights(missing_keys=all_names - set(renamed.values()), recompute_mapping=False)
 
 
-def fill_random(model: PreTrainedModel, device: torch.device, report: Report, seed: int = 0) -> None:
+def fill_random(
+    model: PreTrainedModel, device: torch.device, report: Report, seed: int = 0, placer: Placer | None = None
+) -> None:
     """Random weights on the device: matrices and embeddings small and normal, norms one, biases and the rest zero."""
     dtypes, wanted = dtype_plan(model), targets(model)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -206,7 +230,7 @@ def fill_random(model: PreTrainedModel, device: torch.device, report: Report, se
                 tensor.normal_(0.0, 0.02, generator=generator)
             elif dtype.is_floating_point and name.endswith("weight"):
                 tensor.fill_(1.0)
-            put(model, name, tensor)
+            (put if placer is None else placer.put)(model, name, tensor)
             advance(tensor.numel() * dtype.itemsize, name)
     model.tie_weights(missing_keys=set(tied), recompute_mapping=False)
 

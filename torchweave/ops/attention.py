@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from torchweave.ops.attention_math import attend, visibility_bias
+from torchweave.ops.fp8 import FP8, GROUP, PER_TOKEN, fp8_quant
 from torchweave.ops.kernels.cpp import NO_COMPILER, has_compiler
 from torchweave.ops.registry import define
 from torchweave.ops.rope import Rotary
 
 
-@define("torchweave::attention", mutates=("out",), boundary=True)
+@define("torchweave::attention", mutates=("out", "out_scale"), boundary=True)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -42,6 +43,8 @@ def attention(
     norm_eps: float = 0.0,
     norm_offset: float = 0.0,
     norm_wide: bool = False,
+    out_scale: Tensor | None = None,
+    given_scale: Tensor | None = None,
 ) -> None:
     """Write the attention of T tokens into `out`; here the T tokens are one sequence.
 
@@ -49,7 +52,8 @@ def attention(
         q: `[T, H, D]`. Query head h reads key head `h // (H // KH)`.
         k: `[T, KH, D]`.
         v: `[T, KH, Dv]`; Dv may differ from D.
-        out: contiguous `[T, H, Dv]`, written whole.
+        out: contiguous `[T, H, Dv]`, written whole; of q's dtype, or e4m3: then the result is rounded to q's dtype and
+            quantised as `torchweave::fp8_quant` does, with one of the two scales below.
         layer: which KV cache of the engine belongs to this call; not used here.
         scale: factor of the scores.
         window: keys with `q_pos - k_pos < window` are seen; 0 means all.
@@ -58,6 +62,8 @@ def attention(
         chunk: keys with `k_pos // chunk == q_pos // chunk` are seen (Llama 4); 0 means all.
         cos, sin: `[..., T, R]`: q and k are turned first, as `torchweave::rope` does; None means that they have been.
         q_weight, k_weight, norm_eps, norm_offset, norm_wide: and before that normed, as `torchweave::qk_norm_rope` does.
+        out_scale: float32 `[ceil(H * Dv / 128), T]`, written: scales of groups of 128 channels of a token.
+        given_scale: float32 `[1]`, read: the one scale.
     """
     rotary = _rotary(cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
     if rotary is not None:
@@ -65,76 +71,33 @@ def attention(
     positions = torch.arange(q.shape[0], device=q.device)[None]
     bias = None if not (window or chunk) else visibility_bias(positions, positions, window, chunk, q.dtype)
     result = attend(q[None], k[None], v[None], bias, scale=scale, softcap=softcap, sinks=sinks)[0]
-    out.unflatten(1, result.shape[1:3]).copy_(result)
+    if out.dtype == FP8:
+        quantize_into(Quantized(out, out_scale, given_scale), result.flatten(1, 2))
+    else:
+        out.unflatten(1, result.shape[1:3]).copy_(result)
+
+
+class Quantized(NamedTuple):
+    """Where a quantised result goes: q e4m3 `[T, H, Dv]`, and of its scales one that is written or one that is given."""
+
+    q: Tensor
+    written: Tensor | None
+    given: Tensor | None
+
+
+def quantize_into(target: Quantized, result: Tensor) -> None:
+    """Quantise result `[T, H, Dv]` into its place, as `torchweave::fp8_quant` would."""
+    assert (target.written is None) != (target.given is None), "a quantised result has one kind of scale"
+    group = PER_TOKEN if target.written is None else GROUP
+    q, scale = fp8_quant(result.reshape(result.shape[0], -1), group, target.given)
+    target.q.flatten(1).copy_(q)
+    if target.written is not None:
+        target.written.copy_(scale)
 
 
 def _rotary(cos: Tensor | None, sin: Tensor | None, *norm: Any) -> Rotary | None:
     assert (cos is None) == (sin is None), "cos and sin come together"
     return None if cos is None or sin is None else Rotary(cos, sin, *norm)
-
-
-def visibility_bias(q_pos: Tensor, k_pos: Tensor, window: int, chunk: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask `[rows, 1, N, L]` from positions `[rows, N]` and `[rows, L]`: 0 where a key is seen, else -inf."""
-    q, k = q_pos[:, :, None], k_pos[:, None, :]
-    seen = k <= q
-    if window:
-        seen = seen & (q - k < window)
-    if chunk:
-        seen = seen & (k >= q // chunk * chunk)
-    return torch.where(seen, 0.0, float("-inf")).to(dtype)[:, None]
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scale: float, softcap: float, sinks: Tensor | None
-) -> Tensor:
-    """Attention of padded rows: `q [R, N, H, D]`, `k [R, L, KH, D]`, `v [R, L, KH, Dv]` to `[R, N, KH, H // KH, Dv]`.
-
-    `bias` is `[R, 1, N, L]`, 0 or -inf; None means that N == L and the rows are causal. The result may be a strided view,
-    which is copied once, into its place.
-    """
-    rows, queries, heads, _ = q.shape
-    kv_heads = k.shape[2]
-    group = heads // kv_heads
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if softcap == 0.0 and sinks is None:
-        if queries == 1 and bias is not None:
-            # The heads that share a key head are as good as queries of one head, which saves repeating the keys.
-            packed = q.view(rows, kv_heads, group, -1)
-            result = F.scaled_dot_product_attention(packed, k, v, attn_mask=bias, scale=scale)
-            return result[:, None]
-        result = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=group > 1
-        )
-        return result.transpose(1, 2).unflatten(2, (kv_heads, group))
-    return _attend_scores(q, k, v, bias, scale, softcap, sinks)
-
-
-def _attend_scores(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
-) -> Tensor:
-    """`attend` with the scores written out; `k` and `v` are `[R, KH, L, .]`."""
-    rows, queries, heads, _ = q.shape
-    kv_heads, keys = k.shape[1], k.shape[2]
-    group = heads // kv_heads
-    wide = torch.promote_types(q.dtype, torch.float32)
-    packed = (
-        q.view(rows, queries, kv_heads, group, -1).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * queries, -1)
-    )
-    scores = torch.matmul(packed.to(wide) * scale, k.to(wide).transpose(-1, -2))
-    scores = scores.view(rows, kv_heads, group, queries, keys)
-    if softcap > 0.0:
-        scores = torch.tanh(scores / softcap) * softcap
-    if bias is None:
-        scores = scores + torch.full((queries, keys), float("-inf"), dtype=wide, device=q.device).triu(1)
-    else:
-        scores = scores + bias[:, :, None]
-    if sinks is not None:
-        sink = sinks.to(wide).view(1, kv_heads, group, 1, 1).expand(rows, -1, -1, queries, 1)
-        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    result = torch.matmul(weights.reshape(rows, kv_heads, group * queries, keys), v.to(wide))
-    return result.view(rows, kv_heads, group, queries, -1).permute(0, 3, 1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -255,6 +218,29 @@ class TurningStep(Protocol):
         ...
 
 
+@runtime_checkable
+class QuantizingStep(Protocol):
+    """An `AttentionStep` that quantises its result itself, where that takes less than a kernel of its own."""
+
+    def forward_quantized(
+        self,
+        target: Quantized,
+        rotary: Rotary | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVLayer,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        chunk: int = 0,
+    ) -> None:
+        """As `AttentionStep.forward`, or with `rotary` as `TurningStep.forward_turning`, and `quantize_into`."""
+        ...
+
+
 class AttentionBackend(Protocol):
     """How attention over the paged cache is carried out.
 
@@ -299,16 +285,48 @@ def carry_out(
     norm_eps: float = 0.0,
     norm_offset: float = 0.0,
     norm_wide: bool = False,
+    out_scale: Tensor | None = None,
+    given_scale: Tensor | None = None,
 ) -> None:
     """Carry out one intercepted call of `torchweave::attention`, given as the op's own arguments."""
     how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
     rotary = _rotary(cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
-    if rotary is None:
-        step.forward(q, k, v, out, caches[layer], **how)
-    elif isinstance(step, TurningStep):
-        step.forward_turning(rotary, q, k, v, out, caches[layer], **how)
+    if out.dtype != FP8:
+        attend_into(step, rotary, q, k, v, out, caches[layer], **how)
+        return
+    target = Quantized(out, out_scale, given_scale)
+    if isinstance(step, QuantizingStep):
+        step.forward_quantized(target, rotary, q, k, v, caches[layer], **how)
     else:
-        step.forward(*rotary.turn(q, k), v, out, caches[layer], **how)
+        attend_quantized(step, target, rotary, q, k, v, caches[layer], **how)
+
+
+def attend_into(
+    step: AttentionStep, rotary: Rotary | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, **how: Any
+) -> None:
+    """One layer of a step, queries and keys turned by the step or before it."""
+    if rotary is None:
+        step.forward(q, k, v, out, cache, **how)
+    elif isinstance(step, TurningStep):
+        step.forward_turning(rotary, q, k, v, out, cache, **how)
+    else:
+        step.forward(*rotary.turn(q, k), v, out, cache, **how)
+
+
+def attend_quantized(
+    step: AttentionStep,
+    target: Quantized,
+    rotary: Rotary | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVLayer,
+    **how: Any,
+) -> None:
+    """One layer of a step that does not quantise: its result in q's dtype, and that quantised."""
+    wide = torch.empty(target.q.shape, dtype=q.dtype, device=q.device)
+    attend_into(step, rotary, q, k, v, wide, cache, **how)
+    quantize_into(target, wide)
 
 
 BACKENDS = ("triton", "torch", "fa3", "cpp")

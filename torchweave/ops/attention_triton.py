@@ -12,7 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec
+from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec, Quantized, attend_quantized
+from torchweave.ops.fp8 import GROUP
 from torchweave.ops.kernels.dependent import options
 from torchweave.ops.kernels.paged_decode import paged_decode
 from torchweave.ops.kernels.paged_prefill import paged_prefill, write_kv
@@ -194,6 +195,29 @@ class TritonStep:
         """See `TurningStep.forward_turning`: in the decode kernel itself, or by the kernel that writes the cache."""
         self._forward(rotary, q, k, v, out, cache, scale, window, softcap, sinks, chunk)
 
+    def forward_quantized(
+        self,
+        target: Quantized,
+        rotary: Rotary | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVLayer,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        chunk: int = 0,
+    ) -> None:
+        """See `QuantizingStep.forward_quantized`: in the decode kernel itself where a head is a group of its scales."""
+        if self.meta.decode_only and (target.given is not None or v.shape[2] == GROUP):
+            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+            self._decode(rotary, q, k, v, target, cache, scale, window, softcap, sinks, chunk)
+        else:
+            how = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
+            attend_quantized(self, target, rotary, q, k, v, cache, **how)
+
     def _forward(
         self,
         rotary: Rotary | None,
@@ -211,14 +235,14 @@ class TritonStep:
         assert out.is_contiguous(), "attention writes into a contiguous tensor"
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if self.meta.decode_only:
-            self._decode(rotary, q, k, v, out, cache, scale, window, softcap, sinks, chunk)
+            self._decode(rotary, q, k, v, Quantized(out, None, None), cache, scale, window, softcap, sinks, chunk)
             return
         if rotary is None:
             write(k, v, cache, self.meta)
         else:
             q, k = turn_and_write(rotary, q, k, v, cache, self.meta)
         self._prefill(q, out, cache, scale, window, softcap, sinks, chunk)
-        self._decode(None, q, k, v, out, cache, scale, window, softcap, sinks, chunk)
+        self._decode(None, q, k, v, Quantized(out, None, None), cache, scale, window, softcap, sinks, chunk)
 
     def _decode(
         self,
@@ -226,7 +250,7 @@ class TritonStep:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        out: Tensor,
+        target: Quantized,
         cache: KVLayer,
         scale: float,
         window: int,
@@ -234,6 +258,7 @@ class TritonStep:
         sinks: Tensor | None,
         chunk: int,
     ) -> None:
+        """The decode kernel; a `target` without a scale takes the result as it is."""
         meta, backend = self.meta, self.backend
         heads, kv_heads, head_dim, value_dim = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
         group = heads // kv_heads
@@ -245,16 +270,18 @@ class TritonStep:
         tensors = [q if tensor is None else tensor for tensor in optional]
         half = 0 if rotary is None else rotary.cos.shape[-1] // 2
         paged_decode[(kv_heads, splits, meta.num_rows)](
-            q, k, v, out, cache.k, cache.v,
+            q, k, v, target.q, cache.k, cache.v,
             meta.slots, meta.query_start, meta.seq_lens, meta.block_table, meta.slot_mapping, q if sinks is None else sinks,
             work.partial, work.maxima, work.sums, work.counters, *tensors,
-            scale, softcap, window, chunk, splits, config.min_tiles, turning.eps, turning.offset,
+            q if target.written is None else target.written, q if target.given is None else target.given,
+            scale, softcap, window, chunk, splits, config.min_tiles, turning.eps, turning.offset, meta.num_tokens,
             meta.block_table.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(triton.next_power_of_2(group), 16 if config.dot else 1),
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
             BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, SPLITS_PAD=splits if splits == 1 else max(splits, 16),
             DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, DOT=config.dot,
             HALF=half, NORM=turning.q_weight is not None, WIDE=turning.wide,
+            QUANT=1 if target.given is not None else 2 if target.written is not None else 0,
             DEPENDENT=config.dependent, num_warps=config.num_warps, num_stages=config.num_stages,
             enable_fp_fusion=half == 0 or q.dtype != torch.float32,  # turning rounds every product
             **options(config.dependent),

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchweave.ops.fp8 import FP8, GROUP, num_groups
+from torchweave.ops.fp8 import FP8, GROUP
 from torchweave.ops.registry import define
 
 MAX_TOKENS = 32
@@ -126,13 +126,13 @@ def fp8_linear(
         out_dtype: of the result `[..., N]`.
     """
     num_outputs, width = w.shape
-    x = q.reshape(-1, width).float()
+    x, weight = q.reshape(-1, width).float(), w.float()
     if w_scale.ndim == 2:
-        by_block = w_scale[:, : num_groups(width)].repeat_interleave(GROUP, 0)[:num_outputs]
-        weight = w.float() * by_block.repeat_interleave(GROUP, 1)[:, :width]
-        out = (x * x_scale.t().repeat_interleave(GROUP, 1)[:, :width]) @ weight.t()
+        by_row = w_scale.repeat_interleave(GROUP, 0)[:num_outputs]
+        groups = zip(x.split(GROUP, 1), weight.split(GROUP, 1), x_scale, by_row.unbind(1), strict=False)
+        out = torch.stack([(part @ rows.t()) * (s[:, None] * scale) for part, rows, s, scale in groups]).sum(0)
     else:
-        out = (x @ w.float().t()) * x_scale * w_scale
+        out = (x @ weight.t()) * x_scale * w_scale
     if bias is not None:
         out += bias.float()
     return out.to(out_dtype).view(*q.shape[:-1], num_outputs)

@@ -83,14 +83,25 @@ def check_numbers(config: EngineConfig) -> None:
 def check_names(config: EngineConfig, passes: Sequence[str] | None) -> None:
     for holder, prefix in ((config, ""), (config.torch_compile_config, "torch_compile_config.")):
         for name, hint in get_type_hints(type(holder)).items():
-            if get_origin(hint) is Literal and getattr(holder, name) not in get_args(hint):
-                raise ValueError(_unknown(prefix + name, getattr(holder, name), get_args(hint)))
+            known = _choices(hint)
+            if known and getattr(holder, name) not in known:
+                raise ValueError(_unknown(prefix + name, getattr(holder, name), known))
     for name in config.torch_compile_config.disabled_passes if passes is not None else ():
         if name not in (passes or ()):
             raise ValueError(_unknown("torch_compile_config.disabled_passes", name, passes or ()))
 
 
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """The values that `Literal[...]`, or `Literal[...] | None`, allows; none for any other annotation."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    parts = get_args(hint)
+    if len(parts) == 2 and get_origin(parts[0]) is Literal and parts[1] is type(None):
+        return (*get_args(parts[0]), None)
+    return ()
+
+
 def _unknown(option: str, value: Any, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(str(value), map(str, known), n=1, cutoff=0.4)
     guess = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{option}={value!r} is not known: it is one of {', '.join(known)}{guess}"
+    return f"{option}={value!r} is not known: it is one of {', '.join(map(str, known))}{guess}"

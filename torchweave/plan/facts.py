@@ -49,11 +49,19 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the plan needs to know of a model: its name, its longest context in tokens, and its checkpoint's dtype."""
+    """What the plan needs to know of a model.
+
+    Attributes:
+        name: as the user wrote it.
+        max_model_len: its longest context in tokens.
+        dtype: its checkpoint's; None where that names none.
+        quantization: how its checkpoint keeps linears (`fp8_per_block`); None: unquantised.
+    """
 
     name: str
     max_model_len: int
     dtype: str | None = None
+    quantization: str | None = None
 
 
 def choose_device(asked: str, num_gpus: int) -> str:

@@ -24,6 +24,7 @@ class Plan:
     """What is effective: resolved values, and in `entries` what was asked of every option and why it became so.
 
     Attributes:
+        quantization: how linears are quantised (`fp8_per_tensor`); None: they are not.
         batch_sizes: decode batch sizes that are recorded as whole-step graphs, ascending; empty when none are.
         token_buckets: token counts that are recorded for context and mixed steps, ascending; empty when none are.
         decode_graphs: the whole decode step is one CUDA graph per batch size.
@@ -38,6 +39,7 @@ class Plan:
     config: EngineConfig
     device: str
     dtype: str
+    quantization: str | None
     max_batch_size: int
     max_num_tokens: int
     max_model_len: int

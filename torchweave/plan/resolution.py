@@ -58,6 +58,7 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
     entries = _Entries(config)
     entries.note("device", device.device, "" if config.device == device.device else f"{device.title}")
     dtype = entries.note("dtype", *_dtype(config, device, model))
+    quantization = entries.note("quantization", *_quantization(config, device, model))
     max_model_len = entries.note("max_model_len", *_max_model_len(config, model))
     max_batch_size, max_num_tokens = _step_limits(config, device, entries)
     if config.torch_compile_config.dynamic_shapes == "backed" and max_batch_size < 2:
@@ -76,6 +77,7 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
         config=config,
         device=device.device,
         dtype=dtype,
+        quantization=quantization,
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
         max_model_len=max_model_len,
@@ -100,6 +102,18 @@ def _dtype(config: EngineConfig, device: DeviceFacts, model: ModelFacts) -> tupl
             return "float16", f"{device.title} has no bfloat16"
         raise ValueError(f"dtype=bfloat16 needs compute capability 8.0, and {device.title} has none; use dtype=float16")
     return dtype, why
+
+
+def _quantization(config: EngineConfig, device: DeviceFacts, model: ModelFacts) -> tuple[str | None, str]:
+    asked, stored = config.quantization, model.quantization
+    effective = "fp8_per_tensor" if asked == "fp8" else asked or stored
+    if asked and stored and effective != stored:
+        raise ValueError(f"quantization={asked} was asked for, but {model.name} is {stored} already; leave it out")
+    if effective and device.capability is not None and device.capability < (8, 9):
+        raise ValueError(
+            f"{effective} needs compute capability 8.9, and {device.title} has none; use an unquantised model"
+        )
+    return effective, "the checkpoint's" if stored else "fp8 is per tensor" if asked == "fp8" else ""
 
 
 def _max_model_len(config: EngineConfig, model: ModelFacts) -> tuple[int, str]:

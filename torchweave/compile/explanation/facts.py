@@ -22,6 +22,7 @@ def explain(plan: Plan | None, report: Report) -> Facts:
         "version": VERSION,
         "torchweave": _installed(),
         "model": _last(report, "model_loaded") | _last(report, "model_adapted"),
+        "quantization": _last(report, "quantized"),
         "plan": [] if plan is None else [_entry(entry) for entry in plan.entries],
         "capture": _last(report, "capture"),
         "passes": _passes(report, choices),

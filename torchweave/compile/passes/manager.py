@@ -15,11 +15,15 @@ from torchweave.compile.dump import graph_text
 from torchweave.compile.graph import CapturedGraph, Faked, run_fake, same_geometry
 from torchweave.compile.passes.aten import add_rms_norm, gated_activation, qk_norm_rope, raise_rms_norm, rope
 from torchweave.compile.passes.aten.expand import Expand
+from torchweave.compile.passes.aten.fp8_activation import FUSION as FP8_ACTIVATION
+from torchweave.compile.passes.aten.fp8_norm import FUSION as FP8_NORM
 from torchweave.compile.passes.aten.fused_linears import FusedLinears
 from torchweave.compile.passes.aten.reinplace import Reinplace
 from torchweave.compile.passes.aten.route import FUSION as ROUTE
 from torchweave.compile.passes.base import Build, NearMiss, Pass, PassResult, Stage
 from torchweave.compile.passes.load import load_pass
+from torchweave.compile.passes.torch_ir.fp8_attention import Fp8Attention
+from torchweave.compile.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
 from torchweave.compile.passes.torch_ir.merge_linears import MergeLinears
 from torchweave.compile.passes.torch_ir.rotary_attention import RotaryAttention
 from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
@@ -38,6 +42,8 @@ def default_passes() -> tuple[Pass, ...]:
         MergeLinears(),
         RotaryAttention(),
         SmallLinears(),
+        MergeFp8Linears(),
+        Fp8Attention(),
         raise_rms_norm.FUSION,
         gated_activation.FUSION,
         FusedLinears(),
@@ -45,6 +51,8 @@ def default_passes() -> tuple[Pass, ...]:
         rope.FUSION,
         qk_norm_rope.FUSION,
         ROUTE,
+        FP8_NORM,
+        FP8_ACTIVATION,
         Expand(),
         Reinplace(),
     )

@@ -56,8 +56,7 @@ def rows_up_kernel(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < inner
     k = tl.arange(0, BLOCK_K)
-    if DEPENDENT:
-        enter()
+    enter(DEPENDENT)
     expert = tl.load(index + pair)
     if expert < num_experts:
         gate_row = column * 2 if INTERLEAVED else column
@@ -118,8 +117,7 @@ def rows_down_kernel(
     readable = (chosen[:, None] & inside[None, :])[:, :, None]
     first = readable & (k < INNER)[None, None, :]
     tile = tl.load(weights, mask=first, other=0.0, eviction_policy="evict_first")
-    if DEPENDENT:
-        enter()
+    enter(DEPENDENT)
     inputs = h + (token * TOP + j).to(tl.int64)[:, None] * INNER + k[None, :]
     total = tl.zeros([TOP_BLOCK, BLOCK_N, BLOCK_K], tl.float32)
     for start in tl.range(0, INNER, BLOCK_K, loop_unroll_factor=UNROLL):

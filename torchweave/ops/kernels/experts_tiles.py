@@ -26,8 +26,7 @@ def plan_kernel(
     """
     mine = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    if DEPENDENT:
-        enter()
+    enter(DEPENDENT)
     below = tl.zeros([BLOCK], tl.int32)
     equal = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_pairs, BLOCK):
@@ -90,8 +89,7 @@ def tiles_up_kernel(
     else:
         inside = first_column + r % BLOCK_N < inner
         weight_row = (r // BLOCK_N) * inner + first_column + r % BLOCK_N
-    if DEPENDENT:
-        enter()
+    enter(DEPENDENT)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     weights = up + expert * expert_stride + weight_row * row_stride
@@ -129,8 +127,7 @@ def tiles_down_kernel(
     expert = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < num_outputs
-    if DEPENDENT:
-        enter()
+    enter(DEPENDENT)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     weights = down + expert * expert_stride + n * row_stride
@@ -155,8 +152,7 @@ def combine_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < num_outputs
     j = tl.arange(0, TOP_BLOCK)
-    if DEPENDENT:
-        enter()
+    enter(DEPENDENT)
     pair = token * TOP + j
     expert = tl.load(index + pair, mask=j < TOP, other=num_experts)
     chosen = expert < num_experts

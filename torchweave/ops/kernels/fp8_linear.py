@@ -13,9 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from torchweave.ops.kernels.fp8_quant import dependent_launch
+from torchweave.ops.kernels.dependent import enter, options
 
 
 @triton.jit
@@ -50,9 +49,7 @@ def row_kernel(
     k = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
     weights = w + rows.to(tl.int64)[:, None, None] * w_stride + k[None, :, :]
     tile = tl.load(weights, mask=inside & (k < WIDTH)[None, :, :], other=0.0, eviction_policy="evict_first")
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(DEPENDENT)
     sum0 = tl.zeros([BLOCK_N, GROUPS, 128], tl.float32)
     sum1 = tl.zeros([BLOCK_N, GROUPS, 128] if TOKENS > 1 else [1, 1, 1], tl.float32)
     for first in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLL):
@@ -90,9 +87,7 @@ def dot_kernel(
     k = tl.arange(0, BLOCK_K)
     weights = w + rows.to(tl.int64)[:, None] * w_stride + k[None, :]
     inputs = q + token.to(tl.int64)[None, :] * WIDTH + k[:, None]
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(DEPENDENT)
     total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
     for first in range(0, WIDTH, BLOCK_K):
         left = k < WIDTH - first
@@ -123,7 +118,7 @@ def launch_row(
         q, x_scale, w, w_scale, w if bias is None else bias, out, w.shape[0], w.stride(0), out.stride(0), w_scale.stride(0),
         WIDTH=w.shape[1], TOKENS=q.shape[0], BLOCKS=w_scale.ndim == 2, STATIC=x_scale.ndim == 1, HAS_BIAS=bias is not None,
         BLOCK_N=block_n, BLOCK_K=block_k, UNROLL=unroll, DEPENDENT=dependent, num_warps=num_warps,
-        **dependent_launch(dependent),
+        **options(dependent),
     )  # fmt: skip
 
 
@@ -137,5 +132,5 @@ def launch_dot(
         q, x_scale, w, w_scale, w if bias is None else bias, out, q.shape[0], w.shape[0], w.stride(0), out.stride(0),
         w_scale.stride(0), WIDTH=w.shape[1], TOKENS=block_t, BLOCKS=blocks, STATIC=x_scale.ndim == 1,
         HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=128 if blocks else block_k, DEPENDENT=dependent,
-        num_warps=num_warps, num_stages=stages, **dependent_launch(dependent),
+        num_warps=num_warps, num_stages=stages, **options(dependent),
     )  # fmt: skip

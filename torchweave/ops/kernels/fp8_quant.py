@@ -5,15 +5,12 @@ A token lies in registers as `[ROWS, 128]`, so that a scale over 128 channels is
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torchweave.ops.fp8 import empty_quantized
+from torchweave.ops.kernels.dependent import enter, options, takes_part
 from torchweave.ops.kernels.rows import rows_of
 
 DEPENDENT_TOKENS = 2
@@ -58,9 +55,7 @@ def quant_kernel(
     first_group = tl.program_id(1) * ROWS
     column = (first_group + tl.arange(0, ROWS))[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < WIDTH
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(DEPENDENT)
     at = token.to(tl.int64) // x_inner * x_outer_stride + token % x_inner * x_inner_stride
     values = tl.load(x + at + column, mask=inside, other=0.0).to(tl.float32)
     store_fp8(values, inside, column, first_group, q, s, given, token, num_tokens, WIDTH, SCHEME, ROWS)
@@ -96,18 +91,11 @@ def launch_quant(x: Tensor, group: int, scale: Tensor | None) -> tuple[Tensor, T
         quant_kernel[(rows.count, triton.cdiv(triton.cdiv(width, 128), part))](
             rows.tensor, q, s, s if scale is None else scale, rows.count, rows.inner, rows.outer_stride, rows.inner_stride,
             WIDTH=width, SCHEME=scheme, ROWS=part, DEPENDENT=dependent,
-            num_warps=warps_of(part), **dependent_launch(dependent),
+            num_warps=warps_of(part), **options(dependent),
         )  # fmt: skip
     return q, s
 
 
 def depends(x: Tensor) -> bool:
-    """Whether to launch as a dependent of the kernel before: few tokens, where the launch itself counts, on Hopper or later."""
-    if x.device.type != "cuda" or x.numel() > x.shape[-1] * DEPENDENT_TOKENS:
-        return False
-    return torch.cuda.get_device_capability(x.device)[0] >= 9
-
-
-def dependent_launch(dependent: bool) -> dict[str, Any]:
-    """The launch option of programmatic dependent launch."""
-    return {"launch_pdl": True} if dependent else {}
+    """Whether to launch as a dependent of the kernel before: few tokens, where the launch itself counts."""
+    return x.numel() <= x.shape[-1] * DEPENDENT_TOKENS and takes_part(x.device)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent import enter, leave
+from torchweave.ops.kernels.fp8_quant import FP8_MAX, TINY
 from torchweave.ops.kernels.rope import load_turned
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -67,19 +68,43 @@ def _weighted(weights, v, DOT: tl.constexpr):
 
 
 @triton.jit
-def _combine(
-    out_row, partial, maxima, sums, first, used,
-    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
+def _store(
+    result, head, known, out, written, given, token, num_tokens, dtype: tl.constexpr,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
-    """Merge `used` partial results `[split, GROUP, VALUE_DIM]` that begin at split `first` into `out_row`."""
+    """Put the results `[N, VALUE_PAD]` of `head` `[N]` into a token's place. QUANT: 0 as they are; 1 in FP8 with the scale
+    `given`; 2 with a scale for each head, which has 128 numbers. See `fp8_quant.store_fp8`."""
+    dim = tl.arange(0, VALUE_PAD)
+    mask = known[:, None] & (dim < VALUE_DIM)[None, :]
+    if QUANT > 0:
+        result = result.to(dtype).to(tl.float32)
+        if QUANT == 1:
+            scale = tl.zeros_like(result) + tl.load(given)
+        else:
+            size = tl.max(tl.where(mask, tl.abs(result), 0.0), 1)
+            each = tl.div_rn(tl.maximum(size, TINY), FP8_MAX)
+            tl.store(written + head.to(tl.int64) * num_tokens + token, each, mask=known)
+            scale = tl.broadcast_to(each[:, None], result.shape)
+        result = tl.clamp(tl.div_rn(result, scale), -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    at = out + (token * HEADS + head)[:, None] * VALUE_DIM + dim[None, :]
+    tl.store(at, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _combine(
+    head, out, written, given, token, num_tokens, partial, maxima, sums, first, used, dtype: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    QUANT: tl.constexpr,
+):  # fmt: skip
+    """Merge `used` partial results `[split, GROUP, VALUE_DIM]` that begin at split `first` into those of key head `head`."""
     split = tl.arange(0, SPLITS_PAD)
     dim = tl.arange(0, VALUE_PAD)
     mine = split < used
     for some in tl.range(0, GROUP, 4):
         for nth in tl.static_range(4 if GROUP > 4 else GROUP):  # unrolled, so that their loads are in flight together
-            head = some + nth
-            known = mine & (head < GROUP)
-            index = (first + split) * GROUP + head
+            member = some + nth
+            known = mine & (member < GROUP)
+            index = (first + split) * GROUP + member
             maximum = tl.load(maxima + index, mask=known, other=LOWEST, cache_modifier=".cg")
             total = tl.load(sums + index, mask=known, other=0.0, cache_modifier=".cg")
             values = tl.load(
@@ -90,8 +115,11 @@ def _combine(
             )
             weight = tl.exp2(maximum - tl.max(maximum, 0))
             result = tl.sum(values * weight[:, None], 0) / tl.sum(total * weight, 0)
-            at = out_row + head * VALUE_DIM + dim
-            tl.store(at, result.to(out_row.dtype.element_ty), mask=(dim < VALUE_DIM) & (head < GROUP))
+            one = head * GROUP + member + tl.zeros([1], tl.int32)
+            _store(
+                result[None, :], one, one < (head + 1) * GROUP, out, written, given, token, num_tokens, dtype,
+                HEADS, VALUE_DIM, VALUE_PAD, QUANT,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -163,23 +191,24 @@ def _cached_tokens(
     return maximum, total, acc
 
 
-@triton.jit(do_not_specialize=["window", "chunk", "num_splits", "min_tiles"])
+@triton.jit(do_not_specialize=["window", "chunk", "num_splits", "min_tiles", "num_tokens"])
 def paged_decode(
     q, k_new, v_new, out, k_cache, v_cache,
     slots, query_start, seq_lens, block_table, slot_mapping, sinks,
-    partial, maxima, sums, counters, q_weight, k_weight, cos, sin,
-    scale, softcap, window, chunk, num_splits, min_tiles, eps, offset,
+    partial, maxima, sums, counters, q_weight, k_weight, cos, sin, written, given,
+    scale, softcap, window, chunk, num_splits, min_tiles, eps, offset, num_tokens,
     table_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr,
     DECODE_ONLY: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DOT: tl.constexpr,
-    HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     """One row, one key head, one split. DECODE_ONLY: row i is token i, padding rows are zeroed and K/V are written here;
     otherwise rows that do not have exactly one token are left to the prefill kernel, and K/V are in the cache already.
     HALF: half of the numbers of a head that rotary embedding turns here, after the norm if NORM; 0: it has been done.
-    SPLITS_PAD: a power of two, at least `num_splits`; 1 leaves the combining out. DEPENDENT: see `dependent.py`."""
+    SPLITS_PAD: a power of two, at least `num_splits`; 1 leaves the combining out. DEPENDENT: see `dependent.py`.
+    QUANT: see `_store`."""
     enter(DEPENDENT)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + row).to(tl.int64)
@@ -192,12 +221,14 @@ def paged_decode(
         token = start.to(tl.int64)
     group = tl.arange(0, GROUP_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
-    out_row = out + (token * KV_HEADS + head) * GROUP * VALUE_DIM
-    out_offsets = group[:, None] * VALUE_DIM + value_dim[None, :]
-    out_mask = (group < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    query_head = head * GROUP + group
     if slot < 0:
         if split == 0:
-            tl.store(out_row + out_offsets, tl.zeros([GROUP_PAD, VALUE_PAD], out.dtype.element_ty), mask=out_mask)
+            _store(
+                tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32), query_head, group < GROUP, out, written, given, token, num_tokens,
+                q.dtype.element_ty, HEADS, VALUE_DIM, VALUE_PAD, QUANT,
+            )  # fmt: skip
         return
 
     position = length - 1  # of the new token; the cache holds the keys before it
@@ -234,11 +265,15 @@ def paged_decode(
 
     if SPLITS_PAD == 1 or used == 1:
         leave(DEPENDENT)
-        tl.store(out_row + out_offsets, (acc / total[:, None]).to(out.dtype.element_ty), mask=out_mask)
+        _store(
+            acc / total[:, None], query_head, group < GROUP, out, written, given, token, num_tokens,
+            q.dtype.element_ty, HEADS, VALUE_DIM, VALUE_PAD, QUANT,
+        )  # fmt: skip
         return
     leave(DEPENDENT)
     first = (row * KV_HEADS + head) * num_splits
     index = (first + split) * GROUP + group
+    out_mask = (group < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
     tl.store(partial + index[:, None] * VALUE_DIM + value_dim[None, :], acc, mask=out_mask)
     tl.store(maxima + index, maximum, mask=group < GROUP)
     tl.store(sums + index, total, mask=group < GROUP)
@@ -246,4 +281,7 @@ def paged_decode(
     arrived = tl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
     if arrived == used - 1:
         tl.store(counters + row * KV_HEADS + head, 0)
-        _combine(out_row, partial, maxima, sums, first, used, GROUP, VALUE_DIM, VALUE_PAD, SPLITS_PAD)
+        _combine(
+            head, out, written, given, token, num_tokens, partial, maxima, sums, first, used, q.dtype.element_ty,
+            HEADS, GROUP, VALUE_DIM, VALUE_PAD, SPLITS_PAD, QUANT,
+        )  # fmt: skip

@@ -30,8 +30,7 @@ def route_kernel(
     lane = tl.arange(0, SIZE_BLOCK)[None, :]
     expert = row * SIZE + lane
     real = (row < GROUPS) & (lane < SIZE)
-    if DEPENDENT:
-        enter()
+    enter(DEPENDENT)
     score = tl.load(logits + token * logits_stride + expert, mask=real, other=float("-inf")).to(tl.float32)
     if SCORE == "softmax":
         share = tl.exp(score - tl.max(tl.max(score, axis=1), axis=0))

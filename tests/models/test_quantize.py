@@ -1,0 +1,316 @@
+"""FP8 at load: what is quantised, how closely, in what order, and checkpoints that are FP8 already, against dequantised ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from torchweave.log import Report
+from torchweave.models import load, weights, zoo
+from torchweave.models.load import model_facts
+from torchweave.models.quantize import DUMMY_INPUT_SCALE, Fp8Linear, Quantizer, Scheme, quantize_weight, scheme
+from torchweave.ops.fp8 import FP8, GROUP
+
+IDS = torch.arange(3, 33)
+ONLINE = ("fp8", "fp8_per_channel", "fp8_per_block")
+
+
+def logits_of(loaded: Any) -> Tensor:
+    with torch.no_grad():
+        return loaded.module(IDS, torch.arange(len(IDS)), torch.arange(len(IDS)))
+
+
+def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
+    """The numbers that e4m3 `[N, K]` and scales stand for; scales as modules and as checkpoints have them."""
+    if scale.ndim == 2 and scale.shape[1] > 1:
+        scale = scale.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)[: weight.shape[0], : weight.shape[1]]
+    return weight.float() * (scale[:, None] if scale.ndim == 1 and scale.numel() > 1 else scale)
+
+
+class Reference(nn.Module):
+    """A linear that rounds its input to FP8 and back, and multiplies by the numbers that the weight stands for."""
+
+    def __init__(self, module: Fp8Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = dequantized(module.weight, module.weight_scale), module.bias
+        self.group, self.given = module.group, module.input_scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, width = x.flatten(0, -2), x.shape[-1]
+        size = self.group or width
+        parts = rows.split(size, 1)
+        scales = [self.given if self.given is not None else part.abs().amax(1, keepdim=True) / 448 for part in parts]
+        rounded = [(part / s).clamp(-448, 448).to(FP8).float() * s for part, s in zip(parts, scales, strict=True)]
+        return nn.functional.linear(torch.cat(rounded, 1).view(x.shape), self.weight, self.bias)
+
+
+def check_against_dequantized(loaded: Any) -> None:
+    """Every quantised linear, on what it reads in the model's own forward."""
+    seen: list[Fp8Linear] = []
+
+    def compare(module: Fp8Linear, inputs: tuple[Tensor], output: Tensor) -> None:
+        torch.testing.assert_close(output, Reference(module)(inputs[0]), rtol=1e-4, atol=1e-4)
+        seen.append(module)
+
+    modules = [module for module in loaded.module.modules() if isinstance(module, Fp8Linear)]
+    hooks = [module.register_forward_hook(compare) for module in modules]
+    logits_of(loaded)
+    for hook in hooks:
+        hook.remove()
+    assert modules and set(seen) == set(modules)
+
+
+# -- while weights are loaded ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["tensor", "channel", "block"])
+def test_a_weight_is_rounded_to_the_nearest_of_its_scale(how: Any) -> None:
+    weight = torch.randn(144, 208) * torch.logspace(-2, 2, 144)[:, None]
+    q, scale = quantize_weight(weight, Scheme(how))
+    assert q.dtype == FP8 and q.shape == weight.shape and scale.dtype == torch.float32
+    assert list(scale.shape) == ([2, 4] if how == "block" else [144]), "blocks of K are padded to four"
+    assert scale.unique().numel() == {"tensor": 1, "channel": 144, "block": 5}[how]
+    blocks = {"tensor": (144, 208), "channel": (1, 208), "block": (GROUP, GROUP)}[how]
+    for row in range(0, 144, blocks[0]):
+        for column in range(0, 208, blocks[1]):
+            here = (slice(row, row + blocks[0]), slice(column, column + blocks[1]))
+            assert q[here].float().abs().max() == 448
+            amax = weight[here].abs().max()
+            error = (dequantized(q, scale)[here] - weight[here]).abs()
+            assert bool((error <= weight[here].abs() / 16 + amax / 448 * 2**-9).all())
+
+
+@pytest.mark.parametrize("quantization", ONLINE)
+def test_linears_become_fp8_and_others_stay(quantization: str, tmp_path: Path) -> None:
+    zoo.save(zoo.build(zoo.specimen("llama")), tmp_path)
+    report = Report(show=False)
+    plain, loaded = load(tmp_path), load(tmp_path, quantization=quantization, report=report)
+    assert loaded.quantization == scheme(quantization).name and loaded.weight_bytes < plain.weight_bytes / 2
+    model = loaded.module.model
+    quantized = [name for name, module in model.named_modules() if isinstance(module, Fp8Linear)]
+    assert len(quantized) == 7 * len(model.model.layers) and type(model.lm_head) is nn.Linear
+    (event,) = report.select("quantized")
+    assert event["linears"] == len(quantized) and event["excluded"] == {
+        "the output layer: its logits decide": ["lm_head"]
+    }
+    error = (logits_of(loaded) - logits_of(plain)).norm() / logits_of(plain).norm()
+    assert 1e-3 < error < 0.4, "random weights hide nothing"
+    check_against_dequantized(loaded)
+
+
+def test_no_whole_model_is_ever_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a weight arrives, those before it are in FP8 already."""
+    wide: list[int] = []
+
+    class Spy(Quantizer):
+        def put(self, model: nn.Module, name: str, tensor: Tensor) -> None:
+            super().put(model, name, tensor)
+            linears = [model.get_submodule(each) for each in self.linears]
+            wide.append(sum(not each.weight.is_meta and each.weight.dtype != FP8 for each in linears))
+
+    monkeypatch.setattr(sys.modules["torchweave.models.load"], "Quantizer", Spy)
+    load("demo", quantization="fp8")
+    assert len(wide) > 35 and max(wide) == 0
+
+
+def test_biases_and_a_bfloat16_model(tmp_path: Path) -> None:
+    model = zoo.build(zoo.specimen("qwen2"))
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path, "bfloat16", quantization="fp8_per_channel")
+    attention = loaded.module.model.model.layers[0].self_attn
+    assert isinstance(attention.q_proj, Fp8Linear) and attention.q_proj.bias.dtype == torch.bfloat16
+    assert torch.equal(attention.q_proj.bias.float(), model.model.layers[0].self_attn.q_proj.bias.bfloat16().float())
+    assert logits_of(loaded).dtype == torch.bfloat16
+
+
+def test_dummy_weights_are_quantised_too() -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 99,
+    }
+    config |= {"intermediate_size": 96}
+    loaded = load(config, load_format="dummy", quantization="fp8_per_block")
+    assert isinstance(loaded.module.model.model.layers[1].mlp.down_proj, Fp8Linear)
+    assert torch.isfinite(logits_of(loaded)).all()
+
+
+def test_a_mixture_keeps_its_router_and_experts(tmp_path: Path) -> None:
+    zoo.save(zoo.build(zoo.specimen("qwen2_moe")), tmp_path)
+    report = Report(show=False)
+    loaded = load(tmp_path, quantization="fp8", report=report)
+    excluded = report.select("quantized")[0]["excluded"]
+    assert excluded["experts of a mixture"] == ["model.layers.*.mlp.experts"]
+    assert any("shared_expert_gate" in names[0] for names in excluded.values())
+    check_against_dequantized(loaded)
+
+
+def test_a_model_without_linears_is_refused() -> None:
+    with pytest.raises(ValueError, match="no linear layer"):
+        load(zoo.specimen("gpt2").config().to_dict(), load_format="dummy", quantization="fp8")
+    with pytest.raises(ValueError, match="expected fp8"):
+        load("demo", quantization="int8")
+
+
+# -- checkpoints that are FP8 ------------------------------------------------------------------------------------------
+
+
+def compressed_tensors(weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": numbers | weights,
+        "input_activations": None if inputs is None else numbers | inputs,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FORMS: dict[str, tuple[dict[str, Any], Scheme]] = {
+    "ct-tensor": (
+        compressed_tensors({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}),
+        Scheme("tensor", static=True),
+    ),
+    "ct-channel": (
+        compressed_tensors({"strategy": "channel"}, {"strategy": "token", "dynamic": True}),
+        Scheme("channel"),
+    ),
+    "ct-block": (
+        compressed_tensors(
+            {"strategy": "block", "block_structure": [128, 128]},
+            {"strategy": "group", "group_size": 128, "dynamic": True},
+        ),
+        Scheme("block"),
+    ),
+    "hf-block": (BLOCKS, Scheme("block")),
+    "autofp8": ({"quant_method": "fp8", "activation_scheme": "static"}, Scheme("tensor", static=True)),
+}
+
+
+def write(form: str, folder: Path) -> dict[str, Tensor]:
+    """A tiny checkpoint in one form; returns the numbers that its weights stand for."""
+    config, how = FORMS[form]
+    zoo.save(zoo.build(zoo.specimen("llama")), folder)
+    file = folder / "model.safetensors"
+    tensors, means = load_file(file), {}
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        q, scale = quantize_weight(tensors[name], how)
+        means[name] = dequantized(q, scale)
+        if how.weights == "block":
+            scale = scale[:, : -(-q.shape[1] // GROUP)].contiguous()
+        elif how.weights == "tensor":
+            scale = scale[0].clone()
+        else:
+            scale = scale[:, None].bfloat16() if form == "ct-channel" else scale[:, None]
+            means[name] = q.float() * scale.float()
+        tensors[name] = q
+        tensors[name + ("_scale_inv" if form == "hf-block" else "_scale")] = scale
+        if how.static:
+            tensors[name.replace("weight", "input_scale")] = torch.tensor([0.03])
+    if form == "ct-tensor":
+        tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+    save_file(tensors, file)
+    change_config(folder, config)
+    return means
+
+
+def change_config(folder: Path, quantization: dict[str, Any]) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_is_read(form: str, tmp_path: Path) -> None:
+    means, how = write(form, tmp_path), FORMS[form][1]
+    report = Report(show=False)
+    assert model_facts(tmp_path).quantization == how.name
+    loaded = load(tmp_path, report=report)
+    assert loaded.quantization == how.name
+    model = loaded.module.model
+    for name, mean in means.items():
+        module = model.get_submodule(name.removesuffix(".weight"))
+        assert isinstance(module, Fp8Linear)
+        assert torch.equal(dequantized(module.weight, module.weight_scale), mean), name
+        assert (module.input_scale is not None) == how.static
+        assert module.group == how.group
+    assert report.select("quantized")[0]["source"] == "checkpoint"
+    check_against_dequantized(loaded)
+
+
+def test_dummy_weights_of_a_static_checkpoint(tmp_path: Path) -> None:
+    write("ct-tensor", tmp_path)
+    loaded = load(tmp_path, load_format="dummy")
+    assert loaded.module.model.model.layers[0].mlp.up_proj.input_scale.tolist() == pytest.approx([DUMMY_INPUT_SCALE])
+
+
+def test_layers_that_a_checkpoint_ignores_stay(tmp_path: Path) -> None:
+    write("hf-block", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].float()
+    del tensors[name + "_scale_inv"]
+    save_file(tensors, file)
+    report = Report(show=False)
+    assert type(load(tmp_path, report=report).module.model.model.layers[1].mlp.up_proj) is nn.Linear
+    excluded = report.select("quantized")[0]["excluded"]["not quantised in the checkpoint"]
+    assert excluded == ["model.layers.*.mlp.up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_method": "awq"}, "by awq"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "by modelopt"),
+        (compressed_tensors({"strategy": "group", "num_bits": 4, "type": "int"}, None), "int4"),
+        (compressed_tensors({"strategy": "tensor"}, None), "activations as they are"),
+        (compressed_tensors({"strategy": "channel", "type": "int"}, {"strategy": "token", "type": "int"}), "int8 by channel"),
+        (compressed_tensors({"strategy": "block", "block_structure": [64, 64]}, {"strategy": "token", "dynamic": True}), "block"),
+        (BLOCKS | {"weight_block_size": [64, 64]}, r"blocks of \[64, 64\]"),
+        ({"quant_method": "compressed-tensors"}, "0 different ways"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_with_the_reason(config: dict[str, Any], said: str, tmp_path: Path) -> None:
+    zoo.specimen("llama").config().save_pretrained(tmp_path)
+    change_config(tmp_path, config)
+    for read in (model_facts, lambda folder: load(folder, load_format="dummy")):
+        with pytest.raises(ValueError, match=said):
+            read(tmp_path)
+
+
+def test_damaged_checkpoints(tmp_path: Path) -> None:
+    write("ct-channel", tmp_path)
+    with pytest.raises(ValueError, match="fp8_per_channel already"):
+        load(tmp_path, quantization="fp8_per_block")
+    assert load(tmp_path, quantization="fp8_per_channel").quantization == "fp8_per_channel"
+    file, name = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(file)
+    save_file(tensors | {name + "_scale": torch.ones(3)}, file)
+    with pytest.raises(ValueError, match=r"scales of shape \[3\]"):
+        load(tmp_path)
+    save_file({key: value for key, value in tensors.items() if key != name + "_scale"}, file)
+    with pytest.raises(ValueError, match="without a scale"):
+        load(tmp_path)
+    save_file(tensors, file)
+    change_config(tmp_path, {})
+    with pytest.raises(ValueError, match="without a scale"):
+        load(tmp_path)
+
+
+def test_a_placer_is_told_of_every_tensor() -> None:
+    """`weights.fill_random` hands each tensor to the placer, and none is left on the meta device."""
+    loaded = load("demo", load_format="dummy", quantization="fp8")
+    assert not any(tensor.is_meta for tensor in weights.targets(loaded.module).values())

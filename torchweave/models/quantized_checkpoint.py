@@ -1,0 +1,153 @@
+"""FP8 checkpoints: what `quantization_config` in a config.json says, and the scales beside the weights.
+
+Two forms are read. compressed-tensors (llm-compressor, `format: float-quantized`): `X.weight` in e4m3 with `X.weight_scale`, one
+number, one a row, or one a block; activations per token, per group of 128, or static with `X.input_scale`. Hugging Face's `fp8`
+(fine-grained: DeepSeek, Qwen): `X.weight_scale_inv` by blocks of 128 x 128, or (AutoFP8) `X.weight_scale`, one number. Whatever
+is not one of these is refused with what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from torchweave.models.attention import UnsupportedModel
+from torchweave.models.quantize import Scheme, scheme
+from torchweave.models.resolve import Source, read_json
+from torchweave.models.weights import Stored
+from torchweave.ops.fp8 import GROUP
+
+WEIGHT_SCALES = (".weight_scale", ".weight_scale_inv")
+INPUT_SCALE = ".input_scale"
+
+
+def quantization_config(source: Source) -> dict[str, Any] | None:
+    """The `quantization_config` of a model's config.json, of its text part if need be; None where it has none."""
+    raw = source.config if source.folder is None else read_json(source.folder / "config.json")
+    assert raw is not None
+    found = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
+    return found if isinstance(found, dict) else None
+
+
+def stored_scheme(source: Source) -> Scheme | None:
+    """How a checkpoint is quantised; None: not at all.
+
+    Raises:
+        UnsupportedModel: in a way that cannot be served; says which.
+    """
+    config = quantization_config(source)
+    if config is None:
+        return None
+    method = config.get("quant_method", "unknown")
+    if method == "compressed-tensors":
+        return _compressed_tensors(config)
+    if method == "fp8":
+        return _fine_grained(config)
+    raise _refused(f"by {method}")
+
+
+def scheme_for(source: Source, asked: str | None) -> Scheme | None:
+    """How linears are to be quantised: as the checkpoint has them, else as asked.
+
+    Raises:
+        ValueError: it is quantised in another way than asked.
+    """
+    stored = stored_scheme(source)
+    if stored is None or asked is None:
+        return stored if asked is None else scheme(asked)
+    if asked != stored.name and scheme(asked) != stored:
+        raise ValueError(
+            f"quantization={asked} was asked for, but {source.name!r} is {stored.name} already; leave it out."
+        )
+    return stored
+
+
+def _refused(what: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"This checkpoint is quantized {what}, which is not supported; use an unquantized one (quantization=fp8 quantises it as "
+        "it is loaded), or one in FP8 (compressed-tensors, or Hugging Face's fp8)."
+    )
+
+
+def _fine_grained(config: Mapping[str, Any]) -> Scheme:
+    static = config.get("activation_scheme", "dynamic") == "static"
+    block = config.get("weight_block_size")
+    if config.get("fmt", "e4m3") != "e4m3":
+        raise _refused(f"by fp8 in {config['fmt']}")
+    if block is None:
+        return Scheme("tensor", static)
+    if list(block) != [GROUP, GROUP] or static:
+        raise _refused(f"by fp8 in blocks of {list(block)} with {'static' if static else 'dynamic'} activations")
+    return Scheme("block")
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
+    schemes = {_group(group) for group in (config.get("config_groups") or {}).values()}
+    if len(schemes) != 1:
+        raise _refused(f"by compressed-tensors in {len(schemes)} different ways")
+    (found,) = schemes
+    return found
+
+
+def _group(group: Mapping[str, Any]) -> Scheme:
+    """The scheme of one group of layers."""
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    strategy = weights.get("strategy")
+    what = f"by compressed-tensors to {weights.get('type')}{weights.get('num_bits')} by {strategy}"
+    if inputs is None:
+        raise _refused(f"{what} with activations as they are")
+    if any((part.get("type"), part.get("num_bits")) != ("float", 8) for part in (weights, inputs)):
+        raise _refused(f"{what} with activations in {inputs.get('type')}{inputs.get('num_bits')}")
+    static = not inputs.get("dynamic", False)
+    how = f"{what} with {'static' if static else 'dynamic'} activations by {inputs.get('strategy')}"
+    if strategy == "block":
+        fits = list(weights.get("block_structure") or ()) == [GROUP, GROUP] and not static
+        if fits and inputs.get("strategy") == "group" and inputs.get("group_size") == GROUP:
+            return Scheme("block")
+    elif strategy in ("tensor", "channel") and inputs.get("strategy") == ("tensor" if static else "token"):
+        return Scheme(strategy, static)
+    elif strategy in ("tensor", "channel") and inputs.get("strategy") == "tensor":
+        return Scheme(strategy)  # one scale over all tokens of a step would let one request change another's
+    raise _refused(how)
+
+
+def take_scales(stored: dict[str, Stored], renamed: Mapping[str, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Take the scales out of a checkpoint's tensors: (weight scales, input scales) by the name of the model's linear.
+
+    Args:
+        stored: loses them, and scales of a KV cache, which stays unquantised.
+        renamed: checkpoint name -> model name, of weights.
+    """
+    weights: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
+    by_file: dict[Path, list[tuple[str, str, dict[str, Tensor]]]] = {}
+    for name in list(stored):
+        ending = next((end for end in (*WEIGHT_SCALES, INPUT_SCALE) if name.endswith(end)), None)
+        if ending is None:
+            continue
+        entry = stored.pop(name)
+        target = renamed.get(name.removesuffix(ending) + ".weight")
+        if target is not None:
+            kind = inputs if ending == INPUT_SCALE else weights
+            by_file.setdefault(entry.file, []).append((name, target.removesuffix(".weight"), kind))
+    for file, entries in by_file.items():
+        with safe_open(file, framework="pt") as tensors:
+            for name, target, kind in entries:
+                kind[target] = tensors.get_tensor(name)
+    return weights, inputs
+
+
+def check_dtypes(stored: Mapping[str, Stored], renamed: Mapping[str, str], scaled: Mapping[str, Tensor]) -> None:
+    """Refuse weights in FP8 without scales, and scales beside weights that are not in FP8."""
+    for name, target in renamed.items():
+        has_scale = target.removesuffix(".weight") in scaled and target.endswith(".weight")
+        if (stored[name].dtype == "F8_E4M3") != has_scale:
+            said = f"{stored[name].dtype} with a scale" if has_scale else f"{stored[name].dtype} without a scale"
+            if has_scale or stored[name].dtype.startswith("F8"):
+                raise ValueError(
+                    f"{stored[name].file} has {name} as {said}; check that config.json belongs to these weights."
+                )

@@ -1,0 +1,71 @@
+"""Attention of padded rows in plain torch: what the references and the torch backend compute with."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def visibility_bias(q_pos: Tensor, k_pos: Tensor, window: int, chunk: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask `[rows, 1, N, L]` from positions `[rows, N]` and `[rows, L]`: 0 where a key is seen, else -inf."""
+    q, k = q_pos[:, :, None], k_pos[:, None, :]
+    seen = k <= q
+    if window:
+        seen = seen & (q - k < window)
+    if chunk:
+        seen = seen & (k >= q // chunk * chunk)
+    return torch.where(seen, 0.0, float("-inf")).to(dtype)[:, None]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """Attention of padded rows: `q [R, N, H, D]`, `k [R, L, KH, D]`, `v [R, L, KH, Dv]` to `[R, N, KH, H // KH, Dv]`.
+
+    `bias` is `[R, 1, N, L]`, 0 or -inf; None means that N == L and the rows are causal. The result may be a strided view,
+    which is copied once, into its place.
+    """
+    rows, queries, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if softcap == 0.0 and sinks is None:
+        if queries == 1 and bias is not None:
+            # The heads that share a key head are as good as queries of one head, which saves repeating the keys.
+            packed = q.view(rows, kv_heads, group, -1)
+            result = F.scaled_dot_product_attention(packed, k, v, attn_mask=bias, scale=scale)
+            return result[:, None]
+        result = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=group > 1
+        )
+        return result.transpose(1, 2).unflatten(2, (kv_heads, group))
+    return _attend_scores(q, k, v, bias, scale, softcap, sinks)
+
+
+def _attend_scores(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """`attend` with the scores written out; `k` and `v` are `[R, KH, L, .]`."""
+    rows, queries, heads, _ = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    group = heads // kv_heads
+    wide = torch.promote_types(q.dtype, torch.float32)
+    packed = (
+        q.view(rows, queries, kv_heads, group, -1).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * queries, -1)
+    )
+    scores = torch.matmul(packed.to(wide) * scale, k.to(wide).transpose(-1, -2))
+    scores = scores.view(rows, kv_heads, group, queries, keys)
+    if softcap > 0.0:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is None:
+        scores = scores + torch.full((queries, keys), float("-inf"), dtype=wide, device=q.device).triu(1)
+    else:
+        scores = scores + bias[:, :, None]
+    if sinks is not None:
+        sink = sinks.to(wide).view(1, kv_heads, group, 1, 1).expand(rows, -1, -1, queries, 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    result = torch.matmul(weights.reshape(rows, kv_heads, group * queries, keys), v.to(wide))
+    return result.view(rows, kv_heads, group, queries, -1).permute(0, 3, 1, 2, 4)
