@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.compile.tuning.linears import SUBJECT, TOKENS, LinearShape, candidates, cold_weights
+from torchweave.compile.tuning.linears import TOKENS, LinearShape, candidates, cold_weights
 from torchweave.compile.tuning.measure import Call, GraphClock, Timing
 from torchweave.compile.tuning.table import Entry, Table
 from torchweave.compile.tuning.tuner import answer
@@ -117,7 +117,7 @@ def choices(results: list[dict[str, Any]], device: str, command: str) -> Table:
             "" if r["config"] is None else str(LinearConfig(**r["config"])): Timing(r["us"], r["noise"]) for r in rows
         }
         shape = LinearShape(rows[0]["outputs"], rows[0]["width"], rows[0]["around"])
-        found = answer(SUBJECT, shape.key, tokens, timings)
+        found = answer(shape.subject, shape.key, tokens, timings)
         if found is not None and (found.shape, found.tokens) not in {(e.shape, e.tokens) for e in entries}:
             entries.append(found)
     return Table(device, tuple(entries), command)

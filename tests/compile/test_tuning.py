@@ -10,7 +10,7 @@ import torch
 
 from torchweave.compile import CompileCache
 from torchweave.compile.tuning import kept
-from torchweave.compile.tuning.linears import SUBJECT, LinearShape, candidates, letters
+from torchweave.compile.tuning.linears import LinearShape, candidates, letters
 from torchweave.compile.tuning.measure import Call, Timing, copies_for, timing_of
 from torchweave.compile.tuning.table import DamagedTable, Entry, Table, device_kind, merged, shipped
 from torchweave.compile.tuning.tuner import Question, decide, tune
@@ -39,7 +39,7 @@ def question(*names: str, tokens: int = 1) -> Question:
 
 
 def entry(tokens: int, choice: str = "row,4,1024,4,4,1,0", shape: str = "2048x2048") -> Entry:
-    return Entry(SUBJECT, shape, tokens, choice, 4.0, 5.0, 0.1)
+    return Entry("small_linears", shape, tokens, choice, 4.0, 5.0, 0.1)
 
 
 def cache_at(folder: Path) -> CompileCache:
@@ -93,10 +93,10 @@ def test_noise_is_half_the_distance_of_the_quartiles() -> None:
 
 def test_a_table_answers_for_the_tokens_up_to_those_it_measured() -> None:
     table = Table(GPU, (entry(8, "split,16,64,4,4,1,0"), entry(1), entry(2, "")))
-    assert [e.tokens for e in table.answers(SUBJECT, "2048x2048")] == [1, 2, 8]
-    found = [table.answer(SUBJECT, "2048x2048", tokens) for tokens in (1, 2, 3, 8, 9)]
+    assert [e.tokens for e in table.answers("small_linears", "2048x2048")] == [1, 2, 8]
+    found = [table.answer("small_linears", "2048x2048", tokens) for tokens in (1, 2, 3, 8, 9)]
     assert [None if e is None else e.tokens for e in found] == [1, 2, 8, 8, None]
-    assert table.answer("rope", "2048x2048", 1) is None and table.answers(SUBJECT, "1x1") == ()
+    assert table.answer("rope", "2048x2048", 1) is None and table.answers("small_linears", "1x1") == ()
 
 
 def test_a_linear_takes_the_table_before_the_rule() -> None:
@@ -140,8 +140,6 @@ def test_a_table_is_kept_in_the_cache_and_grows(tmp_path: Path) -> None:
     report = Report(show=False)
     table = kept.table_for(torch.device("cpu"), CompileCache(tmp_path / "cache", report), report)
     assert sorted((e.tokens, e.choice) for e in table) == [(1, entry(1).choice), (2, "")], "what was asked last counts"
-    (event,) = report.select("table")
-    assert (event["device"], event["tuned"], event["shipped"], event["answers"]) == ("cpu", 2, 0, 2)
 
 
 def test_X3_a_damaged_table_is_a_miss_with_one_warning(tmp_path: Path) -> None:
@@ -183,7 +181,7 @@ def test_shipped_tables_hold_together() -> None:
     for path in folder.glob("*.json"):
         table = Table.read(path.read_text())
         assert table.device == path.stem and table.entries and table.measured
-        for shape in {e.shape for e in table if e.subject == SUBJECT}:
+        for shape in {e.shape for e in table if e.subject in ("small_linears", "fused_linears")}:
             size, _, around = shape.partition("/")
             outputs, width = map(int, size.split("x"))
             assert read_choices(LinearShape(outputs, width, around).choices(table, BF16)) is not None

@@ -17,6 +17,7 @@ from torchweave.compile.passes.manager import PassManager
 from torchweave.compile.split import Piece, describe, split
 from torchweave.compile.stored import StoredGraph
 from torchweave.compile.symbols import DynamicDims
+from torchweave.compile.tuning.kept import table_for, tell
 from torchweave.compile.woven import Woven
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
@@ -50,14 +51,16 @@ def weave(
     dynamic, config, report = dynamic or {}, config or TorchCompileConfig(), report or Report(show=False)
     if report.select("ready"):
         report.event("compile_after_ready", what=type(module).__name__)
-    manager = PassManager(passes, config)
+    device = next(iter(inputs.values())).device
+    table = table_for(device, cache, report)
+    manager = PassManager(passes, config, table)
     graph = _captured(module, inputs, dynamic, config, cache, report)
     graph.boundary_ops = frozenset(boundary_ops)
     manager.run(graph, report)
+    tell(table, graph, report)
     parts = split(graph)
     pieces = [part for part in parts if isinstance(part, Piece)]
     report.event("parts", order=[describe(part) for part in parts])
-    device = next(iter(inputs.values())).device
     built = build_pieces(graph, pieces, manager, cache, device, report)
     return Woven(graph, parts, built, size_range(graph, config.dynamic_shapes, report), report)
 

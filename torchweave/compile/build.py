@@ -28,6 +28,7 @@ from torchweave.compile.stored import StoredPiece
 from torchweave.compile.streams.build import StreamBuilder
 from torchweave.compile.streams.lanes import lanes_for
 from torchweave.compile.symbols import shapes_mode, token_count
+from torchweave.compile.tuning.table import COMPILE_SIZES, STREAMS, Table, device_kind
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
 
@@ -79,14 +80,16 @@ class PieceBuilder:
             each for each in manager.passes("aten") if device.type in getattr(each, "devices", (device.type,))
         )
         self.tokens = token_count(graph.symbols)
-        self.streams = _stream_builder(self.config, device, report)
+        self.table = manager.table or Table(device_kind(device))
+        self.streams = _stream_builder(self.config, device, report, self.table)
 
     def build(self, piece: Piece) -> BuiltPiece:
         """The piece for every token count, and its variants."""
         *narrow, whole = self._ranges(piece)
         built = replace(whole.built, variants=tuple(narrow))
         if self.config.enable_inductor and self.tokens is not None:
-            fixed = [Variant(size, size, self._fixed(piece, size)) for size in sorted(set(self.config.compile_sizes))]
+            sizes = [size for size in sorted(set(self.config.compile_sizes)) if self._pays(piece, size)]
+            fixed = [Variant(size, size, self._fixed(piece, size)) for size in sizes]
             built = replace(built, variants=(*fixed, *built.variants))
         return built
 
@@ -121,6 +124,15 @@ class PieceBuilder:
         return StoredPiece(
             self.cache, piece, self.config, self.device, rewritten, stage_factors(passes)
         ).load_or_build()
+
+    def _pays(self, piece: Piece, size: int) -> bool:
+        """Whether building for this size is worth it, as far as it was measured."""
+        entry = next((each for each in self.table.answers(COMPILE_SIZES, piece.digest) if each.tokens == size), None)
+        if entry is None or entry.choice:
+            return True
+        why = f"{entry.baseline:.1f} us as it is; building it for {size} tokens did not win by more than the noise"
+        self.report.event("fallback", what=f"piece {piece.digest[:12]} for {size} tokens", why=why)
+        return False
 
     def _fixed(self, piece: Piece, size: int) -> BuiltPiece:
         """The piece for one token count, which Inductor may tune for."""
@@ -187,11 +199,16 @@ class PieceBuilder:
         return replace(built, passes=tuple(facts))
 
 
-def _stream_builder(config: TorchCompileConfig, device: torch.device, report: Report) -> StreamBuilder | None:
+def _stream_builder(
+    config: TorchCompileConfig, device: torch.device, report: Report, table: Table
+) -> StreamBuilder | None:
     if config.max_num_streams < 2:
         return None
     lanes = lanes_for(config.max_num_streams, device)
-    return StreamBuilder(lanes, config.max_num_streams, report, "inductor" if config.enable_inductor else "fx")
+    built_by = "inductor" if config.enable_inductor else "fx"
+    return StreamBuilder(
+        lanes, config.max_num_streams, report, built_by, saved=lambda piece: table.saves(STREAMS, piece.digest)
+    )
 
 
 def token_ranges(passes: Sequence[Pass]) -> list[tuple[int, int | None]]:

@@ -28,6 +28,7 @@ class Woven:
         code: the Python that a call runs; `piece_<digest>` are the built pieces, `constants_<i>` what piece i reads.
         pieces: pieces in the order in which they run; equal digests share one built piece.
         built: the built pieces by digest.
+        constants: what each piece reads besides its inputs, by the piece's index.
         inputs: names of the inputs, in order.
         sources: importable names of the modules whose code was traced.
         sizes: smallest and largest value that a dynamic size may take.
@@ -51,6 +52,7 @@ class Woven:
         self.code, namespace = stitch(graph, parts, built, sizes)
         exec(compile(self.code, "<torchweave stitched>", "exec"), namespace)
         self._run = namespace["forward"]
+        self.constants = {piece.index: namespace.get(f"constants_{piece.index}", ()) for piece in self.pieces}
 
     def __call__(self, boundary: Boundary, *inputs: Tensor) -> Any:
         """Run a step.

@@ -6,7 +6,7 @@ which is found on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec, Quantized, attend_quantized
 from torchweave.ops.fp8 import GROUP
-from torchweave.ops.kernels.dependent import options
+from torchweave.ops.kernels.dependent import options, takes_part
 from torchweave.ops.kernels.paged_decode import paged_decode
 from torchweave.ops.kernels.paged_prefill import paged_prefill, write_kv
 from torchweave.ops.kernels.rope import CacheWrite, Norm, launch_rope
@@ -125,7 +125,9 @@ class TritonBackend:
 
     def decode_config(self, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
         """The decode configuration in force."""
-        return self.decode or default_decode_config(head_dim, dtype)
+        if self.decode is not None:
+            return self.decode
+        return replace(default_decode_config(head_dim, dtype), dependent=2 if takes_part(self.device) else 0)
 
     def num_splits(self, config: DecodeConfig, num_rows: int, kv_heads: int, max_seq_len: int) -> int:
         """Splits of the context, a power of two: as many as there are programs for and tiles to give them."""

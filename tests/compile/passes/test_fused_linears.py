@@ -127,7 +127,7 @@ def test_a_product_that_is_read_twice_keeps_its_value() -> None:
 
 def test_the_op_is_told_what_the_table_says_of_this_very_fusion() -> None:
     config = LinearConfig("split", 16, 64, 4, 4, norm_apart=True)
-    table = Table("cpu", (Entry("linear", f"{N}x{K}/ng", 8, str(config), 1.0, 2.0, 0.0),))
+    table = Table("cpu", (Entry("fused_linears", f"{N}x{K}/ng", 8, str(config), 1.0, 2.0, 0.0),))
     graph = graph_of(with_norm_and_gate, [X, W, NORM])
     run_pass(FusedLinears(devices=("cpu",), table=table), graph)
     (node,) = (node for node in graph.graph.nodes if node.op == "call_function")

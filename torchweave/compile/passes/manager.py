@@ -29,6 +29,7 @@ from torchweave.compile.passes.torch_ir.rotary_attention import RotaryAttention
 from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
 from torchweave.compile.split import Piece
 from torchweave.compile.symbols import value
+from torchweave.compile.tuning.table import Table
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
 
@@ -36,17 +37,21 @@ _MOST_ROUNDS = 16
 """A pass that still matches after this many rounds feeds on its own results."""
 
 
-def default_passes() -> tuple[Pass, ...]:
-    """The passes of the stack, in order."""
+def default_passes(table: Table | None = None) -> tuple[Pass, ...]:
+    """The passes of the stack, in order.
+
+    Args:
+        table: what measurements say; None: what the package ships for the device.
+    """
     return (
         MergeLinears(),
         RotaryAttention(),
-        SmallLinears(),
+        SmallLinears(table=table),
         MergeFp8Linears(),
         Fp8Attention(),
         raise_rms_norm.FUSION,
         gated_activation.FUSION,
-        FusedLinears(),
+        FusedLinears(table=table),
         add_rms_norm.FUSION,
         rope.FUSION,
         qk_norm_rope.FUSION,
@@ -73,15 +78,21 @@ class PassManager:
     Args:
         passes: in the order in which they run; None takes the stack's own, then those that the config names.
         config: which of them run.
+        table: what measurements say, for the stack's own passes; None: what the package ships.
 
     Raises:
         ValueError: two passes have one name, or the config names a pass that is not there.
     """
 
-    def __init__(self, passes: Sequence[Pass] | None = None, config: TorchCompileConfig | None = None) -> None:
-        self.config = config or TorchCompileConfig()
+    def __init__(
+        self,
+        passes: Sequence[Pass] | None = None,
+        config: TorchCompileConfig | None = None,
+        table: Table | None = None,
+    ) -> None:
+        self.config, self.table = config or TorchCompileConfig(), table
         if passes is None:
-            passes = (*default_passes(), *(load_pass(name) for name in self.config.passes))
+            passes = (*default_passes(table), *(load_pass(name) for name in self.config.passes))
         names = [each.name for each in passes]
         if len(set(names)) < len(names):
             raise ValueError(f"two passes have one name: {', '.join(names)}")
@@ -102,7 +113,7 @@ class PassManager:
             return Setting(each, True, "enabled_passes")
         if each.numerics == "tolerance" and config.pass_numerics == "exact":
             return Setting(each, False, "changes results within a tolerance, and pass_numerics is exact")
-        if each.gated:
+        if each.gated and not (self.table is not None and self.table.pays(each.name)):
             return Setting(each, False, "no measurement says that it pays here")
         return Setting(each, True, "")
 

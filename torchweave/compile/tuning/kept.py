@@ -7,29 +7,36 @@ from dataclasses import asdict
 import torch
 
 from torchweave.compile.cache import CompileCache, key_of
+from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.tuning.table import FORMAT, DamagedTable, Table, device_kind, merged, shipped
 from torchweave.log import Report
 
 
 def table_for(device: torch.device, cache: CompileCache | None, report: Report) -> Table:
-    """Everything that is known of a kind of device; an event `table` says how much, and from where."""
+    """Everything that is known of a kind of device: what was tuned here, before what the package ships."""
     kind = device_kind(device)
     kept = Table(kind) if cache is None else load(cache, kind)
     try:
         default = shipped(kind)
     except DamagedTable as error:
-        report.event(
-            "warning", what="choice table", why=f"ignored the table of {kind} that came with the package: {error}"
-        )
+        why = f"ignored the table of {kind} that came with the package: {error}"
+        report.event("warning", what="choice table", why=why)
         default = Table(kind)
-    table = merged((kept, default), kind)
-    counts = {"answers": len(table.entries), "tuned": len(kept.entries), "shipped": len(default.entries)}
-    report.event("table", device=kind, **counts, entries=[asdict(entry) for entry in table])
-    return table
+    return merged((kept, default), kind)
+
+
+def tell(table: Table, graph: CapturedGraph, report: Report) -> None:
+    """An event `table`: how much is known of the device, and the answers about weights of this graph."""
+    weights = (binding.tensor for _, binding in graph.constants())
+    shapes = {f"{each.shape[0]}x{each.shape[1]}" for each in weights if each.ndim == 2}
+    entries = [asdict(entry) for entry in table if entry.shape.partition("/")[0] in shapes]
+    report.event("table", device=table.device, answers=len(table.entries), entries=entries)
 
 
 def load(cache: CompileCache, kind: str) -> Table:
     """What was tuned before for a kind of device; empty when nothing was, or, with one warning, when it is damaged."""
+    if not (cache.folder / "table").is_dir():  # nothing was ever tuned: no miss worth telling
+        return Table(kind)
     entry = cache.load("table", _factors(kind))
     if entry is None:
         return Table(kind)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchweave.compile.tuning.measure import Call, copies_for
 from torchweave.compile.tuning.table import Table
@@ -15,7 +17,6 @@ from torchweave.compile.tuning.tuner import Question
 from torchweave.ops.linear import Around, run, run_apart
 from torchweave.ops.linear_config import LinearConfig, rule, supported, write_choices
 
-SUBJECT = "linear"
 TOKENS = (1, 2, 4, 8, 16, 32, 48, 64)
 """Numbers of tokens that are measured; one between two takes the choice of the larger."""
 
@@ -32,6 +33,11 @@ class LinearShape:
     outputs: int
     width: int
     around: str = ""
+
+    @property
+    def subject(self) -> str:
+        """The pass whose choices these are."""
+        return "fused_linears" if self.around else "small_linears"
 
     @property
     def key(self) -> str:
@@ -54,7 +60,7 @@ class LinearShape:
         is no kernel."""
         if not supported(self.outputs, self.width, dtype):
             return ""
-        answers = table.answers(SUBJECT, self.key)
+        answers = table.answers(self.subject, self.key)
         if not answers:
             return rule(self.outputs, self.width, dtype)
         return write_choices(
@@ -108,7 +114,7 @@ def question(shape: LinearShape, tokens: int, dtype: torch.dtype, weights: list[
     tried = {str(config): call(config) for config in candidates(tokens, shape.around)}
     copies = max(4, len(weights))
     return Question(
-        SUBJECT, shape.key, tokens, lambda i: run_apart(x, weights[i % len(weights)], around), tried, copies
+        shape.subject, shape.key, tokens, lambda i: run_apart(x, weights[i % len(weights)], around), tried, copies
     )
 
 
@@ -117,6 +123,21 @@ def cold_weights(shape: LinearShape, dtype: torch.dtype, device: torch.device) -
     size = (shape.outputs, shape.width)
     copies = copies_for(shape.outputs * shape.width * dtype.itemsize, 1)
     return [torch.empty(size, device=device, dtype=dtype).normal_(std=shape.width**-0.5) for _ in range(copies)]
+
+
+class Products(TorchDispatchMode):
+    """Sees which products of few tokens run, and what is around each; `shapes` are the distinct ones, with their dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: dict[tuple[LinearShape, torch.dtype], None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.torchweave.linear.default, torch.ops.torchweave.fused_linear.default):
+            _, w, _, *rest = (*args, None)
+            fused = Around(norm=rest[0], residual=rest[4], activation=rest[5]) if len(rest) > 5 else Around()
+            self.shapes[LinearShape(w.shape[0], w.shape[1], letters(fused)), w.dtype] = None
+        return func(*args, **(kwargs or {}))
 
 
 def questions(

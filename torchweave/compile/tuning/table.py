@@ -12,6 +12,7 @@ cache and goes before them. A table of another kind of device is not used, and a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,9 @@ from typing import Any
 import torch
 
 FORMAT = 1
+
+STREAMS, COMPILE_SIZES = "streams", "compile_sizes"
+"""Subjects that are no pass: a piece over several streams, and a piece built for one size. Their shapes are pieces' digests."""
 
 
 class DamagedTable(ValueError):
@@ -88,6 +92,20 @@ class Table:
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the answers; a factor of what is built by them."""
+        return hashlib.sha256(repr(sorted(map(repr, self.entries))).encode()).hexdigest()[:16]
+
+    def pays(self, subject: str) -> bool:
+        """Whether a choice won anywhere."""
+        return any(entry.subject == subject and entry.choice for entry in self)
+
+    def saves(self, subject: str, shape: str) -> float | None:
+        """Microseconds that a choice saves, over all token counts that were asked; None when nobody asked."""
+        answers = self.answers(subject, shape)
+        return sum(entry.saved for entry in answers) if answers else None
 
     def over(self, other: Table) -> Table:
         """This table's answers, and the other's where this one has none. Both are of one kind of device."""

@@ -71,7 +71,7 @@ class FusedLinears(GraphPass):
 
     def __init__(self, devices: Iterable[str] = ("cuda",), table: Table | None = None) -> None:
         self.devices = frozenset(devices)
-        self.table = table
+        self._table, self.table = table, "shipped" if table is None else table.digest
 
     def run(self, graph: Faked) -> PassResult:
         products = [node for node in graph.graph.nodes if self._is_product(node)]
@@ -106,7 +106,7 @@ class FusedLinears(GraphPass):
         why = why_norm or why_behind
         if not found.letters:
             return 0, why
-        table = shipped(device_kind(value(weight).device)) if self.table is None else self.table
+        table = shipped(device_kind(value(weight).device)) if self._table is None else self._table
         shape = LinearShape(value(weight).shape[0], value(weight).shape[1], found.letters)
         replaced = _replace(graph, found, shape.choices(table, value(weight).dtype))
         return (len(found.letters), why) if replaced else (0, "its result has another layout or dtype than the op's")

@@ -42,7 +42,7 @@ class SmallLinears(GraphPass):
 
     def __init__(self, devices: Iterable[str] = ("cuda",), table: Table | None = None) -> None:
         self.devices = frozenset(devices)
-        self.table = table
+        self._table, self.table = table, "shipped" if table is None else table.digest
 
     def run(self, graph: CapturedGraph) -> PassResult:
         matches = 0
@@ -50,7 +50,7 @@ class SmallLinears(GraphPass):
         for node in list(graph.graph.nodes):
             if node.op != "call_function" or node.target is not LINEAR or value(node).device.type not in self.devices:
                 continue
-            why = _replace(graph, node, self.table)
+            why = _replace(graph, node, self._table)
             if why is None:
                 matches += 1
             else:
