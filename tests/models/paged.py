@@ -13,7 +13,8 @@ import torch
 
 from torchweave.compile import broken
 from torchweave.models import DecoderStep
-from torchweave.ops.attention import AttentionMetadata, carry_out, get_backend
+from torchweave.ops.attention import AttentionMetadata, get_backend
+from torchweave.ops.attention_calls import carry_out
 
 BLOCK = 16
 

@@ -26,7 +26,8 @@ from torchweave.engine.buffers import Staging, StepBuffers, pack, packed_size
 from torchweave.engine.step import Step, StepLogprobs, StepResult
 from torchweave.engine.threads import release_workers
 from torchweave.log import Report
-from torchweave.ops.attention import AttentionBackend, AttentionMetadata, AttentionStep, KVLayer, carry_out
+from torchweave.ops.attention import AttentionBackend, AttentionMetadata, AttentionStep, KVLayer
+from torchweave.ops.attention_calls import carry_out_call
 from torchweave.ops.sampling import logprobs, sample
 from torchweave.ops.state import SlotState
 from torchweave.ops.step import advance, prepare, prepare_decode
@@ -64,7 +65,7 @@ class AttentionBoundary:
             self._step = self._backend.begin(self._meta)
             return
         assert self._step is not None
-        carry_out(self._step, self._caches, *args, **kwargs)
+        carry_out_call(self._step, self._caches, op, args, kwargs)
 
 
 class Runner:

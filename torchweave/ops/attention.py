@@ -1,8 +1,8 @@
 """Causal attention over a paged KV cache: the op that models call, what a step tells a backend, and the choice of backend.
 
 The model calls `torchweave::attention`, which writes into a tensor that the model allocated. It is a boundary op: the engine
-intercepts it and has a backend carry it out over the cache (`carry_out`). Called directly, without an engine, the tokens are
-one sequence and no cache is involved; that is its eager reference.
+intercepts it and has a backend carry it out over the cache (torchweave/ops/attention_calls.py). Called directly, without an
+engine, the tokens are one sequence and no cache is involved; that is its eager reference.
 
     step = backend.begin(meta)                       once per step, before the model runs
     carry_out(step, caches, *args, **kwargs)         once per layer, from the boundary
@@ -24,7 +24,7 @@ from torchweave.ops.registry import define
 from torchweave.ops.rope import Rotary
 
 
-@define("torchweave::attention", mutates=("out", "out_scale"), boundary=True)
+@define("torchweave::attention", mutates=("out",), boundary=True)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -43,7 +43,6 @@ def attention(
     norm_eps: float = 0.0,
     norm_offset: float = 0.0,
     norm_wide: bool = False,
-    out_scale: Tensor | None = None,
     given_scale: Tensor | None = None,
 ) -> None:
     """Write the attention of T tokens into `out`; here the T tokens are one sequence.
@@ -53,7 +52,7 @@ def attention(
         k: `[T, KH, D]`.
         v: `[T, KH, Dv]`; Dv may differ from D.
         out: contiguous `[T, H, Dv]`, written whole; of q's dtype, or e4m3: then the result is rounded to q's dtype and
-            quantised as `torchweave::fp8_quant` does, with one of the two scales below.
+            quantised as `torchweave::fp8_quant` does, with the given scale.
         layer: which KV cache of the engine belongs to this call; not used here.
         scale: factor of the scores.
         window: keys with `q_pos - k_pos < window` are seen; 0 means all.
@@ -62,19 +61,53 @@ def attention(
         chunk: keys with `k_pos // chunk == q_pos // chunk` are seen (Llama 4); 0 means all.
         cos, sin: `[..., T, R]`: q and k are turned first, as `torchweave::rope` does; None means that they have been.
         q_weight, k_weight, norm_eps, norm_offset, norm_wide: and before that normed, as `torchweave::qk_norm_rope` does.
-        out_scale: float32 `[ceil(H * Dv / 128), T]`, written: scales of groups of 128 channels of a token.
-        given_scale: float32 `[1]`, read: the one scale.
+        given_scale: float32 `[1]`, where out is e4m3.
     """
-    rotary = _rotary(cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
+    rotary = rotary_of(cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
     if rotary is not None:
         q, k = rotary.turn(q, k)
     positions = torch.arange(q.shape[0], device=q.device)[None]
     bias = None if not (window or chunk) else visibility_bias(positions, positions, window, chunk, q.dtype)
     result = attend(q[None], k[None], v[None], bias, scale=scale, softcap=softcap, sinks=sinks)[0]
     if out.dtype == FP8:
-        quantize_into(Quantized(out, out_scale, given_scale), result.flatten(1, 2))
+        quantize_into(Quantized(out, None, given_scale), result.flatten(1, 2))
     else:
         out.unflatten(1, result.shape[1:3]).copy_(result)
+
+
+@define("torchweave::attention_fp8", mutates=("out", "out_scale"), boundary=True)
+def attention_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    out_scale: Tensor,
+    layer: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    chunk: int = 0,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
+) -> None:
+    """`torchweave::attention` into e4m3, with a scale for each 128 channels of a token.
+
+    An op of its own, since torch 2.11 cannot call one that writes to an argument which may be left out.
+
+    Args:
+        out: contiguous `[T, H, Dv]` e4m3, written whole.
+        out_scale: float32 `[ceil(H * Dv / 128), T]`, written whole.
+    """
+    whole = torch.empty(out.shape, dtype=q.dtype, device=q.device)
+    how = (layer, scale, window, softcap, sinks, chunk, cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
+    torch.ops.torchweave.attention(q, k, v, whole, *how)
+    quantize_into(Quantized(out, out_scale, None), whole)
 
 
 class Quantized(NamedTuple):
@@ -95,7 +128,8 @@ def quantize_into(target: Quantized, result: Tensor) -> None:
         target.written.copy_(scale)
 
 
-def _rotary(cos: Tensor | None, sin: Tensor | None, *norm: Any) -> Rotary | None:
+def rotary_of(cos: Tensor | None, sin: Tensor | None, *norm: Any) -> Rotary | None:
+    """What queries and keys still need, from an op's arguments; None when they have been turned."""
     assert (cos is None) == (sin is None), "cos and sin come together"
     return None if cos is None or sin is None else Rotary(cos, sin, *norm)
 
@@ -263,70 +297,6 @@ class AttentionBackend(Protocol):
     def begin(self, meta: AttentionMetadata) -> AttentionStep:
         """Prepare one step. What depends on the rows but not on the layer is computed here, once."""
         ...
-
-
-def carry_out(
-    step: AttentionStep,
-    caches: Sequence[KVLayer],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    layer: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    chunk: int = 0,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-    norm_offset: float = 0.0,
-    norm_wide: bool = False,
-    out_scale: Tensor | None = None,
-    given_scale: Tensor | None = None,
-) -> None:
-    """Carry out one intercepted call of `torchweave::attention`, given as the op's own arguments."""
-    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
-    rotary = _rotary(cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
-    if out.dtype != FP8:
-        attend_into(step, rotary, q, k, v, out, caches[layer], **how)
-        return
-    target = Quantized(out, out_scale, given_scale)
-    if isinstance(step, QuantizingStep):
-        step.forward_quantized(target, rotary, q, k, v, caches[layer], **how)
-    else:
-        attend_quantized(step, target, rotary, q, k, v, caches[layer], **how)
-
-
-def attend_into(
-    step: AttentionStep, rotary: Rotary | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, **how: Any
-) -> None:
-    """One layer of a step, queries and keys turned by the step or before it."""
-    if rotary is None:
-        step.forward(q, k, v, out, cache, **how)
-    elif isinstance(step, TurningStep):
-        step.forward_turning(rotary, q, k, v, out, cache, **how)
-    else:
-        step.forward(*rotary.turn(q, k), v, out, cache, **how)
-
-
-def attend_quantized(
-    step: AttentionStep,
-    target: Quantized,
-    rotary: Rotary | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: KVLayer,
-    **how: Any,
-) -> None:
-    """One layer of a step that does not quantise: its result in q's dtype, and that quantised."""
-    wide = torch.empty(target.q.shape, dtype=q.dtype, device=q.device)
-    attend_into(step, rotary, q, k, v, wide, cache, **how)
-    quantize_into(target, wide)
 
 
 BACKENDS = ("triton", "torch", "fa3", "cpp")

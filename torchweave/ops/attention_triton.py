@@ -12,7 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec, Quantized, attend_quantized
+from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec, Quantized
+from torchweave.ops.attention_calls import attend_quantized
 from torchweave.ops.fp8 import GROUP
 from torchweave.ops.kernels.dependent import options, takes_part
 from torchweave.ops.kernels.paged_decode import paged_decode

@@ -2,7 +2,7 @@
 
 Before                                        After
     out = empty(T, H, D)                          out = empty(T, H, D, dtype=e4m3); s = empty(H, T)
-    attention(q, k, v, out, ...)                  attention(q, k, v, out, ..., out_scale=s)
+    attention(q, k, v, out, ...)                  attention_fp8(q, k, v, out, s, ...)
     a, s = fp8_quant(out.reshape(T, H * D), 128)  y = fp8_linear(out.reshape(T, H * D), s, W, S)
     y = fp8_linear(a, s, W, S)
 
@@ -30,6 +30,7 @@ from torchweave.ops.fp8 import FP8, GROUP
 
 _ATTENTION = torch.ops.torchweave.attention.default
 _VIEWS = frozenset({"unsqueeze", "squeeze", "reshape", "view", "flatten", "contiguous"})
+_ATTENTION_FP8 = torch.ops.torchweave.attention_fp8.default
 _NAMES = [argument.name for argument in _ATTENTION._schema.arguments]
 
 
@@ -90,10 +91,10 @@ def _rewrite(
     with graph.graph.inserting_before(out):
         q = _empty(graph, sizes, FP8, value(out).device)
         scale = _empty(graph, (sizes[1], sizes[0]), torch.float32, value(out).device) if given is None else given
-    changed = {"out": q, ("out_scale" if given is None else "given_scale"): scale}
-    new = tuple(changed.get(name, argument) for name, argument in zip(_NAMES, arguments, strict=True))
+    named = {**dict(zip(_NAMES, arguments, strict=True)), "out": q, "given_scale": given, "out_scale": scale}
+    op = _ATTENTION_FP8 if given is None else _ATTENTION
     with graph.graph.inserting_before(node):
-        replaced = graph.graph.call_function(_ATTENTION, new)
+        replaced = graph.graph.call_function(op, tuple(named[argument.name] for argument in op._schema.arguments))
     replaced.meta = dict(node.meta)
     graph.graph.erase_node(node)
     out.replace_all_uses_with(q)

@@ -1,0 +1,98 @@
+"""From a call of an attention op that a boundary intercepted to the step of a backend that carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweave.ops.attention import (
+    AttentionStep,
+    KVLayer,
+    Quantized,
+    QuantizingStep,
+    TurningStep,
+    quantize_into,
+    rotary_of,
+)
+from torchweave.ops.fp8 import FP8
+from torchweave.ops.rope import Rotary
+
+
+def carry_out(
+    step: AttentionStep,
+    caches: Sequence[KVLayer],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    layer: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    chunk: int = 0,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
+    given_scale: Tensor | None = None,
+    *,
+    out_scale: Tensor | None = None,
+) -> None:
+    """Carry out one intercepted call of `torchweave::attention`, given as the op's own arguments; or, with `out_scale`, one of
+    `torchweave::attention_fp8`."""
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
+    rotary = rotary_of(cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
+    if out.dtype != FP8:
+        attend_into(step, rotary, q, k, v, out, caches[layer], **how)
+        return
+    target = Quantized(out, out_scale, given_scale)
+    if isinstance(step, QuantizingStep):
+        step.forward_quantized(target, rotary, q, k, v, caches[layer], **how)
+    else:
+        attend_quantized(step, target, rotary, q, k, v, caches[layer], **how)
+
+
+def carry_out_call(
+    step: AttentionStep, caches: Sequence[KVLayer], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Carry out one intercepted call of either op."""
+    if op is torch.ops.torchweave.attention_fp8.default:
+        *before, out_scale = args[:5]
+        carry_out(step, caches, *before, *args[5:], **kwargs, out_scale=out_scale)
+    else:
+        carry_out(step, caches, *args, **kwargs)
+
+
+def attend_into(
+    step: AttentionStep, rotary: Rotary | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, **how: Any
+) -> None:
+    """One layer of a step, queries and keys turned by the step or before it."""
+    if rotary is None:
+        step.forward(q, k, v, out, cache, **how)
+    elif isinstance(step, TurningStep):
+        step.forward_turning(rotary, q, k, v, out, cache, **how)
+    else:
+        step.forward(*rotary.turn(q, k), v, out, cache, **how)
+
+
+def attend_quantized(
+    step: AttentionStep,
+    target: Quantized,
+    rotary: Rotary | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVLayer,
+    **how: Any,
+) -> None:
+    """One layer of a step that does not quantise: its result in q's dtype, and that quantised."""
+    wide = torch.empty(target.q.shape, dtype=q.dtype, device=q.device)
+    attend_into(step, rotary, q, k, v, wide, cache, **how)
+    quantize_into(target, wide)
