@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from tests.compile.test_fusion import FUSION, alone, first
 from tests.compile.toy import BOUNDARY, DYNAMIC, SIZES, example, step, toy
 from torchweave.compile import weave
-from torchweave.compile.build import token_ranges, within
+from torchweave.compile.build import PieceBuilder, token_ranges, within
 from torchweave.compile.cache import CompileCache
+from torchweave.compile.capture import capture
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.base import GraphPass, PassResult
 from torchweave.compile.passes.manager import PassManager, default_passes, run_pass
@@ -217,6 +218,25 @@ def test_S9_debug_finds_fake_values_that_are_wrong() -> None:
         run_pass(Lies(), graph, debug=True)
 
 
+def test_V8_ranges_come_from_the_cache_without_lowering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fusion = Fusion("scaled_add", alone, first, token_range=(None, 7))
+    report = Report(show=False)
+    woven_small(TorchCompileConfig(), report, CompileCache(tmp_path / "cache", report), passes=[fusion])
+    monkeypatch.setattr("torchweave.compile.build.lower", None)
+    warm = Report(show=False)
+    woven = woven_small(TorchCompileConfig(), warm, CompileCache(tmp_path / "cache", warm), passes=[fusion])
+    assert [each["tokens"] for each in matched(warm)] == [each["tokens"] for each in matched(report)] == [[1, 7]]
+    assert warm.select("piece")[0]["variants"][0]["built"] == "cache"
+    for tokens in (1, 7, 8):
+        x = torch.randn(tokens, 8)
+        torch.testing.assert_close(woven(call_as_is, x), _small(x))
+
+
+def _small(x: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    return Small()(x)
+
+
 def test_S9_a_piece_that_cannot_be_lowered_is_built_as_it_is() -> None:
     class Aliased(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,6 +254,11 @@ def test_S9_a_piece_that_cannot_be_lowered_is_built_as_it_is() -> None:
     assert "returns a view of it" in event["why"]
     x = torch.randn(6, 8)
     assert all(map(torch.equal, woven(call_as_is, x), Aliased()(x)))
+    graph = capture(Aliased(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
+    builder = PieceBuilder(graph, PassManager([], TorchCompileConfig()), None, torch.device("cpu"), report)
+    assert builder._fixed(woven.pieces[-1], 7) is None and len(report.select("lowering")) == 2, (
+        "nor has it a fixed size"
+    )
 
 
 def test_S9_facts_of_passes_are_plain_data() -> None:

@@ -6,8 +6,9 @@ there, and for every size of `compile_sizes` with that size fixed; the call then
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +34,25 @@ from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
 
 Facts = list[dict[str, Any]]
+TokenSpan = tuple[int, int | None]
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A piece after the ATen stage.
+
+    Attributes:
+        facts: of each pass's event.
+        ranges: of the token count in which the piece becomes different things, all of them; empty when it was not divided.
+    """
+
+    piece: Piece
+    facts: Facts = field(default_factory=list)
+    ranges: tuple[TokenSpan, ...] = ()
+
+    def at(self, low: int, high: int | None) -> Rewritten:
+        """The same, its facts marked with the token counts that it is for."""
+        return replace(self, facts=[{**each, "tokens": [low, high]} for each in self.facts])
 
 
 def build_pieces(
@@ -89,41 +109,37 @@ class PieceBuilder:
         built = replace(whole.built, variants=tuple(narrow))
         if self.config.enable_inductor and self.tokens is not None:
             sizes = [size for size in sorted(set(self.config.compile_sizes)) if self._pays(piece, size)]
-            fixed = [Variant(size, size, self._fixed(piece, size)) for size in sizes]
-            built = replace(built, variants=(*fixed, *built.variants))
+            fixed = [self._fixed(piece, size) for size in sizes]
+            built = replace(built, variants=(*(each for each in fixed if each is not None), *built.variants))
         return built
 
     def _ranges(self, piece: Piece) -> list[Variant]:
         """The piece by ranges of the token count, lowest first, the last one open; one when no pass divides them."""
-        ranges = token_ranges(self.passes)
+        ranges, factors = token_ranges(self.passes), stage_factors(self.passes)
         if len(ranges) == 1 or self.tokens is None:
-            return [Variant(1, None, self._build(piece, self.passes))]
-        found: list[tuple[int, int | None, Piece, Facts]] = []
-        for low, high in ranges:
-            rewritten, facts = self._rewrite(piece, within(self.passes, low, high))
-            if found and _same(found[-1][2], rewritten):
-                found[-1] = (found[-1][0], high, *found[-1][2:])
-            else:
-                found.append((low, high, rewritten, facts))
-        return [
-            Variant(low, high, self._compile(rewritten, _at(facts, low, high) if len(found) > 1 else facts))
-            for low, high, rewritten, facts in found
+            return [Variant(1, None, self._stored(piece, lambda: self._rewrite(piece, self.passes), factors))]
+        found = functools.cache(lambda: self._joined(piece, ranges))  # not at a start that only loads
+        whole = self._stored(piece, lambda: found()[-1], factors)
+        narrow = [
+            Variant(low, high, self._stored(piece, lambda at=at: found()[at], {**factors, "tokens": [low, high]}))
+            for at, (low, high) in enumerate(whole.ranges[:-1])
         ]
+        return [*narrow, Variant(whole.ranges[-1][0], None, whole)]
 
-    def _build(self, piece: Piece, passes: Sequence[Pass]) -> BuiltPiece:
-        """The piece, rewritten by passes; from the cache without lowering it again, unless it may be spread over streams."""
-        if self.streams is not None:
-            return self._compile(*self._rewrite(piece, passes))
-
-        def rewritten() -> BuiltPiece:
-            return self._make(*self._rewrite(piece, passes))
-
-        if not self._kept():
-            return rewritten()
-        assert self.cache is not None
-        return StoredPiece(
-            self.cache, piece, self.config, self.device, rewritten, stage_factors(passes)
-        ).load_or_build()
+    def _joined(self, piece: Piece, ranges: Sequence[TokenSpan]) -> list[Rewritten]:
+        """What the piece becomes in each range; ranges in which it becomes the same are one."""
+        spans: list[TokenSpan] = []
+        found: list[Rewritten] = []
+        for low, high in ranges:
+            rewritten = self._rewrite(piece, within(self.passes, low, high))
+            if found and _same(found[-1].piece, rewritten.piece):
+                spans[-1] = (spans[-1][0], high)
+            else:
+                spans.append((low, high))
+                found.append(rewritten)
+        if len(found) > 1:
+            found = [each.at(*span) for each, span in zip(found, spans, strict=True)]
+        return [replace(each, ranges=tuple(spans)) for each in found]
 
     def _pays(self, piece: Piece, size: int) -> bool:
         """Whether building for this size is worth it, as far as it was measured."""
@@ -134,69 +150,78 @@ class PieceBuilder:
         self.report.event("fallback", what=f"piece {piece.digest[:12]} for {size} tokens", why=why)
         return False
 
-    def _fixed(self, piece: Piece, size: int) -> BuiltPiece:
-        """The piece for one token count, which Inductor may tune for."""
+    def _fixed(self, piece: Piece, size: int) -> Variant | None:
+        """The piece for one token count, which Inductor may tune for; None, and an event, when the size cannot be fixed."""
         assert self.tokens is not None
-        passes, symbol = within(self.passes, size, size), self.tokens
-
-        def rewritten() -> BuiltPiece:
-            fixed, facts = self._rewrite(piece, passes, {symbol: size})
-            return self._make(fixed, _at(facts, size, size), tune=True)
-
-        if self.streams is not None:
-            fixed, facts = self._rewrite(piece, passes, {symbol: size})
-            return self._compile(fixed, _at(facts, size, size), tune=True)
-        if not self._kept():
-            return rewritten()
-        assert self.cache is not None
+        passes, sizes = within(self.passes, size, size), {self.tokens: size}
         factors = {**stage_factors(passes), "token_count": size, "tuned_by_inductor": True}
-        return StoredPiece(self.cache, piece, self.config, self.device, rewritten, factors).load_or_build()
+        try:
+            made = self._stored(piece, lambda: self._rewrite(piece, passes, sizes).at(size, size), factors, tune=True)
+        except NotLowered:
+            return None
+        return Variant(size, size, made)
 
-    def _compile(self, piece: Piece, facts: Facts, tune: bool = False) -> BuiltPiece:
-        """A piece that was rewritten already, over several streams where there may be and it gains by it."""
-        if self.streams is None:
-            return self._whole(piece, facts, tune)
-        built = self.streams.build(piece, lambda part: self._whole(part, [], tune))
-        return replace(built, passes=tuple(facts))
-
-    def _whole(self, piece: Piece, facts: Facts, tune: bool = False) -> BuiltPiece:
-        """A piece that was rewritten already, from the cache by what it has become."""
+    def _stored(
+        self, piece: Piece, rewritten: Callable[[], Rewritten], factors: Mapping[str, Any], tune: bool = False
+    ) -> BuiltPiece:
+        """What a piece is rewritten to, built; from the cache without rewriting it again, unless it may be spread over streams."""
+        if self.streams is not None:
+            return self._spread(rewritten(), tune)
         if not self._kept():
-            return self._make(piece, facts, tune)
+            return self._make(rewritten(), tune)
         assert self.cache is not None
-        factors = {"tuned_by_inductor": True} if tune else {}
-        make = lambda: self._make(piece, facts, tune)  # noqa: E731
+        make = lambda: self._make(rewritten(), tune)  # noqa: E731
         return StoredPiece(self.cache, piece, self.config, self.device, make, factors).load_or_build()
+
+    def _spread(self, rewritten: Rewritten, tune: bool) -> BuiltPiece:
+        """A piece over several streams, where it gains by it; each part from the cache by what it is."""
+        assert self.streams is not None
+
+        def part(piece: Piece) -> BuiltPiece:
+            if not self._kept():
+                return self._make(Rewritten(piece), tune)
+            assert self.cache is not None
+            factors = {"tuned_by_inductor": True} if tune else {}
+            make = lambda: self._make(Rewritten(piece), tune)  # noqa: E731
+            return StoredPiece(self.cache, piece, self.config, self.device, make, factors).load_or_build()
+
+        built = self.streams.build(rewritten.piece, part)
+        return replace(built, passes=tuple(rewritten.facts), ranges=rewritten.ranges)
 
     def _kept(self) -> bool:
         return self.cache is not None and self.config.enable_inductor
 
-    def _rewrite(
-        self, piece: Piece, passes: Sequence[Pass], sizes: Mapping[str, int] | None = None
-    ) -> tuple[Piece, Facts]:
-        """The ATen stage: the piece lowered and rewritten, or as it is where no pass matches or it cannot be lowered."""
+    def _rewrite(self, piece: Piece, passes: Sequence[Pass], sizes: Mapping[str, int] | None = None) -> Rewritten:
+        """The ATen stage: the piece lowered and rewritten, or as it is where no pass matches or it cannot be lowered.
+
+        Raises:
+            NotLowered: sizes are to be fixed, and the piece cannot be lowered.
+        """
         # A piece that nothing rewrites runs as it was traced, and writes in place as it is.
         last = [each for each in passes if isinstance(each, Reinplace)]
         passes = [each for each in passes if each not in last]
         if not passes and not sizes:
-            return piece, []
+            return Rewritten(piece)
         with shapes_mode(self.config.dynamic_shapes):
             try:
                 lowered = lower(piece, sizes)
             except NotLowered as error:
                 self.report.event("lowering", piece=piece.digest, lowered=False, why=str(error))
-                return piece, []
+                if sizes:
+                    raise
+                return Rewritten(piece)
             facts = self.manager.rewrite(lowered, passes, self.report)
             if not sizes and not any(each["matches"] for each in facts):
-                return piece, facts
+                return Rewritten(piece, facts)
             facts += self.manager.rewrite(lowered, last, self.report)
         name = "lowered" + "".join(f"-T{size}" for size in (sizes or {}).values())
         self.report.artifact(f"pieces/{piece.digest}/{name}.py", lambda: graph_text(lowered.module))
-        return lowered, facts
+        return Rewritten(lowered, facts)
 
-    def _make(self, piece: Piece, facts: Facts, tune: bool = False) -> BuiltPiece:
+    def _make(self, rewritten: Rewritten, tune: bool = False) -> BuiltPiece:
+        piece = rewritten.piece
         built = build_inductor(piece, self.config, tune) if self.config.enable_inductor else build_fx(piece)
-        return replace(built, passes=tuple(facts))
+        return replace(built, passes=tuple(rewritten.facts), ranges=rewritten.ranges)
 
 
 def _stream_builder(
@@ -211,7 +236,7 @@ def _stream_builder(
     )
 
 
-def token_ranges(passes: Sequence[Pass]) -> list[tuple[int, int | None]]:
+def token_ranges(passes: Sequence[Pass]) -> list[TokenSpan]:
     """Ranges of the token count, lowest first, in each of which the same passes pay."""
     starts = {1}
     for each in passes:
@@ -234,10 +259,6 @@ def within(passes: Sequence[Pass], low: int, high: int | None) -> tuple[Pass, ..
 
 def _same(one: Piece, other: Piece) -> bool:
     return structure(one.module, len(one.inputs)) == structure(other.module, len(other.inputs))
-
-
-def _at(facts: Facts, low: int, high: int | None) -> Facts:
-    return [{**each, "tokens": [low, high]} for each in facts]
 
 
 def _tell(same: Sequence[Piece], built: BuiltPiece, report: Report) -> None:

@@ -35,6 +35,7 @@ class BuiltPiece:
         artifact: what Inductor made, to be kept in the cache; None when there is nothing to keep.
         code: what Inductor generated, as text; "" for a piece that it did not build.
         passes: facts of what each pass of the ATen stage did to it.
+        ranges: of the token count in which passes make different things of the piece; this one is for the last.
         variants: the same piece for some token counts; the first that holds is called instead.
     """
 
@@ -46,6 +47,7 @@ class BuiltPiece:
     code: str = ""
     passes: tuple[dict[str, Any], ...] = ()
     variants: tuple[Variant, ...] = ()
+    ranges: tuple[tuple[int, int | None], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,9 @@ class StoredPiece:
             return None
         self.cache.hit(entry)
         self._unpack(entry.key, built)
-        return replace(built, seconds=time.monotonic() - begin, passes=tuple(entry.facts.get("passes", ())))
+        passes, ranges = entry.facts.get("passes", ()), entry.facts.get("ranges", ())
+        seconds = time.monotonic() - begin
+        return replace(built, seconds=seconds, passes=tuple(passes), ranges=tuple((low, high) for low, high in ranges))
 
     def _build(self) -> BuiltPiece:
         built = self.build()
@@ -115,7 +117,7 @@ class StoredPiece:
         except NotStorable as error:
             self.cache.miss("piece", key_of("piece", self.factors), f"not stored: {error}")
             return built
-        key = self.cache.store("piece", self.factors, payload, {**self.facts, "passes": built.passes})
+        key = self.cache.store("piece", self.factors, payload, {**self.facts, "passes": built.passes, "ranges": built.ranges})
         self._unpack(key, built)
         return built
 

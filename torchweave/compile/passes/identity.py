@@ -45,10 +45,10 @@ def _sources(each: Pass) -> tuple[str, ...]:
 
 @functools.cache
 def _stack() -> str:
-    """Hash of the source text that the stack's own passes, their ops and the lowering are written in."""
+    """Hash of the source text that the stack's own passes, their ops, tables and the lowering are written in."""
     digest = hashlib.sha256()
-    for folder in ("compile/passes", "ops"):
-        for path in sorted((_ROOT / folder).rglob("*.py")):
+    for folder in ("compile/passes", "compile/tuning", "ops"):
+        for path in sorted(path for path in (_ROOT / folder).rglob("*") if path.suffix in (".py", ".json")):
             digest.update(path.relative_to(_ROOT).as_posix().encode() + path.read_bytes())
     digest.update((_ROOT / "compile" / "lower.py").read_bytes())
     return digest.hexdigest()[:16]
