@@ -54,7 +54,7 @@ STEP = (
     Station("engine/runner.py", "Runner.launch"),
     Station("ops/state.py", "SlotState"),
     Station("compile/graphs.py", "Recording.replay"),
-    Station("ops/attention.py", "carry_out"),
+    Station("ops/attention_calls.py", "carry_out"),
     Station("ops/sampling.py", "sample"),
     Station("engine/runner.py", "Runner.collect"),
     Station("engine/text.py", "Answer"),
