@@ -47,6 +47,8 @@ class TorchCompileConfig:
         enable_userbuffers: let collectives read and write shared memory of several GPUs; one GPU has none.
         max_num_streams: CUDA streams that a piece may be spread over. Above 1, a piece is split where the longest path through
             it, or a measurement, promises a gain.
+        tune: measure, at the first start on a kind of GPU, what runs the model's products and pieces best there, and keep it
+            in the compile cache. Off: take what the package measured for that GPU, or a rule.
         dump_dir: a folder that gets the graph before and after each pass, the code of each piece, a timeline and the report
             as a page; None writes nothing.
         debug: check addresses and shapes at every replay, and lint the graph after every pass.
@@ -68,6 +70,7 @@ class TorchCompileConfig:
     compile_cache_format: CacheFormat = "binary"
     enable_userbuffers: bool = True
     max_num_streams: int = 1
+    tune: bool = False
     dump_dir: str | None = None
     debug: bool = False
 

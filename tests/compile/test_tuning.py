@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from torchweave.compile import CompileCache
-from torchweave.compile.tuning import kept
+from tests.compile.test_small_linears import decoder
+from tests.compile.toy import BOUNDARY, DYNAMIC, example, step
+from torchweave.compile import CompileCache, Woven, weave
+from torchweave.compile.forward import call_as_is
+from torchweave.compile.passes.aten import gated_activation, raise_rms_norm
+from torchweave.compile.passes.aten.fused_linears import FusedLinears
+from torchweave.compile.passes.base import GraphPass, Pass, PassResult
+from torchweave.compile.passes.manager import PassManager
+from torchweave.compile.passes.torch_ir.merge_linears import MergeLinears
+from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
+from torchweave.compile.tuning import kept, pieces
 from torchweave.compile.tuning.linears import LinearShape, candidates, letters
 from torchweave.compile.tuning.measure import Call, Timing, copies_for, timing_of
+from torchweave.compile.tuning.run import Module, tune_module
 from torchweave.compile.tuning.table import DamagedTable, Entry, Table, device_kind, merged, shipped
 from torchweave.compile.tuning.tuner import Question, decide, tune
+from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.engine.build import tune as tune_engine
 from torchweave.log import Report
 from torchweave.ops.linear import Around
 from torchweave.ops.linear_config import LinearConfig, pick, read_choices, rule
@@ -194,3 +208,101 @@ def test_candidates_are_distinct_and_fit_their_tokens() -> None:
             assert len(set(found)) == len(found) > 3
             assert all(config.kernel != "row" or tokens <= 4 for config in found)
             assert all(LinearConfig.parse(str(config)) == config for config in found)
+
+
+# -- a whole module ----------------------------------------------------------------------------------------------------
+
+
+def cpu_passes(table: Table | None = None) -> tuple[Pass, ...]:
+    """The passes that make products of few tokens, for a CPU, where the ops are their references."""
+    fused = FusedLinears(devices=("cpu",), table=table)
+    return (
+        MergeLinears(),
+        SmallLinears(devices=("cpu",), table=table),
+        raise_rms_norm.FUSION,
+        gated_activation.FUSION,
+        fused,
+    )
+
+
+def woven_by(config: TorchCompileConfig) -> Woven:
+    return weave(
+        decoder(),
+        example(),
+        DYNAMIC,
+        boundary_ops=BOUNDARY,
+        config=config,
+        passes=cpu_passes(),
+    )
+
+
+FX = TorchCompileConfig(enable_inductor=False)
+MODULE = Module(woven_by, lambda woven, tokens: woven(call_as_is, *step(tokens, 1)), torch.device("cpu"))
+
+
+def test_X3_every_product_of_a_module_is_asked_about_once() -> None:
+    clock = FakeClock({"": (10.0, 0.1), "row,4,1024,4,4,1,0": (8.0, 0.1), "split,16,64,4,4,1,1": (9.0, 0.1)})
+    report = Report(show=False)
+    table = tune_module(MODULE, FX, clock, Table("cpu"), report, tokens=(1, 8))
+    shapes = {"1536x768/n", "4608x768/ng", "768x2304/r"}
+    assert {entry.shape for entry in table} == shapes, "q/k/v, gate/up and down; o and the head are too small"
+    assert {(entry.subject, entry.tokens, entry.choice) for entry in table} == {
+        ("fused_linears", 1, "row,4,1024,4,4,1,0"),
+        ("fused_linears", 8, ""),
+    } | {("fused_linears", 8, "split,16,64,4,4,1,1")}, "with a norm before it, the product at 8 tokens norms apart"
+    assert len(report.select("tuned")) == len(table.entries) == 6
+    assert not tune_module(MODULE, FX, clock, table, report, tokens=(1, 8)).entries, "what is known is not asked again"
+
+
+def test_a_piece_is_asked_about_in_two_builds_on_the_weights_of_every_layer() -> None:
+    def doubled(config: TorchCompileConfig) -> Woven:
+        passes = cpu_passes()[:4] if "fused_linears" in config.disabled_passes else cpu_passes()
+        return weave(decoder(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, passes=passes)
+
+    today, other = doubled(TorchCompileConfig(disabled_passes=("fused_linears",))), doubled(FX)
+    asked = list(pieces.questions("fused_linears", today, other, (1, 7)))
+    assert {each.subject for each in asked} == {"fused_linears"} and {each.tokens for each in asked} == {1, 7}
+    assert {each.shape for each in asked} == {piece.digest for piece in today.pieces}
+    last = next(each for each in asked if each.shape == today.pieces[-1].digest and each.tokens == 7)
+    (got,), (want,) = last.candidates["on"](0), last.baseline(0)  # it has no room for attention among its outputs
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    shared = next(each for each in asked if each.shape == today.pieces[1].digest)
+    assert any(not torch.equal(*pair) for pair in zip(shared.baseline(0), shared.baseline(1), strict=True)), "another layer"
+
+
+def test_V8_a_size_is_built_for_unless_it_measured_no_faster(tmp_path: Path) -> None:
+    config = TorchCompileConfig(compile_sizes=(4, 8))
+    cache = cache_at(tmp_path / "cache")
+    module = nn.Linear(8, 8).requires_grad_(False)
+    inputs, dynamic = {"input": torch.zeros(5, 8)}, {"input": {0: "T"}}
+    first = weave(module, inputs, dynamic, config=config, cache=cache)
+    (built,), digest = first.built.values(), first.pieces[0].digest
+    assert [(each.low, each.high) for each in built.variants] == [(4, 4), (8, 8)], "nobody measured: as asked"
+    answers = (
+        Entry("compile_sizes", digest, 4, "", 5.0, 5.0, 0.1),
+        Entry("compile_sizes", digest, 8, "on", 4.0, 5.0, 0.1),
+    )
+    kept.store(cache, Table("cpu", answers))
+    report = Report(show=False)
+    second = weave(module, inputs, dynamic, config=config, cache=cache, report=report)
+    (built,) = second.built.values()
+    assert [(each.low, each.high) for each in built.variants] == [(8, 8)]
+    assert "5.0 us as it is" in report.select("fallback")[0]["why"]
+    assert all(torch.equal(second(call_as_is, x), module(x)) for x in (torch.randn(4, 8), torch.randn(8, 8)))
+
+
+def test_X3_a_gated_pass_runs_where_a_table_says_that_it_pays() -> None:
+    class Gated(GraphPass):
+        name, gated = "gated", True
+
+        def run(self, graph: Any) -> PassResult:
+            return PassResult()
+
+    answers = {choice: Table("cpu", (Entry("gated", "x", 1, choice, 4.0, 5.0, 0.1),)) for choice in ("on", "")}
+    managers = [PassManager([Gated()], table=table) for table in (None, answers[""], answers["on"])]
+    assert [manager.settings[0].on for manager in managers] == [False, False, True]
+
+
+def test_tuning_needs_a_gpu_and_says_so() -> None:
+    with pytest.raises(ValueError, match="nothing can be tuned here: candidates are timed on a GPU"):
+        tune_engine(EngineConfig("demo", device="cpu"), Report(show=False))

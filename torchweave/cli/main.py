@@ -18,6 +18,7 @@ COMMANDS = {
     "doctor": "find what keeps a model or a module from being one fast graph, with the fix",
     "models": "list built-in models and supported architectures, or verify them against transformers",
     "cache": "look after the compile cache: list, inspect, verify, prune, export, import",
+    "tune": "measure on this machine what runs a model best, and keep it",
     "bench": "measure latency, throughput, start-up and host time",
 }
 USAGE_FAULT, INTERRUPTED = 2, 130

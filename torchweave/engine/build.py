@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from torchweave.compile.backend import weave
 from torchweave.compile.cache import open_cache
-from torchweave.compile.eager import broken
-from torchweave.compile.errors import TraceError
 from torchweave.compile.graphs import Forward, GraphPool
+from torchweave.compile.tuning.table import Table
 from torchweave.config import EngineConfig
 from torchweave.engine import warm_up
 from torchweave.engine.batch import Batch
@@ -22,10 +20,11 @@ from torchweave.engine.memory import MemoryUse, blocks_that_fit, bytes_per_block
 from torchweave.engine.runner import Runner
 from torchweave.engine.scheduler import POLICIES
 from torchweave.engine.threads import release_workers
+from torchweave.engine.tune import tune_model
+from torchweave.engine.weaving import effective, forward_of, weave_model
 from torchweave.log import Report
 from torchweave.models.load import LoadedModel, load, model_facts
 from torchweave.ops.attention import AttentionBackend, KVLayer, LayerSpec, get_backend
-from torchweave.ops.registry import boundary_ops
 from torchweave.ops.state import SlotState
 from torchweave.plan import ModelFacts, Plan, resolve
 
@@ -59,6 +58,32 @@ def build(config: EngineConfig, report: Report, loaded: LoadedModel | None = Non
     raise ValueError(sentence)  # out here: it must not hold on to the failed frames and the memory in them
 
 
+def tune(config: EngineConfig, report: Report, *, again: bool = False) -> Table:
+    """Measure what runs a model best on this GPU and keep it in the compile cache; returns what was measured.
+
+    Args:
+        again: also what is known already.
+
+    Raises:
+        ValueError: the model or an option cannot be, there is no GPU, or nothing is to be kept.
+    """
+    asked = replace(config, torch_compile_config=replace(config.torch_compile_config, tune=True))
+    plan = resolve(asked, device_facts(config.device), _model_facts(config, None))
+    if not plan.tune:
+        why = next(entry.why for entry in plan.entries if entry.name == "torch_compile_config.tune")
+        raise ValueError(f"nothing can be tuned here: {why}")
+    dtype, trust, device = getattr(torch, plan.dtype), config.trust_remote_code, torch.device(plan.device)
+    loaded = load(config.model, dtype, plan.device, config.load_format, trust, report, plan.max_model_len)
+    compile_config = effective(plan)
+    cache = open_cache(compile_config, report)
+    if cache is None:
+        raise ValueError("nothing can be kept: the folder of the compile cache cannot be made; name another one")
+    return tune_model(
+        lambda each: weave_model(loaded.module, each, device, cache, Report(show=False)),
+        compile_config, device, cache, report, again=again,
+    )  # fmt: skip
+
+
 def _out_of_memory(error: RuntimeError) -> str:
     device = "GPU" if isinstance(error, torch.OutOfMemoryError) else "CPU"
     said = ". ".join(str(error).split(". ")[:3]).rstrip(".")
@@ -83,7 +108,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
     if not plan.device.startswith("cuda"):
         blocks_that_fit(plan, block_bytes, None)  # refused before the model is woven, which takes longest
     warming = warm_up.start(plan, loaded.module, layers, loaded.module.vocab_size, backend, dtype)
-    forward, plan = _forward(loaded.module, plan, report)
+    forward, plan = forward_of(loaded.module, plan, report)
     if warming is not None:
         with report.stage("building kernels"):
             warming.join()
@@ -141,37 +166,6 @@ def _attention(plan: Plan, layers: Sequence[LayerSpec], dtype: torch.dtype) -> t
             raise
         backend = get_backend("auto", plan.device, dtype, layers)
         return backend, plan.settle("attention_backend", backend.name, str(error), attention_backend=backend.name)
-
-
-def _forward(module: torch.nn.Module, plan: Plan, report: Report) -> tuple[Forward, Plan]:
-    """The model woven, or, when it will not trace, run as it is with capture broken at boundary ops."""
-    ops = boundary_ops()
-    if not plan.fullgraph:
-        return broken(module, ops), plan
-    asked = plan.config.torch_compile_config
-    config = replace(
-        asked,
-        enable_inductor=plan.inductor,
-        compile_sizes=plan.compile_sizes,
-        max_num_streams=plan.max_num_streams,
-    )
-    device = torch.device(plan.device)
-    example = {
-        "input_ids": torch.zeros(23, dtype=torch.int64, device=device),
-        "positions": torch.arange(23, device=device),
-        "logits_index": torch.tensor([4, 9, 22], device=device),
-    }
-    dynamic = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
-    cache = open_cache(config, report)
-    try:
-        with report.stage("weaving"):
-            return weave(module, example, dynamic, boundary_ops=ops, config=config, cache=cache, report=report), plan
-    except TraceError as error:
-        report.event("fallback", what="the model runs without the compiler", why=str(error))
-        settled = plan.settle(
-            "torch_compile_config.enable_fullgraph", False, f"will not trace: {error}", fullgraph=False
-        )
-        return broken(module, ops), settled
 
 
 def _measure(

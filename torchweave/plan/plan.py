@@ -34,6 +34,7 @@ class Plan:
         compile_sizes: token counts for which pieces are built once more with that size fixed.
         fullgraph: the model is captured as one graph; else it runs as it is, cut at boundary ops while recording.
         max_num_streams: CUDA streams that a piece may be spread over.
+        tune: what was not measured on this kind of device is measured before the model is woven.
     """
 
     config: EngineConfig
@@ -55,6 +56,7 @@ class Plan:
     compile_sizes: tuple[int, ...]
     fullgraph: bool
     max_num_streams: int
+    tune: bool
     entries: tuple[Entry, ...]
 
     def settle(self, name: str, effective: Any, why: str, **changes: Any) -> Plan:

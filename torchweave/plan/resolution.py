@@ -206,6 +206,11 @@ def _graphs(
     if streams > 1 and not (fullgraph and device.is_gpu):
         streams, why = 1, "streams need a GPU" if fullgraph else "needs enable_fullgraph"
     entries.note(prefix + "max_num_streams", streams, why)
+    tune, why = compile_config.tune, ""
+    if tune and not (fullgraph and device.is_gpu and compile_config.compile_cache):
+        tune = False
+        why = "candidates are timed on a GPU" if not device.is_gpu else "needs enable_fullgraph and compile_cache"
+    entries.note(prefix + "tune", tune, why)
     entries.note(prefix + "enable_userbuffers", False, "one GPU exchanges nothing")
 
     buckets, why = _token_buckets(compile_config, device, max_num_tokens)
@@ -221,6 +226,7 @@ def _graphs(
     return {
         "fullgraph": fullgraph,
         "max_num_streams": streams,
+        "tune": tune,
         "inductor": inductor,
         "compile_sizes": _compile_sizes(compile_config, inductor, max_num_tokens, entries),
         "token_buckets": buckets,

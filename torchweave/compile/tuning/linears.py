@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -102,20 +103,32 @@ def candidates(tokens: int, around: str) -> list[LinearConfig]:
     return apart if tokens > 4 else found + apart
 
 
-def question(shape: LinearShape, tokens: int, dtype: torch.dtype, weights: list[Tensor]) -> Question:
-    """What runs the product best; `weights` take turns, enough of them that each comes from memory (`cold_weights`)."""
-    device = weights[0].device
+def question(shape: LinearShape, tokens: int, weights: ColdWeights) -> Question:
+    """What runs the product best; the weights take turns, so that each comes from memory."""
+    dtype, device = weights.dtype, weights.device
     x = torch.randn(tokens, shape.width, device=device, dtype=dtype)
     around, out = shape.fused(tokens, dtype, device), torch.empty(tokens, shape.columns, device=device, dtype=dtype)
 
     def call(config: LinearConfig) -> Call:
-        return lambda i: run(config, x, weights[i % len(weights)], out, around)
+        return lambda i: run(config, x, weights[i], out, around)
 
     tried = {str(config): call(config) for config in candidates(tokens, shape.around)}
-    copies = max(4, len(weights))
-    return Question(
-        shape.subject, shape.key, tokens, lambda i: run_apart(x, weights[i % len(weights)], around), tried, copies
-    )
+    copies = copies_for(shape.outputs * shape.width * dtype.itemsize)
+    return Question(shape.subject, shape.key, tokens, lambda i: run_apart(x, weights[i], around), tried, copies)
+
+
+class ColdWeights:
+    """`cold_weights`, made when the first of them is asked for and gone with the object."""
+
+    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+
+    @cached_property
+    def _all(self) -> list[Tensor]:
+        return cold_weights(self.shape, self.dtype, self.device)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._all[index % len(self._all)]
 
 
 def cold_weights(shape: LinearShape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -141,10 +154,9 @@ class Products(TorchDispatchMode):
 
 
 def questions(
-    shapes: list[LinearShape], tokens: list[int], dtype: torch.dtype, device: torch.device
+    shapes: Iterable[tuple[LinearShape, torch.dtype]], tokens: Sequence[int], device: torch.device
 ) -> Iterator[Question]:
     """One question for every shape and number of tokens; the weights of one shape are there at a time."""
-    for shape in shapes:
-        if supported(shape.outputs, shape.width, dtype):
-            weights = cold_weights(shape, dtype, device)
-            yield from (question(shape, count, dtype, weights) for count in tokens)
+    for shape, dtype in shapes:
+        weights = ColdWeights(shape, dtype, device)
+        yield from (question(shape, count, weights) for count in tokens)

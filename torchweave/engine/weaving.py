@@ -1,0 +1,77 @@
+"""A loaded model, woven by a plan, or run as it is when it will not trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from torchweave.compile.backend import weave
+from torchweave.compile.cache import CompileCache, open_cache
+from torchweave.compile.eager import broken
+from torchweave.compile.errors import TraceError
+from torchweave.compile.graphs import Forward
+from torchweave.compile.woven import Woven
+from torchweave.config import TorchCompileConfig
+from torchweave.engine.tune import tune_model
+from torchweave.log import Report
+from torchweave.ops.registry import boundary_ops
+from torchweave.plan import Plan
+
+
+def effective(plan: Plan) -> TorchCompileConfig:
+    """The plan's compile config, with what is effective in the place of what was asked."""
+    return replace(
+        plan.config.torch_compile_config,
+        enable_inductor=plan.inductor,
+        compile_sizes=plan.compile_sizes,
+        max_num_streams=plan.max_num_streams,
+        tune=False,  # what was tuned is in the table by now
+    )
+
+
+def weave_model(
+    module: torch.nn.Module,
+    config: TorchCompileConfig,
+    device: torch.device,
+    cache: CompileCache | None,
+    report: Report,
+) -> Woven:
+    """A decoder's forward over flattened tokens, woven with attention and its like as boundaries.
+
+    Raises:
+        TraceError: it will not trace.
+    """
+    example = {
+        "input_ids": torch.zeros(23, dtype=torch.int64, device=device),
+        "positions": torch.arange(23, device=device),
+        "logits_index": torch.tensor([4, 9, 22], device=device),
+    }
+    dynamic = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
+    return weave(module, example, dynamic, boundary_ops=boundary_ops(), config=config, cache=cache, report=report)
+
+
+def forward_of(module: torch.nn.Module, plan: Plan, report: Report) -> tuple[Forward, Plan]:
+    """The model woven, or, when it will not trace, run as it is with capture broken at boundary ops."""
+    if not plan.fullgraph:
+        return broken(module, boundary_ops()), plan
+    config, device = effective(plan), torch.device(plan.device)
+    cache = open_cache(config, report)
+    try:
+        if plan.tune and cache is not None:
+            with report.stage("tuning"):
+                tune_model(
+                    lambda each: weave_model(module, each, device, cache, Report(show=False)),
+                    config,
+                    device,
+                    cache,
+                    report,
+                )
+        with report.stage("weaving"):
+            return weave_model(module, config, device, cache, report), plan
+    except TraceError as error:
+        report.event("fallback", what="the model runs without the compiler", why=str(error))
+        settled = plan.settle(
+            "torch_compile_config.enable_fullgraph", False, f"will not trace: {error}", fullgraph=False
+        )
+        return broken(module, boundary_ops()), settled
