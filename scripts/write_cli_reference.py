@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from torchweave.cli import bench, cache, chat, doctor, explain, generate, main, models
+from torchweave.cli import bench, cache, chat, doctor, explain, generate, main, models, tune
 from torchweave.cli.arguments import LEVELS, Parser
 from torchweave.cli.options import options_of
 from torchweave.config import EngineConfig
@@ -67,6 +67,7 @@ def page() -> str:
         cache.parser(),
     )
     lines += _command("doctor", doctor.DESCRIPTION, doctor.parser())
+    lines += _command("tune", tune.DESCRIPTION, tune.parser())
     lines += _command(
         "models", "`torchweave models list`, `torchweave models verify NAME...` or `--all`.", models.parser()
     )
