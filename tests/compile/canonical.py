@@ -14,19 +14,22 @@ _SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
 
 def canonical(graph: CapturedGraph) -> list[str]:
-    """One line an operation: target, arguments, and the geometry of what it gives.
+    """One line an operation: target, arguments, and what it gives: geometry, and which storage it lives in.
 
     Constants go by their source and identity, sizes by their expression over the caller's names: which node happens to hold
     a size is no difference. Everything else is by number.
     """
     names: dict[fx.Node, str] = {}
+    storages: dict[int, int] = {}
     lines: list[str] = []
 
     def text(thing: Any) -> str:
         if isinstance(thing, fx.Node):
             return text(value(thing)) if isinstance(value(thing), _SIZES) else names[thing]
         if isinstance(thing, Tensor):
-            return f"{thing.dtype}@{thing.device}{text([thing.size(), thing.stride(), thing.storage_offset()])}"
+            where = storages.setdefault(thing.untyped_storage()._cdata, len(storages))
+            geometry = text([thing.size(), thing.stride(), thing.storage_offset()])
+            return f"{thing.dtype}@{thing.device}{geometry} in {where}"
         if isinstance(thing, _SIZES):
             expression = thing.node.expr
             known = {symbol: type(symbol)(graph.symbols[str(symbol)]) for symbol in expression.free_symbols}

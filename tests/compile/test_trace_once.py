@@ -122,6 +122,30 @@ def test_X2_in_place_operations_and_views_are_cloned() -> None:
     assert _captured(_stack(_in_place))["cloned"] == 4
 
 
+def test_X2_views_of_results_know_what_they_are_views_of() -> None:
+    """What runs between layers reads stand-ins while it is traced; aliases must be those of the clones."""
+
+    def through_views(self: Any, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x[:, 1:3].add_(1)
+        return x.view(-1)[1:]
+
+    assert _captured(_stack(call=through_views))["cloned"] == 4
+    assert _captured(_stack(lambda block, y: y.view(-1)[:].view(-1, 8)[:, :]))["cloned"] == 4
+
+
+def test_X2_a_layer_that_gives_back_what_it_was_given_is_traced_each_time() -> None:
+    class Same(_Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x.add_(self.linear(x))
+            return x[:, :]
+
+    module = _Stack([Same(index) for index in range(5)]).eval().requires_grad_(False)
+    event = captured_twice(module, inputs={"x": torch.zeros(6, 8)}, dynamic={"x": {0: "T"}})
+    assert event["cloned"] == 0 and "gives back what it was given" in event["why"]
+
+
 def test_X2_values_that_skip_layers_go_where_they_went() -> None:
     def skips(self: Any, x: Tensor) -> Tensor:
         kept = []

@@ -110,7 +110,7 @@ def _capture(
         sources=_traced_modules(captured),
     )
     if stand_ins:
-        stitch_layers(graph, module, stand_ins)
+        stitch_layers(graph, stand_ins)
     graph.symbols = _name_symbols(graph, dynamic)
     _lift_attributes(graph)
     _refuse_mutated_constants(graph)

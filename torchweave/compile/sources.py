@@ -8,6 +8,7 @@ a source that is read back from a cache can look things up and do nothing else.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +20,14 @@ class SourceError(Exception):
 def resolve(source: str, roots: Mapping[str, Any]) -> Any:
     """The object that `source` names, starting from `roots` (`L`: the frame's locals, `G`: its globals)."""
     try:
-        return _walk(ast.parse(source, mode="eval").body, roots)
+        return _walk(_parse(source), roots)
     except (SyntaxError, KeyError, IndexError, AttributeError, TypeError) as error:
         raise SourceError(f"{source} names nothing here ({type(error).__name__}: {error})") from error
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse(source: str) -> ast.expr:
+    return ast.parse(source, mode="eval").body
 
 
 def _walk(tree: ast.expr, roots: Mapping[str, Any]) -> Any:

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 from torchweave.compile.graph import CapturedGraph, Constant, run_fake, same_geometry
 from torchweave.compile.mutation import storage
@@ -37,17 +37,24 @@ class _Traced:
     results: list[fx.Node]
 
     @cached_property
-    def inside(self) -> set[fx.Node]:
-        return set(self.body)
+    def outside(self) -> set[int | None]:
+        """The storages that the layer reads and has not made."""
+        inside = set(self.body)
+        return {storage(node) for reader in self.body for node in reader.all_input_nodes if node not in inside}
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The layer's own tensors by identity."""
+        return {id(tensor): name for name, tensor in reversed(own_tensors(self.layer.module).items())}
 
 
-def stitch_layers(graph: CapturedGraph, module: nn.Module, meaning: Mapping[int, tuple[Kind, Layer]]) -> None:
+def stitch_layers(graph: CapturedGraph, meaning: Mapping[int, tuple[Kind, Layer]]) -> None:
     """Replace every stand-in by a clone of the first layer of its kind, and take out the marks.
 
     Raises:
         Unstitchable: what was traced is not what was watched; the graph is then of no use.
     """
-    constants = _Constants(graph, module)
+    constants = _Constants(graph)
     traced: dict[int, _Traced] = {}
     opened: dict[int, fx.Node] = {}
     for node in list(graph.graph.nodes):
@@ -93,8 +100,8 @@ def _check_calls(record: Record, body: list[fx.Node]) -> None:
 class _Constants:
     """The graph's constants by the tensor that they are."""
 
-    def __init__(self, graph: CapturedGraph, module: nn.Module) -> None:
-        self._graph, self._module = graph, module
+    def __init__(self, graph: CapturedGraph) -> None:
+        self._graph = graph
         self._nodes = {id(constant.tensor): node for node, constant in graph.constants()}
         self._last = graph.placeholders()[-1]
 
@@ -102,12 +109,6 @@ class _Constants:
         """The placeholder bound to `tensor`, made when there is none."""
         if id(tensor) in self._nodes:
             return self._nodes[id(tensor)]
-        try:
-            found = resolve(source, {"L": {"self": self._module}})
-        except SourceError as error:
-            raise Unstitchable(str(error)) from error
-        if found is not tensor:
-            raise Unstitchable(f"{source} is not the tensor that it should be")
         with self._graph.graph.inserting_after(self._last):
             node = self._graph.graph.placeholder(name)
         node.target = node.name  # the graph's own name for it, where another one has that name already
@@ -133,15 +134,9 @@ class _Clone:
         self._graph, self._constants, self._traced, self._layer = graph, constants, traced, layer
         self._numbers = next(record.numbers for other, record in kind.others if other is layer)
         self._mine = own_tensors(layer.module)
-        self._theirs: dict[int, str] = {}
-        for name, tensor in own_tensors(traced.layer.module).items():
-            self._theirs.setdefault(id(tensor), name)
         self._copies: dict[fx.Node, fx.Node] = {}
         self._times: dict[str, int] = {}
-        outside = {
-            storage(node) for source in traced.body for node in source.all_input_nodes if node not in traced.inside
-        }
-        self._fakes = _FreshFakes(graph.fake_mode, outside)
+        self._fakes = _FreshFakes(graph.fake_mode, traced.outside)
 
     def replace(self, node: fx.Node) -> None:
         """Put the clone where the stand-in is."""
@@ -152,13 +147,15 @@ class _Clone:
         for theirs, mine in zip(self._traced.arguments, given, strict=True):
             if self._copies.setdefault(theirs, mine) is not mine or not same_geometry(value(theirs), value(mine)):
                 raise Unstitchable(f"{self._layer.path} is called with tensors of another kind")
+        readers = list(node.users)
+        for reader in readers:
+            assert reader.target is operator.getitem, "results of an opaque call are unpacked"
+            self._fakes.expect(value(self._traced.results[reader.args[1]]), value(reader))  # type: ignore[index]
         with graph.inserting_before(node):
             for theirs in self._traced.body:
                 self._copy(theirs)
-        results = [self._copies.get(result, result) for result in self._traced.results]
-        for reader in list(node.users):
-            assert reader.target is operator.getitem, "results of an opaque call are unpacked"
-            result = results[reader.args[1]]  # type: ignore[index]
+        for reader in readers:
+            result = self._copies[self._traced.results[reader.args[1]]]  # type: ignore[index]
             if not same_geometry(value(result), value(reader)):
                 raise Unstitchable(f"{self._layer.path} gives a result of another kind than was watched")
             reader.replace_all_uses_with(result)
@@ -181,7 +178,7 @@ class _Clone:
         if node in self._copies:
             return self._copies[node]
         tensor = self._graph.constant(node)
-        name = self._theirs.get(id(tensor)) if tensor is not None else None
+        name = self._traced.names.get(id(tensor)) if tensor is not None else None
         if name is None:  # a size, or a value from outside that both layers read
             return node
         binding = self._graph.bindings[node.name]
@@ -189,8 +186,15 @@ class _Clone:
         prefix = _source_of(self._traced.layer.path)
         if not binding.source.startswith(prefix):
             raise Unstitchable(f"{binding.source} is a tensor of {self._traced.layer.path}, but not read through it")
-        source = _source_of(self._layer.path) + binding.source.removeprefix(prefix)
-        return self._constants.node(self._mine[name], source, _renamed(node, self._traced.layer, self._layer))
+        within = binding.source.removeprefix(prefix)
+        try:
+            found = resolve(f"layer{within}", {"layer": self._layer.module})
+        except SourceError as error:
+            raise Unstitchable(str(error)) from error
+        if found is not self._mine[name]:
+            raise Unstitchable(f"{within} of {self._layer.path} is not {name}")
+        source = _source_of(self._layer.path) + within
+        return self._constants.node(found, source, _renamed(node, self._traced.layer, self._layer))
 
     def _renumber(self, theirs: fx.Node, copy: fx.Node) -> None:
         """Give a custom op the numbers that it has in this layer."""
@@ -228,6 +232,15 @@ class _FreshFakes:
         self._mode, self._outside = mode, outside
         self._fresh: dict[int, Any] = {}
         self._storages: dict[int, Tensor] = {}
+
+    def expect(self, theirs: Tensor, mine: Tensor) -> None:
+        """Let `mine` stand for a result: what reads the stand-in has been given views of it."""
+        where = theirs.untyped_storage()._cdata
+        if where in self._outside:
+            raise Unstitchable("a layer gives back what it was given, or a view of it")
+        self._fresh[id(theirs)] = mine
+        with in_kernel_invocation_manager(self._mode):
+            self._storages[where] = mine.detach()
 
     def like(self, thing: Any) -> Any:
         """A copy of a value of the traced layer; `_ALIASES` when it lives in something from outside."""
