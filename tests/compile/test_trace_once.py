@@ -132,7 +132,15 @@ def test_X2_views_of_results_know_what_they_are_views_of() -> None:
         return x.view(-1)[1:]
 
     assert _captured(_stack(call=through_views))["cloned"] == 4
-    assert _captured(_stack(lambda block, y: y.view(-1)[:].view(-1, 8)[:, :]))["cloned"] == 4
+
+    class InPlace(_Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            y[:, 2:].mul_(2)
+            return y.view(-1)[:].view(-1, 8).add_(1)
+
+    module = _Stack([InPlace(index) for index in range(5)]).eval().requires_grad_(False)
+    assert _captured(module)["cloned"] == 4
 
 
 def test_X2_a_layer_that_gives_back_what_it_was_given_is_traced_each_time() -> None:

@@ -24,8 +24,9 @@ from torchweave.config import TorchCompileConfig
 
 _PATH_LIKE = re.compile(r"(^|_)(path|paths|dir|file|folder|object_hash)$")
 _DEPTH = 6
-CAPTURING = ("capture", "graph", *(f"trace_once.{name}" for name in ("kinds", "layers", "stand_in", "stitch", "watch")))
-"""Modules of this package whose source decides what is captured."""
+_TRACE_ONCE = ("kinds", "layers", "stand_in", "stitch", "watch")
+CAPTURING = ("capture", "fakes", "graph", "persist", *(f"trace_once.{name}" for name in _TRACE_ONCE))
+"""Modules of this package whose source decides what is captured and how it is kept."""
 
 
 def machine(device: torch.device) -> dict[str, Any]:

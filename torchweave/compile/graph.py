@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from torchweave.compile.fakes import FakeRuns
 from torchweave.compile.symbols import symbol_name, value
 
 
@@ -112,6 +114,11 @@ class CapturedGraph(Faked):
     sources: tuple[str, ...] = ()
     boundary_ops: frozenset[str] = frozenset()
 
+    @cached_property
+    def runs(self) -> FakeRuns:
+        """Operations on this graph's fake values, each run once for each geometry of its arguments."""
+        return FakeRuns(self.fake_mode, self.faking)
+
     def placeholders(self) -> list[fx.Node]:
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
@@ -201,18 +208,18 @@ def refresh(graph: CapturedGraph, changed: dict[fx.Node, Any], commit: bool = Tr
     node = next(iter(changed))
     changed = dict(changed)
     stale = {reader for node in changed for reader in node.users} - changed.keys()
-    with graph.faking():
-        while stale:  # readers stand behind what they read: one walk, which ends where nothing changes any more
-            node = node.next
-            if node not in stale:
-                continue
-            stale.discard(node)
-            if node.op == "output":
-                continue
-            new = run_fake(node, changed)
-            if not same_geometry(new, value(node)):
-                changed[node] = new
-                stale.update(node.users)
+    while stale:  # readers stand behind what they read: one walk, which ends where nothing changes any more
+        node = node.next
+        if node not in stale:
+            continue
+        stale.discard(node)
+        if node.op == "output":
+            continue
+        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: changed.get(arg, value(arg)))
+        new = graph.runs.run(_called(node), args, kwargs)
+        if not same_geometry(new, value(node)):
+            changed[node] = new
+            stale.update(node.users)
     if commit:
         for node, new in changed.items():
             node.meta["example_value"] = new
@@ -222,10 +229,16 @@ def refresh(graph: CapturedGraph, changed: dict[fx.Node, Any], commit: bool = Tr
 def run_fake(node: fx.Node, changed: dict[fx.Node, Any]) -> Any:
     """What a call computes from the fake values of its arguments, or from newer ones in `changed`; within `faking()`."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda arg: changed.get(arg, value(arg)))
+    target = _called(node)
+    return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+
+
+def _called(node: fx.Node) -> Callable[..., Any] | str:
+    """The function that a node calls, or the name of the method."""
     if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return str(node.target)
     assert node.op == "call_function" and callable(node.target), f"{node.op} {node.target} has no fake value"
-    return node.target(*args, **kwargs)
+    return node.target
 
 
 def same_geometry(one: Any, other: Any) -> bool:

@@ -7,6 +7,7 @@ import pickle
 import re
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from torchweave.compile.cache import CODE_FOLDER
+from torchweave.compile.fakes import FakeStorages, geometry
 from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size
 from torchweave.compile.mutation import writes_in_place
 from torchweave.compile.pieces import BuiltPiece, callable_of, generated_code
@@ -43,7 +45,7 @@ def dump_graph(graph: CapturedGraph) -> bytes:
             raise NotStorable(f"{name} is a tensor that tracing made")
         bindings[name] = binding.source if isinstance(binding, Constant) else binding
     try:
-        module = GraphPickler.dumps(_bare_copy(graph), Options(ops_filter=None))
+        module = GraphPickler.dumps((_bare_copy(graph), _dump_values(graph)), Options(ops_filter=None))
         output = (pytree.treespec_dumps(graph.output.spec), graph.output.leaves)
         rest = (module, graph.inputs, bindings, output, graph.symbols, graph.sources)
         return pickle.dumps(rest)
@@ -58,8 +60,10 @@ def load_graph(payload: bytes, module: nn.Module) -> CapturedGraph:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     pickled, inputs, stored, output, symbols, sources = pickle.loads(payload)
-    restored = GraphPickler.loads(pickled, FakeTensorMode(shape_env=ShapeEnv()))
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    restored, values = GraphPickler.loads(pickled, mode)  # type: ignore[misc]
     assert isinstance(restored, fx.GraphModule)
+    _load_values(restored, values, mode)
     roots = module_roots(module)
     bindings: dict[str, Binding] = {}
     fakes = {node.name: value(node) for node in restored.graph.nodes if node.op == "placeholder"}
@@ -83,26 +87,71 @@ def module_roots(module: nn.Module) -> dict[str, Any]:
 
 
 def _bare_copy(graph: CapturedGraph) -> fx.GraphModule:
-    """A copy whose fake tensors are geometry alone: views cannot be pickled, and stack traces hold paths."""
+    """A copy of the operations alone: views cannot be pickled, and stack traces hold paths."""
     copy = fx.Graph()
     result = copy.graph_copy(graph.graph, copies := {})
     copy.output(result)
-    for old, new in copies.items():
-        new.meta = {"example_value": _bare(value(old))} if "example_value" in old.meta else {}
+    for node in copies.values():
+        node.meta = {}
     return fx.GraphModule(graph.module, copy, "Captured")
 
 
-def _bare(thing: Any) -> Any:
-    if isinstance(thing, Tensor):
-        mode: Any = getattr(thing, "fake_mode", None)
-        with mode:
-            storage = torch.empty_strided(thing.size(), thing.stride(), dtype=thing.dtype, device=thing.device)
-            if isinstance(offset := thing.storage_offset(), int) and offset == 0:
-                return storage
-            whole = torch.empty(offset + storage.untyped_storage().nbytes() // thing.element_size(), dtype=thing.dtype)
-            bare = torch.empty(0, dtype=thing.dtype, device=thing.device)
-            return bare.set_(whole.to(thing.device).untyped_storage(), offset, thing.size(), thing.stride())
-    return type(thing)(map(_bare, thing)) if isinstance(thing, (tuple, list)) else thing
+@dataclass(frozen=True)
+class _Fake:
+    """A fake tensor: which of the stored geometries it has, and the number of the storage that it lives in."""
+
+    geometry: int
+    storage: int
+
+
+@dataclass(frozen=True)
+class _Values:
+    """The values of a graph's nodes, in order. There are few geometries, and to make one from bytes takes long."""
+
+    geometries: list[Tensor]
+    nodes: list[Any]
+
+
+def _dump_values(graph: CapturedGraph) -> _Values:
+    numbers: dict[tuple[str, ...], int] = {}
+    geometries: list[Tensor] = []
+    storages: dict[int, int] = {}
+
+    def dump(thing: Any) -> Any:
+        if isinstance(thing, Tensor):
+            kind = geometry(thing)
+            if kind not in numbers:
+                numbers[kind] = len(numbers)
+                geometries.append(_bare(thing))
+            return _Fake(numbers[kind], storages.setdefault(thing.untyped_storage()._cdata, len(storages)))
+        return type(thing)(map(dump, thing)) if isinstance(thing, (tuple, list)) else thing
+
+    return _Values(geometries, [dump(value(node)) for node in graph.graph.nodes])
+
+
+def _load_values(module: fx.GraphModule, values: _Values, mode: Any) -> None:
+    storages = FakeStorages(mode)
+
+    def load(thing: Any) -> Any:
+        if isinstance(thing, _Fake):
+            return storages.make(values.geometries[thing.geometry], thing.storage)
+        return type(thing)(map(load, thing)) if isinstance(thing, (tuple, list)) else thing
+
+    for node, stored in zip(module.graph.nodes, values.nodes, strict=True):
+        if stored is not None:
+            node.meta["example_value"] = load(stored)
+
+
+def _bare(thing: Tensor) -> Tensor:
+    """A fake tensor of the same geometry in a storage that holds just that."""
+    mode: Any = getattr(thing, "fake_mode", None)
+    with mode:
+        alone = torch.empty_strided(thing.size(), thing.stride(), dtype=thing.dtype, device=thing.device)
+        if isinstance(offset := thing.storage_offset(), int) and offset == 0:
+            return alone
+        whole = torch.empty(offset + alone.untyped_storage().nbytes() // thing.element_size(), dtype=thing.dtype)
+        bare = torch.empty(0, dtype=thing.dtype, device=thing.device)
+        return bare.set_(whole.to(thing.device).untyped_storage(), offset, thing.size(), thing.stride())
 
 
 def dump_piece(built: BuiltPiece) -> bytes:

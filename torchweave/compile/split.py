@@ -243,16 +243,13 @@ def digest(module: fx.GraphModule, num_inputs: int) -> str:
 
 def structure(module: fx.GraphModule, num_inputs: int) -> str:
     """The text that the digest is taken of: nodes by number, symbols by order of appearance, no names, no devices' indices."""
-    numbers: dict[fx.Node, int] = {}
-    symbols: dict[str, str] = {}
+    texts = _Texts()
     lines = [f"inputs {num_inputs}"]
     for node in module.graph.nodes:
-        numbers[node] = len(numbers)
-        arguments = (
-            "" if node.op == "placeholder" else _text([node.args, dict(sorted(node.kwargs.items()))], numbers, symbols)
-        )
+        texts.numbers[node] = len(texts.numbers)
+        arguments = "" if node.op == "placeholder" else texts.text([node.args, dict(sorted(node.kwargs.items()))])
         target = "" if node.op in ("placeholder", "output") else _target(node, module)
-        lines.append(f"{node.op} {target} {arguments} -> {_text(value(node), numbers, symbols)}")
+        lines.append(f"{node.op} {target} {arguments} -> {texts.text(value(node))}")
     return "\n".join(lines)
 
 
@@ -268,25 +265,37 @@ def _target(node: fx.Node, module: fx.GraphModule) -> str:
     return f"{getattr(target, '__module__', None)}.{name}{unique}"
 
 
-def _text(thing: Any, numbers: dict[fx.Node, int], symbols: dict[str, str]) -> str:
-    if isinstance(thing, fx.Node):
-        return f"%{numbers[thing]}"
-    if isinstance(thing, Tensor):
-        geometry = [list(thing.shape), list(thing.stride()), thing.storage_offset()]
-        return f"{thing.dtype}@{thing.device.type}{_text(geometry, numbers, symbols)}"
-    if isinstance(thing, (torch.SymInt, torch.SymBool, torch.SymFloat)):
-        expression = thing.node.expr
-        for symbol in sorted(map(str, expression.free_symbols)):
-            symbols.setdefault(symbol, f"S{len(symbols)}")
-        return str(
-            expression.xreplace({symbol: type(symbol)(symbols[str(symbol)]) for symbol in expression.free_symbols})
-        )
-    if isinstance(thing, (tuple, list)):
-        return "(" + ", ".join(_text(item, numbers, symbols) for item in thing) + ")"
-    if isinstance(thing, dict):
-        return "{" + ", ".join(f"{key}: {_text(item, numbers, symbols)}" for key, item in thing.items()) + "}"
-    if isinstance(thing, slice):
-        return f"[{_text((thing.start, thing.stop, thing.step), numbers, symbols)}]"
-    if isinstance(thing, torch.device):
-        return thing.type
-    return repr(thing)
+class _Texts:
+    """Arguments and values of one graph as text: nodes by number, symbols by order of appearance."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[fx.Node, int] = {}
+        self._symbols: dict[str, str] = {}
+        self._expressions: dict[Any, str] = {}
+
+    def text(self, thing: Any) -> str:
+        if isinstance(thing, fx.Node):
+            return f"%{self.numbers[thing]}"
+        if isinstance(thing, Tensor):
+            geometry = [list(thing.shape), list(thing.stride()), thing.storage_offset()]
+            return f"{thing.dtype}@{thing.device.type}{self.text(geometry)}"
+        if isinstance(thing, (torch.SymInt, torch.SymBool, torch.SymFloat)):
+            return self._expression(thing.node.expr)
+        if isinstance(thing, (tuple, list)):
+            return "(" + ", ".join(self.text(item) for item in thing) + ")"
+        if isinstance(thing, dict):
+            return "{" + ", ".join(f"{key}: {self.text(item)}" for key, item in thing.items()) + "}"
+        if isinstance(thing, slice):
+            return f"[{self.text((thing.start, thing.stop, thing.step))}]"
+        if isinstance(thing, torch.device):
+            return thing.type
+        return repr(thing)
+
+    def _expression(self, expression: Any) -> str:
+        if expression not in self._expressions:
+            names = self._symbols
+            for symbol in sorted(map(str, expression.free_symbols)):
+                names.setdefault(symbol, f"S{len(names)}")
+            renamed = {symbol: type(symbol)(names[str(symbol)]) for symbol in expression.free_symbols}
+            self._expressions[expression] = str(expression.xreplace(renamed))
+        return self._expressions[expression]

@@ -190,7 +190,7 @@ def run_pass(each: Pass, graph: Faked, debug: bool = False) -> PassResult:
         near_misses = result.near_misses
         matches, rewritten = matches + result.matches, rewritten + result.rewritten
         try:
-            _lint(graph, debug)
+            _lint(graph, result.matches + result.rewritten > 0, debug)
         except Exception as error:
             raise RuntimeError(f"pass {each.name} left a graph that does not hold together: {error}") from error
         if not (each.fixpoint and result.matches):
@@ -198,9 +198,10 @@ def run_pass(each: Pass, graph: Faked, debug: bool = False) -> PassResult:
     raise RuntimeError(f"pass {each.name} still matches after {_MOST_ROUNDS} rounds: it feeds on its own results")
 
 
-def _lint(graph: Faked, debug: bool) -> None:
+def _lint(graph: Faked, changed: bool, debug: bool) -> None:
     graph.graph.lint()
-    graph.module.recompile()
+    if changed or debug:
+        graph.module.recompile()
     for node in graph.graph.nodes:
         if node.op.startswith("call") and node.users and value(node) is None and not node.is_impure():
             raise ValueError(f"{node.name} has no fake value in meta, so nobody can know its shape")

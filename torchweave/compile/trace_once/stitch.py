@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
+from torchweave.compile.fakes import FakeStorages
 from torchweave.compile.graph import CapturedGraph, Constant, run_fake, same_geometry
 from torchweave.compile.mutation import storage
 from torchweave.compile.sources import SourceError, resolve
@@ -222,16 +222,11 @@ _ALIASES = object()
 
 
 class _FreshFakes:
-    """Fake values for a clone: those of the traced layer again, in storages of their own.
-
-    To run each operation again would take ten times as long, nearly all of it for arithmetic on symbolic sizes. What a
-    storage here has is identity, so that aliases are told apart; its size in bytes is not worked out.
-    """
+    """Fake values for a clone: those of the traced layer again, in storages of their own."""
 
     def __init__(self, mode: Any, outside: set[int | None]) -> None:
-        self._mode, self._outside = mode, outside
+        self._storages, self._outside = FakeStorages(mode), outside
         self._fresh: dict[int, Any] = {}
-        self._storages: dict[int, Tensor] = {}
 
     def expect(self, theirs: Tensor, mine: Tensor) -> None:
         """Let `mine` stand for a result: what reads the stand-in has been given views of it."""
@@ -239,8 +234,7 @@ class _FreshFakes:
         if where in self._outside:
             raise Unstitchable("a layer gives back what it was given, or a view of it")
         self._fresh[id(theirs)] = mine
-        with in_kernel_invocation_manager(self._mode):
-            self._storages[where] = mine.detach()
+        self._storages.adopt(mine, where)
 
     def like(self, thing: Any) -> Any:
         """A copy of a value of the traced layer; `_ALIASES` when it lives in something from outside."""
@@ -253,12 +247,7 @@ class _FreshFakes:
         if where in self._outside:
             return _ALIASES
         if id(thing) not in self._fresh:
-            if where not in self._storages:
-                self._storages[where] = torch.empty(0, dtype=thing.dtype, device="meta")
-            base = self._storages[where]
-            base = base if base.dtype == thing.dtype else base.view(thing.dtype)
-            bare = base.as_strided(thing.size(), thing.stride(), thing.storage_offset())
-            self._fresh[id(thing)] = FakeTensor(self._mode, bare, thing.device)
+            self._fresh[id(thing)] = self._storages.make(thing, where)
         return self._fresh[id(thing)]
 
 

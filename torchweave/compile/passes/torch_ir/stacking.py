@@ -95,11 +95,10 @@ def _fake_outputs(graph: CapturedGraph, group: Sequence[Call]) -> _Faked:
     """What stacking would change; raises what a reader raises that cannot take it."""
     sizes = [value(item.constants[0]).shape[0] for item in group]
     target: Any = group[0].node.target
-    with graph.faking():
-        columns = zip(*(item.constants for item in group), strict=True)
-        constants = [torch.cat([value(node) for node in column]) for column in columns]
-        whole = target(*group[0].arguments(constants, value))
-        parts = torch.split(whole, sizes, dim=-1)
+    columns = zip(*(item.constants for item in group), strict=True)
+    constants = [graph.runs.run(torch.cat, ([value(node) for node in column],), {}) for column in columns]
+    whole = graph.runs.run(target, group[0].arguments(constants, value), {})
+    parts = graph.runs.run(torch.split, (whole, sizes), {"dim": -1})
     changed = refresh(graph, {item.node: part for item, part in zip(group, parts, strict=True)}, commit=False)
     return _Faked(whole, parts, changed)
 
