@@ -77,7 +77,8 @@ def test_the_code_is_readable_and_drops_what_is_dead() -> None:
     assert re.search(r"boundary\(attention, \(\w+, \w+, \w+, out, 0, 0.25, 0, \), {}\)", woven.code)
     made = [name for line in woven.code.splitlines() if "= piece_" in line for name in line.split(" = ")[0].split(", ")]
     dropped = [name for line in woven.code.splitlines() if "del " in line for name in line.split("del ")[1].split(", ")]
-    assert {name.strip(", ") for name in made} - set(dropped) == {"linear_21"} or len(set(made) - set(dropped)) == 1
+    (kept,) = {name.strip(", ") for name in made} - set(dropped)
+    assert kept.startswith("linear"), "the logits alone outlive the call"
 
 
 @pytest.mark.parametrize(
