@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ class _Values:
 
 
 def _dump_values(graph: CapturedGraph) -> _Values:
-    numbers: dict[tuple[str, ...], int] = {}
+    numbers: dict[tuple[Hashable, ...], int] = {}
     geometries: list[Tensor] = []
     storages: dict[int, int] = {}
 
