@@ -81,6 +81,15 @@ def test_S9_what_somebody_else_reads_is_not_taken_away() -> None:
     check(only, lambda x, y: (((h := x + y) * 3.0), torch.exp(h)), XY, near_miss="add is also read by exp")
 
 
+def test_S9_a_part_of_another_result_is_no_near_miss() -> None:
+    def second(x: Tensor, sizes: list) -> Tensor:
+        return aten.split_with_sizes.default(aten.exp.default(x), sizes, 1)[1]
+
+    fusion = Fusion("second", second, lambda x, sizes: torch.exp(x).split(sizes, 1)[1])
+    result = check(fusion, lambda x, y: torch.chunk(x + y, 2, 1)[1] * 2.0, XY, matches=0)
+    assert not result.near_misses
+
+
 def test_S9_where_decides_and_says_why() -> None:
     def where(match) -> str | None:
         return None if match["factor"] == 3.0 and match.value("x").shape[-1] == 8 else "the factor is not 3"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import operator
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,15 @@ class _State:
     bound: dict[fx.Node, Any] = field(default_factory=dict)
     calls: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
+    @property
+    def reached(self) -> int:
+        """Operations that are matched; taking a part of a result is none."""
+        return _operations(self.calls)
+
+
+def _operations(calls: Iterable[fx.Node]) -> int:
+    return sum(call.target is not operator.getitem for call in calls)
+
 
 class Pattern:
     """A traced pattern.
@@ -111,7 +120,7 @@ class Pattern:
                 why = self._refused(whole)
                 if why is None:
                     return self._match(whole)
-                attempt.note(len(self.calls), why)
+                attempt.note(_operations(self.calls), why)
         return attempt.near_miss()
 
     def _same_op(self, call: fx.Node, node: fx.Node) -> bool:
@@ -157,7 +166,7 @@ class _Attempt:
 
     def near_miss(self) -> str | None:
         """The reason at the furthest point, when at least half of the pattern was there, and more than any sum has."""
-        total = len(self.pattern.calls)
+        total = _operations(self.pattern.calls)
         enough = self.furthest >= min(2, total) and 2 * self.furthest >= total
         return self.why if enough and self.why else None
 
@@ -168,7 +177,7 @@ class _Attempt:
                 yield state
             return
         if not self.pattern._same_op(call, node):
-            self.note(len(state.calls), f"{node.name} is {_name(node.target)}, not {_name(self.pattern.targets[call])}")
+            self.note(state.reached, f"{node.name} is {_name(node.target)}, not {_name(self.pattern.targets[call])}")
             return
         if node in state.calls.values():
             return
@@ -193,7 +202,7 @@ class _Attempt:
             elif isinstance(given, fx.Node):
                 yield from self.call(wanted, given, state)
             else:
-                self.note(len(state.calls), f"argument {name} of {node.name} is {_show(given)}, not computed")
+                self.note(state.reached, f"argument {name} of {node.name} is {_show(given)}, not computed")
         elif isinstance(wanted, (tuple, list)) and isinstance(given, (tuple, list)) and len(wanted) == len(given):
             items = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(wanted, given, strict=True))]
             if _has_calls(wanted) or not _same_dims(name, wanted, given, node):
@@ -203,7 +212,7 @@ class _Attempt:
         elif _equal(wanted, given) or _same_dims(name, wanted, given, node):
             yield state
         else:
-            self.note(len(state.calls), f"argument {name} of {node.name} is {_show(given)}, not {_show(wanted)}")
+            self.note(state.reached, f"argument {name} of {node.name} is {_show(given)}, not {_show(wanted)}")
 
     def _wildcard(self, name: str, wanted: fx.Node, given: Any, node: fx.Node, state: _State) -> Iterator[_State]:
         if wanted in state.bound:
@@ -211,13 +220,13 @@ class _Attempt:
                 yield state
             else:
                 known = _show(state.bound[wanted])
-                self.note(len(state.calls), f"argument {name} of {node.name} is {_show(given)}, not {known}")
+                self.note(state.reached, f"argument {name} of {node.name} is {_show(given)}, not {known}")
             return
         kind = self.pattern.kinds[wanted]
         if _is_kind(given, kind):
             yield _State({**state.bound, wanted: given}, state.calls)
         else:
-            self.note(len(state.calls), f"argument {name} of {node.name} is {_show(given)}, no {_kind_name(kind)}")
+            self.note(state.reached, f"argument {name} of {node.name} is {_show(given)}, no {_kind_name(kind)}")
 
     def rest(self, state: _State) -> Iterator[_State]:
         """The outputs that the anchor does not lead to, among the readers of what is matched."""
@@ -228,7 +237,7 @@ class _Attempt:
         for node in self._candidates(missing, state):
             for found in self.call(missing, node, state):
                 yield from self.rest(found)
-        self.note(len(state.calls), f"{self.pattern.name} wants {_name(self.pattern.targets[missing])} as well")
+        self.note(state.reached, f"{self.pattern.name} wants {_name(self.pattern.targets[missing])} as well")
 
     def _candidates(self, missing: fx.Node, state: _State) -> list[fx.Node]:
         for argument in missing.all_input_nodes:
