@@ -112,12 +112,14 @@ def test_the_graph_pickler_keeps_symbols_and_custom_ops() -> None:
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    from torchweave.compile.persist import dump_graph
+    from torchweave.compile.persist import dump_graph, load_graph
 
-    graph = capture(toy(1), example(), DYNAMIC, "backed_size_oblivious")
+    module = toy(1)
+    graph = capture(module, example(), DYNAMIC, "backed_size_oblivious")
     pickled = pickle.loads(dump_graph(graph))[0]
-    again: Any = GraphPickler.loads(pickled, FakeTensorMode(shape_env=ShapeEnv()))
-    assert [node.name for node in again.graph.nodes] == [node.name for node in graph.graph.nodes]
+    restored: Any = GraphPickler.loads(pickled, FakeTensorMode(shape_env=ShapeEnv()))[0]
+    assert [node.name for node in restored.graph.nodes] == [node.name for node in graph.graph.nodes]
+    again = load_graph(dump_graph(graph), module)
     assert [str(value(node)) for node in again.graph.nodes if isinstance(value(node), torch.SymInt)] == [
         str(value(node)) for node in graph.graph.nodes if isinstance(value(node), torch.SymInt)
     ]
