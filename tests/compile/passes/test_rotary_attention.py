@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.compile.passes.written import (
     rotary_wide,
 )
 from torchweave.compile import weave
+from torchweave.compile.cache import CompileCache
 from torchweave.compile.capture import capture
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.base import PassResult
@@ -149,20 +151,27 @@ def test_rotary_attention_is_for_devices_whose_kernels_turn() -> None:
     ("name", "norms"),
     [("llama", False), ("qwen3", True), ("gemma3", True), ("phi3", False), ("olmo2", False)],
 )
-def test_real_decoders_hand_attention_what_it_turns(name: str, norms: bool) -> None:
+def test_real_decoders_hand_attention_what_it_turns_cold_and_warm(name: str, norms: bool, tmp_path: Path) -> None:
     module = load(zoo.specimen(name).config().to_dict(), torch.float32, load_format="dummy").module
     names = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
     ids, index = torch.arange(3, 14), torch.tensor([3, 10])
     given = dict(zip(names, (ids, torch.arange(11), index), strict=True))
-    report, seen = Report(show=False), []
+    config, cache = TorchCompileConfig(enable_inductor=False), CompileCache(tmp_path, Report(show=False))
+    seen: list[tuple[Any, ...]] = []
 
     def boundary(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.append(args)
         op(*args, **kwargs)
 
-    woven = weave(module, given, names, boundary_ops={ATTENTION}, config=FX, passes=(PASS,), report=report)
-    (event,) = report.select("pass")
-    assert event["matches"] == len(module.attention_layers) and not event["near_misses"]
-    got = woven(boundary, *given.values())
-    assert all(args[10] is not None and (args[12] is not None) == norms for args in seen)
-    assert got.equal(module(**given))
+    for source in ("dynamo", "cache"):
+        report = Report(show=False)
+        cache.report = report
+        how = {"config": config, "passes": (PASS,), "cache": cache, "report": report}
+        woven = weave(module, given, names, boundary_ops={ATTENTION}, **how)
+        assert [event["source"] for event in report.select("capture")] == [source]
+        (event,) = report.select("pass")
+        assert event["matches"] == len(module.attention_layers) and not event["near_misses"]
+        seen.clear()
+        got = woven(boundary, *given.values())
+        assert all(args[10] is not None and (args[12] is not None) == norms for args in seen)
+        assert got.equal(module(**given))

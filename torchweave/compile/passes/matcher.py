@@ -131,7 +131,7 @@ class Pattern:
             return call.args[1] == node.args[1]  # another part of a result is no near-miss
         if isinstance(wanted, torch._ops.OpOverloadPacket):
             return isinstance(target, torch._ops.OpOverload) and target.overloadpacket is wanted
-        return target is wanted
+        return target == wanted  # names of methods come back from the cache as other strings
 
     def _match(self, state: _State) -> Match:
         covered = set(state.calls.values())
