@@ -44,15 +44,49 @@ class Model:
 MODELS = {
     "qwen3-30b-a3b": Model(128, 2048, 768, 8),
     "mixtral-8x7b": Model(8, 4096, 14336, 2),
-    "gpt-oss-20b": Model(32, 2880, 2880, 4, Form(interleaved=True, transposed=True, alpha=1.702, limit=7.0), biased=True),
+    "gpt-oss-20b": Model(
+        32, 2880, 2880, 4, Form(interleaved=True, transposed=True, alpha=1.702, limit=7.0), biased=True
+    ),
 }
 COLD_BYTES = 1 << 30
 REPLAYS = 8
 
-ROWS_UP = [(2, 2048, 4, 1), (4, 2048, 8, 1), (1, 2048, 4, 1), (2, 1024, 4, 2), (4, 1024, 4, 2), (4, 512, 4, 4), (8, 256, 4, 4)]
-ROWS_DOWN = [(2, 128, 4, 3), (1, 256, 4, 3), (2, 256, 4, 2), (4, 128, 4, 2), (1, 512, 4, 2), (4, 64, 4, 4), (4, 256, 8, 3)]
-TILES_UP = [(32, 128, 4, 4), (32, 64, 4, 5), (64, 64, 4, 4), (16, 128, 4, 5), (16, 256, 4, 3), (32, 128, 4, 3), (64, 128, 8, 4)]
-TILES_DOWN = [(64, 128, 4, 4), (64, 64, 4, 5), (32, 128, 4, 5), (32, 256, 4, 3), (128, 64, 4, 4), (64, 128, 4, 3), (128, 128, 8, 3)]
+ROWS_UP = [
+    (2, 2048, 4, 1),
+    (4, 2048, 8, 1),
+    (1, 2048, 4, 1),
+    (2, 1024, 4, 2),
+    (4, 1024, 4, 2),
+    (4, 512, 4, 4),
+    (8, 256, 4, 4),
+]
+ROWS_DOWN = [
+    (2, 128, 4, 3),
+    (1, 256, 4, 3),
+    (2, 256, 4, 2),
+    (4, 128, 4, 2),
+    (1, 512, 4, 2),
+    (4, 64, 4, 4),
+    (4, 256, 8, 3),
+]
+TILES_UP = [
+    (32, 128, 4, 4),
+    (32, 64, 4, 5),
+    (64, 64, 4, 4),
+    (16, 128, 4, 5),
+    (16, 256, 4, 3),
+    (32, 128, 4, 3),
+    (64, 128, 8, 4),
+]
+TILES_DOWN = [
+    (64, 128, 4, 4),
+    (64, 64, 4, 5),
+    (32, 128, 4, 5),
+    (32, 256, 4, 3),
+    (128, 64, 4, 4),
+    (64, 128, 4, 3),
+    (128, 128, 8, 3),
+]
 WIDE_UP = [(64, 64, 8, 3), (64, 64, 8, 4), (64, 128, 8, 3), (128, 64, 8, 3)]
 WIDE_DOWN = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 3), (64, 64, 4, 4)]
 
@@ -176,7 +210,9 @@ class Bench:
         return choose(tokens, self.model.top_k, shape, torch.bfloat16, self.model.form.transposed)
 
     def _best(self, tokens: int, calls: list[Call], right: Tensor, ways: list[Way]) -> Way | None:
-        timed = [(us, index) for index, way in enumerate(ways) if (us := self._try(tokens, calls, right, way)) is not None]
+        timed = [
+            (us, index) for index, way in enumerate(ways) if (us := self._try(tokens, calls, right, way)) is not None
+        ]
         return ways[min(timed)[1]] if timed else None
 
     def _try(self, tokens: int, calls: list[Call], right: Tensor, way: Way) -> float | None:
@@ -192,7 +228,9 @@ class Bench:
             self.results.append({"model": self.name, "tokens": tokens, "way": asdict(way), "error": str(error)[:300]})
             return None
 
-    def _record(self, tokens: int, calls: list[Call], kind: str, execute: Callable[[Call], None], way: Way | None) -> float:
+    def _record(
+        self, tokens: int, calls: list[Call], kind: str, execute: Callable[[Call], None], way: Way | None
+    ) -> float:
         us = measure(execute, calls)
         read = sum(call.index.unique().numel() for call in calls) / len(calls)
         size = read * 3 * self.model.width * self.model.inner * 2
@@ -233,8 +271,13 @@ def table(results: list[dict]) -> str:
         parts = [f"{model} T={tokens:<5} torch {base['us']:8.1f} us {base['gb_per_s']:6.0f} GB/s"]
         for kind in dict.fromkeys(r["kind"] for r in rows[1:]):
             best = min((r for r in rows if r["kind"] == kind), key=lambda r: r["us"])
-            how = {key: tuple(value.values()) if isinstance(value, dict) else value for key, value in (best["way"] or {}).items()}
-            parts.append(f"    {kind:8} {best['us']:8.1f} us {best['gb_per_s']:6.0f} GB/s ({base['us'] / best['us']:.2f}x) {how}")
+            how = {
+                key: tuple(value.values()) if isinstance(value, dict) else value
+                for key, value in (best["way"] or {}).items()
+            }
+            parts.append(
+                f"    {kind:8} {best['us']:8.1f} us {best['gb_per_s']:6.0f} GB/s ({base['us'] / best['us']:.2f}x) {how}"
+            )
         parts += [f"    chosen   {r['us']:8.1f} us {r['kind']}" for r in rows if r["chosen"]]
         lines += parts
     return "\n".join(lines)

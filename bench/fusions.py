@@ -178,11 +178,15 @@ def measure_attention(model: Model, tokens: list[int], clock: GraphClock, normed
             sizes = [each * model.dim for each in (model.heads, model.kv_heads, model.kv_heads)]
             return [part.unflatten(-1, (-1, model.dim)) for part in given[i]["product"].split(sizes, -1)]
 
-        def apart(i: int, given: list[Any] = given, caches: list[Any] = caches, out: Tensor = out, step: Any = step) -> None:
+        def apart(
+            i: int, given: list[Any] = given, caches: list[Any] = caches, out: Tensor = out, step: Any = step
+        ) -> None:
             q, k = piece(call_as_is, *given[i].values())
             step.forward(q, k, heads(i)[2], out, caches[i], scale=0.125)
 
-        def inside(i: int, given: list[Any] = given, caches: list[Any] = caches, out: Tensor = out, step: Any = step) -> None:
+        def inside(
+            i: int, given: list[Any] = given, caches: list[Any] = caches, out: Tensor = out, step: Any = step
+        ) -> None:
             rotary = Rotary(given[i]["cos"], given[i]["sin"], *weights, eps=EPS)
             step.forward_turning(rotary, *heads(i), out, caches[i], scale=0.125)
 
@@ -244,7 +248,9 @@ def main() -> None:
         rows += [{"model": name} | row for row in found]
     print(table(rows))
     if arguments.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
         facts = {
             "command": " ".join(sys.argv), "commit": commit, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
             "results": rows,

@@ -50,11 +50,6 @@ SUBJECTS = {
 }
 
 
-def padded(tokens: int, config: LinearConfig) -> int:
-    """Kernels differ by configuration and padded number of tokens, not by the tokens themselves."""
-    return max(1 if config.kernel == "row" else 8, 1 << (tokens - 1).bit_length())
-
-
 def build_all(subjects: list[LinearShape], tokens: list[int], dtype: torch.dtype) -> None:
     """Build every kernel on all cores before anything is timed: launches on small weights with the real widths."""
 
@@ -68,7 +63,7 @@ def build_all(subjects: list[LinearShape], tokens: list[int], dtype: torch.dtype
             print(f"{config} does not build: {str(error)[:120]}", flush=True)
 
     jobs = {
-        (config, padded(count, config), replace(subject, outputs=256))
+        (config, config.padded(count), replace(subject, outputs=256))
         for subject in subjects
         for count in tokens
         for config in candidates(count, subject.around)

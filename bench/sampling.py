@@ -39,7 +39,13 @@ def measure(rows: int, vocab_size: int, kind: str) -> float:
     state = SlotState(rows, 1, device="cuda")
     updates = state.updates()
     every = np.arange(rows)
-    for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p), ("seed_lo", every)):
+    for name, value in (
+        ("temperature", temperature),
+        ("top_k", top_k),
+        ("top_p", top_p),
+        ("min_p", min_p),
+        ("seed_lo", every),
+    ):
         updates.set(name, every, value)
     updates.set_batch(every)
     state.apply(updates)
@@ -69,12 +75,19 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA GPU")
-    results = {kind: {rows: round(measure(rows, arguments.vocab, kind), 2) for rows in arguments.rows} for kind in KINDS}
+    results = {
+        kind: {rows: round(measure(rows, arguments.vocab, kind), 2) for rows in arguments.rows} for kind in KINDS
+    }
     print(f"{'us a step':22}" + "".join(f"{rows:>10}" for rows in arguments.rows))
     for kind, times in results.items():
         print(f"{kind:22}" + "".join(f"{times[rows]:>10.1f}" for rows in arguments.rows))
     if arguments.json:
-        facts = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "us": results}
+        facts = {
+            "command": " ".join(sys.argv),
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "us": results,
+        }
         arguments.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 

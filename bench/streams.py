@@ -197,7 +197,9 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--streams", nargs="+", type=int, default=[2], help="numbers of streams to compare with one")
     parser.add_argument("--layers", type=int, help="layers of each model instead of its own number")
-    parser.add_argument("--fx", action="store_true", help="run pieces as plain FX code instead of building them with Inductor")
+    parser.add_argument(
+        "--fx", action="store_true", help="run pieces as plain FX code instead of building them with Inductor"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA GPU")
@@ -208,7 +210,9 @@ def main() -> None:
         torch.cuda.empty_cache()
     print(f"{len(results)} measurements in {time.monotonic() - started:.1f} s")
     if arguments.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
         facts = {
             "command": " ".join(sys.argv), "commit": commit, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
             "built_by": "fx" if arguments.fx else "inductor", "replays": REPLAYS, "results": results,

@@ -1,6 +1,6 @@
 """Record docs/demo.svg: the terminal of the README, from a real run of the built-in model.
 
-    python scripts/record_readme.py [--output docs/demo.svg]
+python scripts/record_readme.py [--output docs/demo.svg]
 """
 
 from __future__ import annotations

@@ -176,7 +176,9 @@ def _weave(
     return weave(module or toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=config, cache=cache, report=report)
 
 
-def test_V2_a_warm_start_skips_dynamo_and_gives_the_same_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_V2_a_warm_start_skips_dynamo_and_gives_the_same_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = CompileCache(tmp_path / "cache", Report(show=False))
     cold = _weave(cache, Report(show=False))
     monkeypatch.setattr("torchweave.compile.backend.capture", lambda *args: pytest.fail("Dynamo ran"))

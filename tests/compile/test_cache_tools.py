@@ -81,7 +81,9 @@ def test_V2_killed_at_any_write_leaves_no_half_entry(
         with pytest.raises(Killed):
             cache.store("piece", {"a": 1}, b"payload" * 100)
     after = CompileCache(tmp_path / "cache", Report(show=False))
-    assert after.load("piece", {"a": 1}) is None and not after.report.select("warning"), "as if nothing had been written"
+    assert after.load("piece", {"a": 1}) is None and not after.report.select("warning"), (
+        "as if nothing had been written"
+    )
     after.store("piece", {"a": 1}, b"payload")
     assert after.load("piece", {"a": 1}) is not None
     assert len(list(after.entries())) == 1
@@ -151,7 +153,8 @@ def test_pruning_removes_what_is_damaged_old_or_too_much(cache: CompileCache) ->
     every = list(summaries(cache))
     size = sum(each.num_bytes for each in every)
     pruned = lambda **asked: [  # noqa: E731
-        each.path for each in to_prune(every, **{"older_than": None, "max_bytes": None, "everything": False, **asked}, now=now)
+        each.path
+        for each in to_prune(every, **{"older_than": None, "max_bytes": None, "everything": False, **asked}, now=now)
     ]
     assert pruned() == [] and pruned(older_than=150) == [paths[2]] and len(pruned(everything=True)) == 3
     assert pruned(max_bytes=size - 1) == [paths[2]], "the least recently used goes first"

@@ -101,7 +101,9 @@ ROUTERS: dict[str, tuple[Callable[..., Any], torch.dtype, bool, int]] = {
 def test_a_router_becomes_one_op(name: str) -> None:
     """Fires, equal at every number of tokens, symbolic, op checked."""
     router, dtype, biased, steps = ROUTERS[name]
-    bias = [torch.linspace(-0.3, 0.3, E)[torch.randperm(E, generator=torch.Generator().manual_seed(1))]] if biased else []
+    bias = (
+        [torch.linspace(-0.3, 0.3, E)[torch.randperm(E, generator=torch.Generator().manual_seed(1))]] if biased else []
+    )
     examples = [distinct(dtype), *bias]
     # Where the choice has no order, the sum of the weights runs in another one.
     check(FUSION, router, examples, matches=steps, rtol=3e-7 if biased else 0.0)
@@ -110,7 +112,9 @@ def test_a_router_becomes_one_op(name: str) -> None:
         while FUSION.run(graph).matches:
             pass
     computed = [str(n.target) for n in graph.graph.nodes if n.op == "call_function" and "getitem" not in str(n.target)]
-    assert [name for name in computed if not name.startswith(("aten.zeros", "aten.scatter", "aten.sym_size"))] == [str(ROUTE)]
+    assert [name for name in computed if not name.startswith(("aten.zeros", "aten.scatter", "aten.sym_size"))] == [
+        str(ROUTE)
+    ]
 
 
 def in_bfloat16(logits: Tensor) -> tuple[Tensor, Tensor]:

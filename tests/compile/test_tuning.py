@@ -267,7 +267,9 @@ def test_a_piece_is_asked_about_in_two_builds_on_the_weights_of_every_layer() ->
     (got,), (want,) = last.candidates["on"](0), last.baseline(0)  # it has no room for attention among its outputs
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     shared = next(each for each in asked if each.shape == today.pieces[1].digest)
-    assert any(not torch.equal(*pair) for pair in zip(shared.baseline(0), shared.baseline(1), strict=True)), "another layer"
+    assert any(not torch.equal(*pair) for pair in zip(shared.baseline(0), shared.baseline(1), strict=True)), (
+        "another layer"
+    )
 
 
 def test_V8_a_size_is_built_for_unless_it_measured_no_faster(tmp_path: Path) -> None:

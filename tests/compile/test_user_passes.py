@@ -16,7 +16,7 @@ from torchweave.compile.passes.load import load_pass
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
 
-OWN_PASS = '''
+OWN_PASS = """
 import torch
 from torch import Tensor
 from torchweave.compile import Fusion
@@ -31,7 +31,7 @@ def once(x: Tensor, a: float, b: float) -> Tensor:
 
 SCALE_ONCE = Fusion("scale_once", twice, once, numerics="tolerance")
 NOT_A_PASS = 3
-'''
+"""
 
 
 class Scaled(nn.Module):

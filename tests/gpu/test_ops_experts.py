@@ -25,7 +25,10 @@ from torchweave.ops.experts_gpu import (
 
 pytestmark = pytest.mark.gpu
 
-ROWS = [Rows(Product(4, 256, 4, 2), Product(2, 64, 4, 2)), Rows(Product(2, 128, 4, 1), Product(4, 128, 4, 1), dependent=True)]
+ROWS = [
+    Rows(Product(4, 256, 4, 2), Product(2, 64, 4, 2)),
+    Rows(Product(2, 128, 4, 1), Product(4, 128, 4, 1), dependent=True),
+]
 TILES = [
     Tiles(Product(32, 64, 4, 4), Product(64, 64, 4, 3)),
     Tiles(Product(16, 128, 4, 3), Product(32, 64, 4, 4), dependent=True),
@@ -51,7 +54,9 @@ def close(got: torch.Tensor, right: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", [form for name, form in FORMS.items() if name != "odd"], ids=[n for n in FORMS if n != "odd"])
+@pytest.mark.parametrize(
+    "form", [form for name, form in FORMS.items() if name != "odd"], ids=[n for n in FORMS if n != "odd"]
+)
 def test_every_way(form: dict[str, Any], dtype: torch.dtype) -> None:
     for tokens in (1, 2, 7, 64, 300):
         call = call_of(moved(cases(tokens, dtype=dtype, **form, **SIZES)))

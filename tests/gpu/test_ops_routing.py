@@ -48,7 +48,10 @@ def test_in_a_graph_behind_the_router_and_before_the_experts() -> None:
     """Dependent launches wait for what they read: the product before, and the experts behind."""
     x = torch.randn(2, 256, device="cuda", dtype=torch.bfloat16)
     router = torch.randn(16, 256, device="cuda", dtype=torch.bfloat16) / 16
-    up, down = torch.randn(16, 384, 256, device="cuda").bfloat16() / 16, torch.randn(16, 256, 192, device="cuda").bfloat16() / 14
+    up, down = (
+        torch.randn(16, 384, 256, device="cuda").bfloat16() / 16,
+        torch.randn(16, 256, 192, device="cuda").bfloat16() / 14,
+    )
 
     def step() -> torch.Tensor:
         weights, index = route(x @ router.T, None, 4, "softmax", torch.bfloat16, renormalize=True)

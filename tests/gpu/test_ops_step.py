@@ -76,7 +76,9 @@ def test_sampling_equals_the_reference(vocab_size: int, dtype: torch.dtype) -> N
     out.fill_(-7)
     graph.replay()
     got = out.tolist()
-    wrong = [(i, PARAMETERS[i % len(PARAMETERS)], expected[i], got[i]) for i in range(len(got)) if got[i] != expected[i]]
+    wrong = [
+        (i, PARAMETERS[i % len(PARAMETERS)], expected[i], got[i]) for i in range(len(got)) if got[i] != expected[i]
+    ]
     assert not wrong
     alone = [sample(on_device[i : i + 1], device_slots[i : i + 1], twin).item() for i in range(len(slots))]
     assert alone == got, "a row's token must not depend on its batch"

@@ -16,7 +16,10 @@ from torchweave.ops.experts_eager import Call
 from torchweave.ops.experts_gpu import Grouped, Product, Rows, Tiles, Way, bytes_per_pair, run
 
 ROWS = (Rows(Product(4, 32, 4, 2), Product(2, 16, 4, 1)), Rows(Product(8, 16, 4, 1), Product(16, 8, 4, 1)))
-TILES = (Tiles(Product(8, 16, 4, 2), Product(16, 16, 4, 2)), Tiles(Product(16, 32, 4, 2), Product(32, 32, 4, 2), block_m=32))
+TILES = (
+    Tiles(Product(8, 16, 4, 2), Product(16, 16, 4, 2)),
+    Tiles(Product(16, 32, 4, 2), Product(32, 32, 4, 2), block_m=32),
+)
 
 
 def ways(call: Call) -> tuple[Way, ...]:
@@ -28,7 +31,9 @@ def ways(call: Call) -> tuple[Way, ...]:
 def check(call: Call, way: Way) -> torch.Tensor:
     out = torch.full_like(call.out, torch.nan)
     run(replace(call, out=out), way)
-    torch.testing.assert_close(out.double(), expected(call), rtol=1e-4, atol=1e-4, msg=lambda text: f"{way} {call.form}: {text}")
+    torch.testing.assert_close(
+        out.double(), expected(call), rtol=1e-4, atol=1e-4, msg=lambda text: f"{way} {call.form}: {text}"
+    )
     return out
 
 

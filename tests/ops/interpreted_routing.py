@@ -8,7 +8,15 @@ from tests.ops.routing_cases import FORMS, arguments, dense
 from torchweave.ops.kernels.routing import launch_route
 from torchweave.ops.routing import route
 
-DEFAULTS = {"num_groups": 1, "top_groups": 1, "group_best": 1, "fill": 0.0, "renormalize": False, "epsilon": 0.0, "scale": 1.0}
+DEFAULTS = {
+    "num_groups": 1,
+    "top_groups": 1,
+    "group_best": 1,
+    "fill": 0.0,
+    "renormalize": False,
+    "epsilon": 0.0,
+    "scale": 1.0,
+}
 
 
 def by_kernel(logits, bias, top_k, **form):
@@ -32,7 +40,9 @@ def agree() -> None:
 
 
 def first_of_equals_and_nothing_out_of_range() -> None:
-    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [torch.nan] * 5, [-torch.inf, 3.0, -torch.inf, -torch.inf, -torch.inf]])
+    logits = torch.tensor(
+        [[1.0, 2.0, 2.0, 2.0, 0.0], [torch.nan] * 5, [-torch.inf, 3.0, -torch.inf, -torch.inf, -torch.inf]]
+    )
     _, index = by_kernel(logits, None, 2, score="softmax")
     assert index[0].tolist() == [1, 2]
     assert index[1].tolist() == [5, 5], "a token that is not a number has experts that add nothing"

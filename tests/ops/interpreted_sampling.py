@@ -24,7 +24,9 @@ def main() -> None:
     tied[1, [4500, 17]] = 1.0
     tied[2, 4100:] = -0.0
     state = build(10)[2]
-    launch_sample(tied, torch.full((3,), -1, dtype=torch.int32), state, got := torch.empty(3, dtype=torch.int32), GREEDY_BELOW)
+    launch_sample(
+        tied, torch.full((3,), -1, dtype=torch.int32), state, got := torch.empty(3, dtype=torch.int32), GREEDY_BELOW
+    )
     assert got.tolist() == [0, 17, 0], got
 
 

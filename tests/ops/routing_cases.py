@@ -19,7 +19,9 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def arguments(form: dict[str, Any], tokens: int, experts: int, top: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def arguments(
+    form: dict[str, Any], tokens: int, experts: int, top: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     """Keyword arguments of the op; no two scores of a token are equal."""
     generator = torch.Generator().manual_seed(tokens * experts + top)
     ranks = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)])
@@ -31,4 +33,6 @@ def arguments(form: dict[str, Any], tokens: int, experts: int, top: int, dtype: 
 
 def dense(weights: Tensor, index: Tensor, experts: int) -> Tensor:
     """[T, E] with each expert's weight: what is left when the order of the chosen does not count."""
-    return torch.zeros(len(weights), experts, dtype=torch.float64, device=weights.device).scatter(1, index, weights.double())
+    return torch.zeros(len(weights), experts, dtype=torch.float64, device=weights.device).scatter(
+        1, index, weights.double()
+    )

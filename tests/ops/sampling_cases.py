@@ -30,7 +30,9 @@ PARAMETERS = (
 )
 
 
-def build(vocab_size: int, dtype: torch.dtype = torch.float32, repeats: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, SlotState]:
+def build(
+    vocab_size: int, dtype: torch.dtype = torch.float32, repeats: int = 1, seed: int = 0
+) -> tuple[Tensor, Tensor, SlotState]:
     """(logits [N, V], slots int32 [N], CPU state): N = repeats * (rows of PARAMETERS + 1 of padding), in shuffled slots."""
     generator = np.random.default_rng(seed)
     parameters = PARAMETERS * repeats

@@ -39,7 +39,10 @@ class Outputs:
             return torch.full((size,), 77, dtype=dtype, device=device)
 
         return cls(
-            garbage(tokens, torch.int64), garbage(tokens, torch.int64), garbage(rows, torch.int32), garbage(tokens, torch.int64)
+            garbage(tokens, torch.int64),
+            garbage(tokens, torch.int64),
+            garbage(rows, torch.int32),
+            garbage(tokens, torch.int64),
         )
 
     def arguments(self) -> dict[str, Tensor]:

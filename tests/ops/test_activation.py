@@ -16,7 +16,13 @@ from torchweave.ops.activation import ACTIVATIONS, gated_activation, gated_activ
 def test_the_references_are_eager_mode(name: str, dtype: torch.dtype) -> None:
     gate_up = draw(1, 5, 96, dtype=dtype)
     gate, up = gate_up.chunk(2, -1)
-    written = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": torch.nn.GELU("tanh"), "relu": F.relu, "sigmoid": torch.sigmoid}
+    written = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": torch.nn.GELU("tanh"),
+        "relu": F.relu,
+        "sigmoid": torch.sigmoid,
+    }
     got = gated_activation(gate_up, name)
     assert got.is_contiguous() and got.equal(written[name](gate) * up)
     assert gated_activation_pair(gate, up, name).equal(got)

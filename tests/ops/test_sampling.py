@@ -27,7 +27,9 @@ def test_philox_gives_the_published_answers(word: int, expected: tuple[int, ...]
 
 def test_words_depend_on_seed_position_and_index_only() -> None:
     def words(seed: int, position: int, size: int) -> np.ndarray:
-        return random_words(np.array([seed], np.int32), np.array([7], np.int32), np.array([position], np.int32), size)[0]
+        return random_words(np.array([seed], np.int32), np.array([7], np.int32), np.array([position], np.int32), size)[
+            0
+        ]
 
     assert (words(1, 2, 50) == words(1, 2, 3000)[:50]).all() and (words(1, 2, 200) == words(1, 2, 3000)[:200]).all()
     every = words(1, 2, 3000)
@@ -67,7 +69,14 @@ def probabilities(logits: list[float], temperature: float, top_k: int, top_p: fl
     return out
 
 
-FILTERS = [(1.0, 0, 1.0, 0.0), (0.7, 4, 1.0, 0.0), (1.5, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.2), (1.2, 7, 0.85, 0.15), (2.0, 3, 0.5, 0.0)]
+FILTERS = [
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 4, 1.0, 0.0),
+    (1.5, 0, 0.8, 0.0),
+    (1.0, 0, 1.0, 0.2),
+    (1.2, 7, 0.85, 0.15),
+    (2.0, 3, 0.5, 0.0),
+]
 
 
 @pytest.mark.parametrize("filters", FILTERS)

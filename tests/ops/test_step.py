@@ -50,7 +50,15 @@ def test_prepare_may_work_in_place() -> None:
     step = random_step(generator, state)
     expected = Outputs.empty(step.slots.numel(), step.host_ids.numel())
     twin = copy_state(state)
-    prepare(state, step.slots, step.query_start, step.host_ids, step.host_positions, **expected.arguments(), block_size=BLOCK_SIZE)
+    prepare(
+        state,
+        step.slots,
+        step.query_start,
+        step.host_ids,
+        step.host_positions,
+        **expected.arguments(),
+        block_size=BLOCK_SIZE,
+    )
     got = Outputs.empty(step.slots.numel(), step.host_ids.numel())
     got.ids, got.positions = step.host_ids.long(), step.host_positions.long()
     prepare(twin, step.slots, step.query_start, got.ids, got.positions, **got.arguments(), block_size=BLOCK_SIZE)
@@ -65,7 +73,9 @@ def test_prepare_decode(seed: int) -> None:
     prepare_decode(state, slots, **got.arguments(), block_size=BLOCK_SIZE)
     for row, slot in enumerate(slots.tolist()):
         at = int(state.position[slot]) if slot >= 0 else 0
-        expected = (int(state.last_token[slot]), at, at + 1, cache_slot(state, slot, at)) if slot >= 0 else (0, 0, 0, -1)
+        expected = (
+            (int(state.last_token[slot]), at, at + 1, cache_slot(state, slot, at)) if slot >= 0 else (0, 0, 0, -1)
+        )
         assert tuple(value[row].item() for value in got.arguments().values()) == expected
 
 

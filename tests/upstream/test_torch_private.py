@@ -137,4 +137,6 @@ def test_functional_calls_say_how_a_written_argument_looks_at_its_base() -> None
     sliced = {"_self_base_index": 0, "_self_slice_dim": 0, "_self_slice_start": 1, "_self_slice_end": 4}
     info = functional.read_view_information_from_args(names, types, sliced, [torch.zeros(9)])["self"]
     assert isinstance(info, functional.SliceViewInfo) and (info.dim, info.start, info.end) == (0, 1, 4)
-    assert issubclass(functional.AliasViewInfo, functional.ViewInfo) and issubclass(functional.NotView, functional.ViewInfo)
+    assert issubclass(functional.AliasViewInfo, functional.ViewInfo) and issubclass(
+        functional.NotView, functional.ViewInfo
+    )

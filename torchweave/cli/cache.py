@@ -42,7 +42,9 @@ def parser() -> Parser:
     found.add_argument("names", metavar="FILE|KEY", nargs="*", help=argparse.SUPPRESS)
     found.add_argument("--compile_cache_dir", metavar="DIR", help="the folder, where it is not the default one")
     found.add_argument("--older_than", metavar="TIME", help="prune: not used for so long, such as 30d or 12h")
-    found.add_argument("--max_size", metavar="SIZE", help="prune: the least recently used, until SIZE is left, such as 2G")
+    found.add_argument(
+        "--max_size", metavar="SIZE", help="prune: the least recently used, until SIZE is left, such as 2G"
+    )
     found.add_argument("--all", action="store_true", help="prune: everything")
     found.add_argument("--dry_run", action="store_true", help="prune: only say what would be removed")
     found.add_argument("--json", action="store_true", help="print a JSON object")
@@ -57,7 +59,14 @@ def run(argv: Sequence[str]) -> int:
     if not folder.is_dir() and args.action != "import":
         raise ValueError(f"there is no compile cache at {folder}; the first start with a model makes it")
     cache = CompileCache(folder, Report(show=False))
-    actions = {"list": _list, "inspect": _inspect, "verify": _verify, "prune": _prune, "export": _export, "import": _import}
+    actions = {
+        "list": _list,
+        "inspect": _inspect,
+        "verify": _verify,
+        "prune": _prune,
+        "export": _export,
+        "import": _import,
+    }
     return actions[args.action](cache, args)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchweave.compile.ahead import KernelsAhead
 from torchweave.compile.cache import CompileCache
 from torchweave.compile.dump import graph_text
 from torchweave.compile.graph import CapturedGraph
@@ -70,7 +71,7 @@ def build_pieces(
     built: dict[str, BuiltPiece] = {}
     builder = PieceBuilder(graph, manager, cache, device, report)
     folder = cache.folder if cache is not None else None
-    with code_folder(folder, device), report.progress("building pieces", len(distinct)) as advance:
+    with code_folder(folder, device), builder.ahead, report.progress("building pieces", len(distinct)) as advance:
         for digest, same in distinct.items():
             built[digest] = builder.build(same[0])
             _tell(same, built[digest], report)
@@ -101,6 +102,7 @@ class PieceBuilder:
         )
         self.tokens = token_count(graph.symbols)
         self.table = manager.table or Table(device_kind(device))
+        self.ahead = KernelsAhead(device)
         self.streams = _stream_builder(self.config, device, report, self.table)
 
     def build(self, piece: Piece) -> BuiltPiece:
@@ -220,6 +222,7 @@ class PieceBuilder:
 
     def _make(self, rewritten: Rewritten, tune: bool = False) -> BuiltPiece:
         piece = rewritten.piece
+        self.ahead.see(piece)
         built = build_inductor(piece, self.config, tune) if self.config.enable_inductor else build_fx(piece)
         return replace(built, passes=tuple(rewritten.facts), ranges=rewritten.ranges)
 

@@ -75,7 +75,11 @@ def find(cache: CompileCache, keys: Sequence[str]) -> list[Summary]:
 
 
 def to_prune(
-    every: Iterable[Summary], older_than: float | None, max_bytes: int | None, everything: bool, now: float | None = None
+    every: Iterable[Summary],
+    older_than: float | None,
+    max_bytes: int | None,
+    everything: bool,
+    now: float | None = None,
 ) -> list[Summary]:
     """What to remove: damaged files always, then what was not used for `older_than` seconds, then the least recently used
     until at most `max_bytes` are left."""

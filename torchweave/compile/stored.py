@@ -117,7 +117,9 @@ class StoredPiece:
         except NotStorable as error:
             self.cache.miss("piece", key_of("piece", self.factors), f"not stored: {error}")
             return built
-        key = self.cache.store("piece", self.factors, payload, {**self.facts, "passes": built.passes, "ranges": built.ranges})
+        key = self.cache.store(
+            "piece", self.factors, payload, {**self.facts, "passes": built.passes, "ranges": built.ranges}
+        )
         self._unpack(key, built)
         return built
 

@@ -1,7 +1,8 @@
 """Build the kernels that steps launch while the model is still being captured: the one is Python, the other mostly is not.
 
-A stand-in takes the model's place in real steps: it calls attention and experts as every kind of layer does, reads every width
-of weight, and returns logits of nothing. What it misses is built later, when it is first needed; nothing depends on it.
+A stand-in takes the model's place in real steps: it calls attention, experts and quantised products as every kind of layer does,
+and returns logits of nothing. What it misses is built later, when it is first needed; nothing depends on it. Products of few
+tokens are built beside the pieces that call them (`torchweave.compile.ahead`).
 """
 
 from __future__ import annotations
@@ -14,19 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from torchweave.compile.graphs import Boundary
-from torchweave.compile.tuning.linears import LinearShape
-from torchweave.compile.tuning.table import device_kind, shipped
 from torchweave.engine.runner import Runner
 from torchweave.log import Report
 from torchweave.models.experts import launch_samples
 from torchweave.models.quantize import distinct
 from torchweave.ops.attention import AttentionBackend, LayerSpec
-from torchweave.ops.linear import linear
-from torchweave.ops.linear_config import MAX_TOKENS
 from torchweave.ops.state import SlotState
 from torchweave.plan import Plan
 
-_TOKENS = (1, 2, 16, MAX_TOKENS, 256)
+_TOKENS = (1, 2, 16, 64, 256)
 _BLOCKS = 2
 _log = logging.getLogger("torchweave")
 
@@ -39,25 +36,13 @@ class StandIn:
         self._layers = {layer: index for index, layer in reversed(list(enumerate(layers)))}
         self._vocab_size = vocab_size
         self._dtype = dtype
-        weights = [
-            parameter.detach()
-            for parameter in module.parameters()
-            if parameter.ndim == 2 and parameter.dtype.itemsize >= 2
-        ]
         self._fp8 = [each.detached() for each in distinct(module)]
-        self._weights = list(
-            {(weight.shape[1], weight.shape[0] > weight.shape[1]): weight for weight in weights}.values()
-        )
 
     def __call__(self, boundary: Boundary, *inputs: Tensor) -> Tensor:
         ids, _, index = inputs
         tokens, device = ids.shape[0], ids.device
         for quantized in self._fp8:
             quantized(torch.zeros(tokens, quantized.in_features, dtype=self._dtype, device=device))
-        table = shipped(device_kind(device))
-        for weight in self._weights if tokens <= MAX_TOKENS else ():
-            choices = LinearShape(weight.shape[0], weight.shape[1]).choices(table, weight.dtype)
-            linear(torch.zeros(tokens, weight.shape[1], dtype=weight.dtype, device=device), weight, None, choices)
         launch_samples(self._module, tokens)
         for layer, number in self._layers.items():
             q, k, v = (

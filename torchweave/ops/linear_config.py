@@ -45,6 +45,10 @@ class LinearConfig:
     dependent: int = 0
     norm_apart: bool = False
 
+    def padded(self, tokens: int) -> int:
+        """The number of tokens that a kernel is built for."""
+        return max(1 if self.kernel == "row" else 8, 1 << max(tokens - 1, 0).bit_length())
+
     def __str__(self) -> str:
         return ",".join(str(int(field) if isinstance(field, bool) else field) for field in astuple(self))
 

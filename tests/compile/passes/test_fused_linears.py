@@ -140,7 +140,9 @@ def test_by_default_only_gpus_count() -> None:
     each = default_passes()[names.index("fused_linears")]
     assert run_pass(each, graph).matches == 0 and each.token_range == (1, 64)
     order = ["raise_rms_norm", "gated_activation", "fused_linears", "add_rms_norm", "expand"]
-    assert [name for name in names if name in order] == order, "what it takes in is raised before, and not taken by others"
+    assert [name for name in names if name in order] == order, (
+        "what it takes in is raised before, and not taken by others"
+    )
 
 
 def test_a_decoder_has_one_op_for_every_product_of_a_layer() -> None:

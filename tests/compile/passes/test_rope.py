@@ -79,7 +79,9 @@ WEIGHTS = [torch.rand(16).to(BF16) + 0.5, torch.rand(16).to(BF16) + 0.5]
 
 
 def normed(eps: float = 1e-6, k_eps: float = 1e-6) -> Any:
-    def function(product: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, Tensor]:
+    def function(
+        product: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
         q, k, _ = (part.view(1, product.shape[1], -1, 16) for part in product.split([64, 32, 32], -1))
         q, k = rms_norm(q, q_weight, eps).transpose(1, 2), rms_norm(k, k_weight, k_eps).transpose(1, 2)
         return rotary(q, k, cos, sin)
@@ -98,9 +100,13 @@ def test_S10_qk_norm_rope_fires_once_behind_rope() -> None:
     graph = raised(normed())
     result = run_pass(qk_norm_rope.FUSION, graph, debug=True)
     assert result.matches == 1 and not result.near_misses
-    assert [str(n.target) for n in graph.graph.nodes if "torchweave" in str(n.target)] == ["torchweave.qk_norm_rope.default"]
+    assert [str(n.target) for n in graph.graph.nodes if "torchweave" in str(n.target)] == [
+        "torchweave.qk_norm_rope.default"
+    ]
     for tokens in (1, 2, 7, 64):
-        product, cos, sin = (item[:, :1].repeat(1, tokens, 1) * torch.rand(1, tokens, 1).to(BF16) for item in operands())
+        product, cos, sin = (
+            item[:, :1].repeat(1, tokens, 1) * torch.rand(1, tokens, 1).to(BF16) for item in operands()
+        )
         got = graph.module(product, cos, sin, *WEIGHTS)
         assert all(map(torch.equal, got, normed()(product, cos, sin, *WEIGHTS)))
 

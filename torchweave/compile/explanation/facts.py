@@ -51,7 +51,9 @@ def as_json(facts: Facts) -> str:
 
 def schema() -> Facts:
     """The JSON schema of the facts."""
-    return json.loads(files("torchweave.compile.explanation").joinpath("explain.schema.json").read_text(encoding="utf-8"))
+    return json.loads(
+        files("torchweave.compile.explanation").joinpath("explain.schema.json").read_text(encoding="utf-8")
+    )
 
 
 def _installed() -> str:

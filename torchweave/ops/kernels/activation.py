@@ -18,7 +18,9 @@ def activate(x, ACTIVATION: tl.constexpr):
         result = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":
         result = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":  # 0.5 * (1 + tanh(u)) is 1 / (1 + exp(-2 * u)), which does not cancel for negative x
+    elif (
+        ACTIVATION == "gelu_tanh"
+    ):  # 0.5 * (1 + tanh(u)) is 1 / (1 + exp(-2 * u)), which does not cancel for negative x
         inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
         result = x / (1.0 + tl.exp(-2.0 * inner))
     elif ACTIVATION == "relu":

@@ -191,7 +191,9 @@ def activate_kernel(
         if GATED:
             lift = tl.load(z + place * z_stride + lift_at, mask=inside, other=0.0).to(tl.float32)
             if HAS_BIAS:
-                lift = (lift + tl.load(biases + lift_at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+                lift = (
+                    (lift + tl.load(biases + lift_at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+                )
             gate = activated(gate, lift, ACTIVATION, ALPHA, LIMIT, dtype)
         else:
             gate = activation(gate, ACTIVATION)

@@ -85,12 +85,16 @@ def _finish(
         inside = output < num_outputs
     mask = inside[:, None] & (token < num_tokens)[None, :]
     if ADD:
-        value += tl.load(residual + token[None, :] * residual_stride + output[:, None], mask=mask, other=0.0).to(tl.float32)
+        value += tl.load(residual + token[None, :] * residual_stride + output[:, None], mask=mask, other=0.0).to(
+            tl.float32
+        )
     tl.store(out + token[None, :].to(tl.int64) * out_stride + output[:, None], value.to(dtype), mask=mask)
 
 
 @triton.jit
-def _row_total(total, tile, x, norm, scale, offset, here, real, WIDTH: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr):
+def _row_total(
+    total, tile, x, norm, scale, offset, here, real, WIDTH: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr
+):
     """`total [BLOCK_N, BLOCK_K]` plus a tile of the weight times the same columns `here` of one token."""
     value = tl.load(x + here, mask=real & (here < WIDTH), other=0.0)
     wide = value.to(tl.float32)
@@ -131,8 +135,12 @@ def row_kernel(
         if TOKENS > 1:
             sum1 = _row_total(sum1, wide, x + x_stride, norm, scale1, offset, here, num_tokens > 1, WIDTH, NORM, WIDE)
         if TOKENS > 2:
-            sum2 = _row_total(sum2, wide, x + 2 * x_stride, norm, scale2, offset, here, num_tokens > 2, WIDTH, NORM, WIDE)
-            sum3 = _row_total(sum3, wide, x + 3 * x_stride, norm, scale3, offset, here, num_tokens > 3, WIDTH, NORM, WIDE)
+            sum2 = _row_total(
+                sum2, wide, x + 2 * x_stride, norm, scale2, offset, here, num_tokens > 2, WIDTH, NORM, WIDE
+            )
+            sum3 = _row_total(
+                sum3, wide, x + 3 * x_stride, norm, scale3, offset, here, num_tokens > 3, WIDTH, NORM, WIDE
+            )
         tile = following
     total = tl.sum(sum0, 1)[:, None]
     if TOKENS == 2:
@@ -204,7 +212,9 @@ def split_kernel(
     total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
     for start in range(0, WIDTH, SPLIT * BLOCK_K):
         left = WIDTH - start
-        a = tl.load(weights + start, mask=inside[None, :, None] & (along < left), other=0.0, eviction_policy="evict_first")
+        a = tl.load(
+            weights + start, mask=inside[None, :, None] & (along < left), other=0.0, eviction_policy="evict_first"
+        )
         b = tl.load(inputs + start, mask=(down < left) & real, other=0.0)
         if NORM:
             weight = tl.load(norm + start + down, mask=down < left, other=0.0)
@@ -222,10 +232,9 @@ def launch(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, around: Arou
     gated = around.activation is not None
     outputs = w.shape[0] // 2 if gated else w.shape[0]
     residual = around.residual
-    padded = triton.next_power_of_2(tokens)
     dependent = 0 if x.is_cuda and not takes_part(x.device) else config.dependent
     constants: dict[str, Any] = {
-        "WIDTH": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+        "WIDTH": width, "TOKENS": config.padded(tokens), "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
         "BIAS": around.bias is not None, "NORM": around.norm is not None, "WIDE": around.wide, "ADD": residual is not None,
         "ACTIVATION": around.activation, "DEPENDENT": dependent, "num_warps": config.num_warps,
         # What is rounded must be rounded before it is added to, and not be joined to a multiply-add in the low precision.
@@ -233,14 +242,13 @@ def launch(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, around: Arou
         **options(dependent),
     }  # fmt: skip
     if config.kernel == "row":
-        kernel, more = row_kernel, {"TOKENS": padded, "UNROLL": config.depth}
+        kernel, more = row_kernel, {"UNROLL": config.depth}
     elif config.kernel == "dot":
-        kernel, more = dot_kernel, {"TOKENS": max(8, padded), "num_stages": config.depth}
+        kernel, more = dot_kernel, {"num_stages": config.depth}
     else:
-        kernel, more = split_kernel, {"TOKENS": max(8, padded), "SPLIT": config.num_warps, "num_stages": config.depth}
+        kernel, more = split_kernel, {"SPLIT": config.num_warps, "num_stages": config.depth}
     kernel[(triton.cdiv(outputs, config.block_n // 2 if gated else config.block_n),)](
         x, w, w if around.bias is None else around.bias, x if around.norm is None else around.norm,
         x if residual is None else residual, out, tokens, outputs, around.eps, around.offset,
         x.stride(0), w.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), **constants, **more,
     )  # fmt: skip
-

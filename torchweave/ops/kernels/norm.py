@@ -51,7 +51,13 @@ def norm_kernel(
 
 
 def launch_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool, keep_sum: bool = True
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    wide: bool,
+    keep_sum: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """The norm of x, or of x + residual, and that sum when there is one and it is wanted."""
     rows = rows_of(x)

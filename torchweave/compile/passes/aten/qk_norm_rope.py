@@ -36,7 +36,9 @@ def pattern(
     wide: bool,
 ) -> Any:
     q_heads, k_heads = (
-        aten.transpose.int(aten.transpose.int(torchweave_ops.rms_norm.default(x, weight, eps, offset, wide), 1, 2), 1, 2)
+        aten.transpose.int(
+            aten.transpose.int(torchweave_ops.rms_norm.default(x, weight, eps, offset, wide), 1, 2), 1, 2
+        )
         for x, weight in ((q, q_weight), (k, k_weight))
     )
     both = torchweave_ops.rope.default(q_heads, k_heads, cos, sin)

@@ -67,7 +67,9 @@ def less_one(x: Tensor, weight: Tensor, eps: float, one: float) -> Any:
 
 
 _TURNS = tuple(Pattern(each, torch_ir=True) for each in (whole, part, whole_wide))
-_NORMS = tuple((Pattern(each, torch_ir=True), each is not rounded_first) for each in (rounded_first, rounded_last, less_one))
+_NORMS = tuple(
+    (Pattern(each, torch_ir=True), each is not rounded_first) for each in (rounded_first, rounded_last, less_one)
+)
 
 
 @dataclass(frozen=True)
