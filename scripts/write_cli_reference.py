@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from torchweave.cli import bench, cache, chat, doctor, explain, generate, main, models, tune
+from torchweave.cli import bench, bench_serve, cache, chat, doctor, explain, generate, main, models, tune
 from torchweave.cli.arguments import LEVELS, Parser
 from torchweave.cli.options import options_of
 from torchweave.config import EngineConfig
@@ -81,6 +81,7 @@ def page() -> str:
     lines += ["without weights, for `--load_format dummy`.", "", "| scenario | measures |", "|---|---|"]
     lines += [f"| `{name}` | {text} |" for name, text in bench.SCENARIOS.items()]
     lines += ["", *_own_options(bench.parser("suite")), *_options("### What is measured", bench.Options)]
+    lines += _options("### What `bench serve` sends", bench_serve.Options)
     lines += _options("## Engine options", EngineConfig, skip=("model",))
     lines += ["`torchweave explain MODEL` shows what each became, and why.", ""]
     lines += _options("## Sampling options", SamplingParams)

@@ -159,3 +159,8 @@ def cache_dir(configured: str | None) -> Path:
         return Path(configured).expanduser()
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "torchweave"
+
+
+def api_key_from_environment() -> str:
+    """OPENAI_API_KEY, which clients of an OpenAI server send; empty where it is not set."""
+    return os.environ.get("OPENAI_API_KEY", "")

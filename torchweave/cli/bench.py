@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchweave.cli.arguments import Parser, add_engine_options, engine_config, fill
+from torchweave.cli.bench_serve import add_options as add_serve_options
+from torchweave.cli.bench_serve import measure as _serve
 from torchweave.cli.session import engine
 from torchweave.log import Report
 
@@ -22,6 +24,7 @@ SCENARIOS = {
     "throughput": "prompt tokens a second, and output tokens a second over many requests of all lengths",
     "startup": "seconds to the first token in a new process, with empty caches and with full ones",
     "host": "microseconds of host work a decode step, without a device",
+    "serve": "requests, tokens and latencies of an OpenAI server under load, as its clients see them",
     "suite": "latency and throughput in one engine, beside the memory's bandwidth",
 }
 
@@ -71,13 +74,16 @@ _COMPARE = ("compare_requests", "compare_input_len", "compare_output_len")
 
 
 def parser(scenario: str) -> Parser:
-    model = "" if scenario == "host" else "--model MODEL "
+    model = "" if scenario in ("host", "serve") else "--model MODEL "
     usage = f"torchweave bench {scenario} {model}[OPTION...]"
     found = Parser(prog=f"torchweave bench {scenario}", usage=usage, description=f"Measure {SCENARIOS[scenario]}.")
     found.add_argument(
         "--output", metavar="FILE", type=Path, help="keep the result as JSON here, and as Markdown beside it"
     )
     found.add_argument("--json", action="store_true", help="print the result as JSON")
+    if scenario == "serve":
+        add_serve_options(found)
+        return found
     names = _OF_SCENARIO.get(scenario, _OF_SCENARIO["latency"] + _OF_SCENARIO["throughput"])
     if scenario in ("throughput", "suite"):
         found.add_argument(
@@ -109,7 +115,7 @@ def run(argv: Sequence[str]) -> int:
     if scenario not in SCENARIOS:
         raise ValueError(f"unknown scenario {scenario!r}; it is one of {', '.join(SCENARIOS)}")
     args = parser(scenario).read(rest)
-    measure = {"host": _host, "startup": _startup}.get(scenario, _engine)
+    measure = {"host": _host, "startup": _startup, "serve": _serve}.get(scenario, _engine)
     _give(measure(scenario, args), args)
     return 0
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import torchweave
+from torchweave.cli.benchmarks.serving.figures import rows as served
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy")
 
@@ -100,6 +101,8 @@ def markdown(result: dict[str, Any]) -> str:
 
 def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """(heading, what, value, note) of everything in a result, in the order in which it is shown."""
+    if result["scenario"] == "serve":
+        return served(result)
     found: list[tuple[str, str, str, str]] = []
     for row in result.get("decode", ()):
         what = f"batch {row['batch_size']}, {row['input_len']} in, {row['output_len']} out"

@@ -1,0 +1,200 @@
+"""`bench serve` against a server whose times are known, and against what the public client sees of the same server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cli.openai_server import FakeServer, serving
+from torchweave.cli.benchmarks.serving.figures import figures
+from torchweave.cli.benchmarks.serving.request import Seen
+from torchweave.cli.benchmarks.serving.workload import Lengths, Vocabulary, arrivals, prompts
+from torchweave.cli.main import main
+
+# What `vllm bench serve --save-result` writes of a run with requests that generate text, each key.
+VLLM_KEYS = {
+    "endpoint_type", "model_id", "num_prompts", "request_rate", "burstiness", "max_concurrency", "duration", "completed",
+    "failed", "total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput", "output_throughput",
+    "total_token_throughput", "max_output_tokens_per_s", "max_concurrent_requests",
+    *(f"{part}_{name}_ms" for part in ("mean", "median", "std", "p99") for name in ("ttft", "tpot", "itl", "e2el")),
+}  # fmt: skip
+VLLM_DETAILS = {
+    "input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "generated_texts", "errors",
+}  # fmt: skip
+_SLACK = 0.1  # seconds that a busy machine may add
+
+
+def bench(server: FakeServer, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    argv = ["bench", "serve", "--base_url", server.url, "--json", "--quiet", "--input_len", "16", *options]
+    assert main(argv) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_figures_are_those_of_the_server(capsys: pytest.CaptureFixture[str]):
+    with serving(FakeServer(first=0.06, gap=0.02)) as server:
+        found = bench(
+            server, capsys, "--num_prompts", "8", "--output_len", "6", "--save_detailed", "--goodput", "e2el:9000"
+        )
+    assert set(found) >= VLLM_KEYS | VLLM_DETAILS
+    assert found["completed"] == 8 and found["failed"] == 0
+    assert found["total_input_tokens"] == 8 * 16 and found["total_output_tokens"] == 8 * 6
+    assert 60 <= found["median_ttft_ms"] < 60 + 1e3 * _SLACK
+    assert 15 < found["median_itl_ms"] < 25 + 1e3 * _SLACK and 15 < found["mean_tpot_ms"] < 25 + 1e3 * _SLACK
+    assert 160 <= found["median_e2el_ms"] < 160 + 1e3 * _SLACK
+    assert all(len(gaps) == 5 for gaps in found["itls"])
+    assert found["output_throughput"] == pytest.approx(48 / found["duration"])
+    assert found["request_goodput"] == pytest.approx(found["request_throughput"])
+    assert 1 < found["max_concurrent_requests"] <= 8 and 0 < found["max_output_tokens_per_s"] <= 48
+    assert set(found["generated_texts"]) == {" a" * 6}
+
+
+def test_the_public_client_sees_the_same(capsys: pytest.CaptureFixture[str]):
+    """Counts are equal and latencies agree within noise with what the `openai` client measures on the same server."""
+    openai = pytest.importorskip("openai")
+    count, length = 8, 8
+
+    async def by_the_public_client() -> list[Seen]:
+        client = openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none")
+
+        async def one() -> Seen:
+            seen = Seen(16, start=time.perf_counter())
+            stream = await client.completions.create(
+                model="fake", prompt=[1] * 16, max_tokens=length, stream=True, stream_options={"include_usage": True}
+            )
+            times = []
+            async for chunk in stream:
+                if chunk.choices:
+                    times.append(time.perf_counter() - seen.start)
+                elif chunk.usage is not None:
+                    seen.output_tokens = chunk.usage.completion_tokens
+            seen.ttft, seen.latency, seen.itl = times[0], times[-1], np.diff(times).tolist()
+            return seen
+
+        await one()  # connects
+        return list(await asyncio.gather(*(one() for _ in range(count))))
+
+    with serving(FakeServer(first=0.15, gap=0.03)) as server:
+        ours = bench(server, capsys, "--num_prompts", str(count), "--output_len", str(length))
+        theirs = figures(asyncio.run(by_the_public_client()), 1.0, (99,), {})
+    assert ours["total_output_tokens"] == theirs["total_output_tokens"] == count * length
+    for name, tolerance in (("ttft", 60), ("itl", 10), ("tpot", 10), ("e2el", 60)):
+        assert ours[f"median_{name}_ms"] == pytest.approx(theirs[f"median_{name}_ms"], abs=tolerance), name
+
+
+def test_failed_requests_are_counted_and_named(capsys: pytest.CaptureFixture[str]):
+    with serving(FakeServer(first=0.0, gap=0.001, refuse=frozenset({2}), cut=frozenset({4, 5}))) as server:
+        found = bench(server, capsys, "--num_prompts", "6", "--output_len", "8", "--max_concurrency", "1")
+        assert found["completed"] == 3 and found["failed"] == 3
+        assert "too many requests" in found["errors"][0] and "closed the connection" in found["errors"][1]
+        assert found["total_output_tokens"] == 24
+        assert (
+            main(["bench", "serve", "--base_url", server.url, "--quiet", "--num_prompts", "2", "--output_len", "2"])
+            == 0
+        )
+    assert "none failed" in capsys.readouterr().out
+
+
+def test_at_most_so_many_are_open(capsys: pytest.CaptureFixture[str]):
+    with serving(FakeServer(first=0.02, gap=0.005)) as server:
+        options = ("--num_prompts", "9", "--output_len", "4", "--max_concurrency", "3", "--save_detailed")
+        found = bench(server, capsys, *options)
+        assert server.most_open == 3 and found["max_concurrent_requests"] <= 3
+        assert server.num_connections <= 4  # connections are used again
+    assert sorted(found["queue_times"])[2] < 0.02 < max(found["queue_times"])
+
+
+def test_chat_and_further_fields(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with serving(FakeServer(first=0.0, gap=0.001)) as server:
+        options = ("--endpoint", "/v1/chat/completions", "--num_prompts", "2", "--output_len", "3", "--ignore_eos")
+        found = bench(server, capsys, *options, "--extra_body", '{"top_k": 5}', "--base_url", server.url + "/v1/")
+    body = server.bodies[-1]
+    assert body["top_k"] == 5 and body["ignore_eos"] is True and body["max_completion_tokens"] == 3
+    assert body["messages"][0]["role"] == "user" and found["endpoint_type"] == "openai-chat"
+    assert "Authorization: Bearer secret" in server.headers[-1] and "secret" not in json.dumps(found)
+    assert found["exact_prompts"] is False and found["completed"] == 2
+
+
+def test_a_server_without_tokenize_gets_words(capsys: pytest.CaptureFixture[str]):
+    with serving(FakeServer(first=0.0, gap=0.001, with_tokenize=False)) as server:
+        found = bench(server, capsys, "--num_prompts", "2", "--output_len", "2")
+    assert isinstance(server.bodies[-1]["prompt"], str) and found["exact_prompts"] is False
+    assert found["total_input_tokens"] == 32  # as the server counts
+
+
+def test_prompts_share_what_was_asked_and_no_more():
+    lengths = Lengths(input_len=40, output_len=20, range_ratio=0.5, prefix_len=16)
+    vocabulary = Vocabulary("/v1/completions", range(50, 90))
+    work = prompts(lengths, 200, 7, vocabulary, {"stream": True})
+    bodies = [json.loads(prompt.body) for prompt in work]
+    assert len({tuple(body["prompt"][:16]) for body in bodies}) == 1
+    assert len({tuple(body["prompt"][16:32]) for body in bodies}) == 200
+    sizes = [len(body["prompt"]) for body in bodies]
+    assert min(sizes) >= 16 + 20 and max(sizes) <= 16 + 60 and len(set(sizes)) > 20
+    assert sizes == [prompt.input_tokens for prompt in work]
+    assert all(10 <= body["max_tokens"] <= 30 for body in bodies)
+    assert [prompt.body for prompt in prompts(lengths, 200, 7, vocabulary, {"stream": True})] == [p.body for p in work]
+    assert prompts(lengths, 1, 8, vocabulary, {})[0].body != work[0].body
+
+
+def test_arrivals_keep_the_rate_and_the_burstiness():
+    assert arrivals(3, float("inf"), 1.0, 0) == [0.0] * 3
+    for burstiness, spread in ((1.0, 1.0), (0.25, 2.0), (16.0, 0.25)):
+        times = arrivals(4000, 10.0, burstiness, 1)
+        gaps = np.diff([0.0, *times])
+        assert times[-1] == pytest.approx(400) and (gaps >= 0).all()
+        assert gaps.std() / gaps.mean() == pytest.approx(spread, rel=0.1)
+    assert arrivals(4, 2.0, float("inf"), 0) == [0.5, 1.0, 1.5, 2.0]
+
+
+def test_requests_come_at_the_rate(capsys: pytest.CaptureFixture[str]):
+    with serving(FakeServer(first=0.0, gap=0.001)) as server:
+        options = ("--num_prompts", "30", "--output_len", "2", "--request_rate", "60", "--save_detailed")
+        found = bench(server, capsys, *options)
+    sent = found["start_times"][-1] - found["start_times"][0]
+    planned = arrivals(30, 60.0, 1.0, 0)
+    assert sent == pytest.approx(planned[-1] - planned[0], abs=_SLACK)
+
+
+def test_goodput_and_single_tokens():
+    seen = [Seen(4, start=at, ttft=0.1, latency=0.1 + 0.01 * (n - 1), itl=[0.01] * (n - 1), output_tokens=n) for at, n in
+            ((0.0, 1), (0.0, 11), (5.0, 101))]  # fmt: skip
+    found = figures(seen, 10.0, (50,), {"ttft": 150, "e2el": 250})
+    assert found["request_goodput"] == pytest.approx(0.2)
+    assert found["mean_tpot_ms"] == pytest.approx(10) and found["p50_itl_ms"] == pytest.approx(10)
+    assert found["max_concurrent_requests"] == 2
+    assert found["median_e2el_ms"] == pytest.approx(1e3 * statistics.median(each.latency for each in seen))
+    assert figures([], 1.0, (99,), {"ttft": 1})["completed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--goodput", "speed:3"], "NAME:MILLISECONDS"),
+        (["--request_rate", "0"], "request_rate=0.0 is not valid"),
+        (["--extra_body", "[1]"], "takes an object"),
+        (["--range_ratio", "1"], "range_ratio"),
+        (["--input_len", "0"], "input_len=0 is too small"),
+        (["--base_url", "127.0.0.1:1"], "base_url"),
+        (["--base_url", "http://127.0.0.1:1", "--ready_check_timeout_sec", "0"], "no server that is ready"),
+    ],
+)
+def test_faults_are_told_in_a_sentence(options: list[str], expected: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "serve", "--quiet", "--num_prompts", "1", *options]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_result_is_kept_with_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "served.json"
+    with serving(FakeServer(first=0.0, gap=0.001)) as server:
+        bench(server, capsys, "--num_prompts", "2", "--output_len", "3", "--output", str(path))
+    assert json.loads(path.read_text())["completed"] == 2
+    table = path.with_suffix(".md").read_text()
+    assert "| time to first token |" in table and "p99" in table

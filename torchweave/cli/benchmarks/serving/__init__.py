@@ -1,0 +1,1 @@
+"""`bench serve`: load on an OpenAI server over HTTP, measured as the one who asks sees it."""

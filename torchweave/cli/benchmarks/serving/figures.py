@@ -1,0 +1,143 @@
+"""The figures of a run, under vLLM's names and with its meanings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torchweave.cli.benchmarks.serving.request import Seen
+
+METRICS = {
+    "ttft": "time to first token",
+    "tpot": "time per output token, without the first",
+    "itl": "inter-token latency",
+    "e2el": "end-to-end latency",
+}
+GOODPUT = ("ttft", "tpot", "e2el")
+
+
+def figures(
+    seen: Sequence[Seen], duration: float, percentiles: Sequence[float], goodput: Mapping[str, float]
+) -> dict[str, Any]:
+    """All figures of a run of `duration` seconds; `goodput` gives limits in milliseconds by metric."""
+    good = [each for each in seen if each.success]
+    tokens_in, tokens_out = sum(each.input_tokens for each in good), sum(each.output_tokens for each in good)
+    values = _values(good)
+    result: dict[str, Any] = {
+        "duration": duration,
+        "completed": len(good),
+        "failed": len(seen) - len(good),
+        "total_input_tokens": tokens_in,
+        "total_output_tokens": tokens_out,
+        "request_throughput": len(good) / duration,
+        "request_goodput": _num_within(values, goodput) / duration if goodput else None,
+        "output_throughput": tokens_out / duration,
+        "total_token_throughput": (tokens_in + tokens_out) / duration,
+        "max_output_tokens_per_s": _most_tokens_in_a_second(good),
+        "max_concurrent_requests": _most_at_once(good),
+    }
+    spent = {**values, "tpot": [value for value, each in zip(values["tpot"], good, strict=True) if _has_tpot(each)]}
+    for name in METRICS:
+        milliseconds = np.asarray(spent[name] or [0.0]) * 1e3
+        result[f"mean_{name}_ms"] = float(milliseconds.mean())
+        result[f"median_{name}_ms"] = float(np.median(milliseconds))
+        result[f"std_{name}_ms"] = float(milliseconds.std())
+        for percentile in percentiles:
+            result[f"p{percentile:g}_{name}_ms"] = float(np.percentile(milliseconds, percentile))
+    return result
+
+
+def details(seen: Sequence[Seen]) -> dict[str, Any]:
+    """What was seen of each request, in the order in which they were sent; times in seconds."""
+    return {
+        "input_lens": [each.input_tokens for each in seen],
+        "output_lens": [each.output_tokens for each in seen],
+        "ttfts": [each.ttft for each in seen],
+        "itls": [each.itl for each in seen],
+        "latencies": [each.latency for each in seen],
+        "start_times": [each.start for each in seen],
+        "queue_times": [each.queued for each in seen],
+        "generated_texts": [each.text for each in seen],
+        "errors": [each.error for each in seen],
+    }
+
+
+def _has_tpot(each: Seen) -> bool:
+    return each.output_tokens > 1
+
+
+def _values(good: Sequence[Seen]) -> dict[str, list[float]]:
+    """Seconds by metric; `tpot` of an answer of one token is 0, for goodput."""
+    return {
+        "ttft": [each.ttft for each in good],
+        "tpot": [
+            (each.latency - each.ttft) / max(1, each.output_tokens - 1) if _has_tpot(each) else 0.0 for each in good
+        ],
+        "itl": [gap for each in good for gap in each.itl],
+        "e2el": [each.latency for each in good],
+    }
+
+
+def _num_within(values: Mapping[str, list[float]], goodput: Mapping[str, float]) -> int:
+    kept = [[value * 1e3 <= limit for value in values[name]] for name, limit in goodput.items()]
+    return sum(map(all, zip(*kept, strict=True)))
+
+
+def _most_tokens_in_a_second(good: Sequence[Seen]) -> float:
+    if not good:
+        return 0.0
+    begin = min(each.start for each in good)
+    end = max(each.start + each.latency for each in good)
+    counts = np.zeros(math.ceil(end - begin) + 1)
+    for each in good:
+        at = each.start - begin + each.ttft + np.cumsum([0.0, *each.itl])
+        np.add.at(counts, at.astype(int), 1)
+    return float(counts.max())
+
+
+def _most_at_once(good: Sequence[Seen]) -> int:
+    changes = sorted([(each.start, 1) for each in good] + [(each.start + each.latency, -1) for each in good])
+    running = most = 0
+    for _, change in changes:
+        running += change
+        most = max(most, running)
+    return most
+
+
+def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """(heading, what, value, note) of a result, as people read it."""
+    rate = "all at once" if result["request_rate"] == "inf" else f"{result['request_rate']:g} a second"
+    failed = f"{result['failed']} FAILED: {result['errors'][0][:200]}" if result["failed"] else "none failed"
+    found = [
+        (
+            "Load",
+            "requests",
+            f"{result['completed']:,}",
+            f"{rate}, at most {result['max_concurrency'] or 'any number'} open",
+        ),
+        ("Load", "duration", f"{result['duration']:.2f} s", failed),
+        ("Load", "most at once", f"{result['max_concurrent_requests']:,}", ""),
+        ("Throughput", "requests", f"{result['request_throughput']:,.2f} /s", _good(result)),
+        ("Throughput", "output tokens", f"{result['output_throughput']:,.1f} /s", f"{result['total_output_tokens']:,}"),
+        (
+            "Throughput",
+            "all tokens",
+            f"{result['total_token_throughput']:,.1f} /s",
+            f"{result['total_input_tokens']:,} in",
+        ),
+        ("Throughput", "most output tokens in a second", f"{result['max_output_tokens_per_s']:,.0f}", ""),
+    ]
+    for name, what in METRICS.items():
+        others = [key.split("_")[0] for key in result if key.endswith(f"_{name}_ms") and not key.startswith("median")]
+        note = ", ".join(f"{other} {result[f'{other}_{name}_ms']:,.2f}" for other in others)
+        found.append(("Latency, median", what, f"{result[f'median_{name}_ms']:,.2f} ms", note))
+    return found
+
+
+def _good(result: dict[str, Any]) -> str:
+    good = result["request_goodput"]
+    return "" if good is None else f"goodput {good:,.2f} /s"

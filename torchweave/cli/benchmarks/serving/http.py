@@ -1,0 +1,124 @@
+"""A small HTTP/1.1 client for load: kept connections, parsed in C, with the answer's bytes handed on as they arrive.
+
+One connection carries one request at a time. A body is not collected and nothing is copied on the way, so that a client with
+hundreds of streams takes little of the machine that it may share with the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+OnBody = Callable[[bytes], None]
+
+
+class Connection(asyncio.Protocol):
+    """A connection and the parser of its answers; httptools calls the `on_` methods."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self._parser: Any = None
+        self._answered: asyncio.Future[int] | None = None
+        self._on_body: OnBody | None = None
+        self.reusable = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.reusable = False
+        self._fail(ConnectionError(f"the server closed the connection{f': {exc}' if exc else ''}"))
+
+    async def exchange(self, request: bytes, on_body: OnBody) -> int:
+        """Send a request; returns the status once the answer is whole. `on_body` gets each part of it as it arrives."""
+        assert self.transport is not None and self._answered is None
+        self._parser = httptools.HttpResponseParser(self)
+        self._answered, self._on_body = asyncio.get_running_loop().create_future(), on_body
+        self.transport.write(request)
+        try:
+            return await self._answered
+        finally:
+            if not self._answered.done() or self._answered.cancelled():
+                self.reusable = False  # the rest of the answer is still to come
+            self._answered = self._on_body = None
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, ValueError) as error:
+            self.reusable = False
+            self._fail(ConnectionError(f"the server sent what is not HTTP or not what was asked for: {error}"))
+
+    def on_body(self, body: bytes) -> None:
+        if self._on_body is not None:
+            self._on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.reusable = self.reusable and self._parser.should_keep_alive()
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(self._parser.get_status_code())
+
+    def _fail(self, error: Exception) -> None:
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_exception(error)
+
+
+class Http:
+    """Requests to one server.
+
+    Args:
+        base_url: `http://host:port`, or with a path in front of the endpoints.
+        api_key: sent as a bearer token; empty sends none.
+    """
+
+    def __init__(self, base_url: str, api_key: str = "") -> None:
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"base_url={base_url!r} is not valid: it takes http://HOST:PORT")
+        self._host, self._tls = parts.hostname, ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._tls else 80)
+        self._prefix = parts.path.rstrip("/")
+        name = f"[{self._host}]" if ":" in self._host else self._host
+        self._head = f"Host: {name}:{self._port}\r\n" + (f"Authorization: Bearer {api_key}\r\n" if api_key else "")
+        self._free: list[Connection] = []
+
+    async def post(self, path: str, body: bytes, on_body: OnBody) -> int:
+        """The status of a JSON request; `on_body` gets the answer's bytes as they arrive."""
+        content = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        return await self._exchange("POST", path, content, body, on_body)
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """The status and the whole answer."""
+        found: list[bytes] = []
+        status = await self._exchange("GET", path, "", b"", found.append)
+        return status, b"".join(found)
+
+    async def _exchange(self, method: str, path: str, content: str, body: bytes, on_body: OnBody) -> int:
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}{content}\r\n".encode("latin-1")
+        connection = await self._connection()
+        try:
+            return await connection.exchange(head + body, on_body)
+        finally:
+            if connection.reusable:
+                self._free.append(connection)
+            elif connection.transport is not None:
+                connection.transport.close()
+
+    async def _connection(self) -> Connection:
+        while self._free:
+            connection = self._free.pop()
+            if connection.reusable and connection.transport is not None and not connection.transport.is_closing():
+                return connection
+        loop = asyncio.get_running_loop()
+        return (await loop.create_connection(Connection, self._host, self._port, ssl=self._tls))[1]
+
+    def close(self) -> None:
+        for connection in self._free:
+            if connection.transport is not None:
+                connection.transport.close()
+        self._free.clear()

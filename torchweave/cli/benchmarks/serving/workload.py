@@ -1,0 +1,135 @@
+"""What is asked and when: random prompts with a common beginning, and arrivals by a gamma process."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from torchweave.cli.benchmarks.serving.http import Http
+
+CHAT = "chat/completions"
+# Tokenized by the server, this gives ids that are surely text: no special ones, none beyond the vocabulary.
+_SAMPLE = (
+    "The quick brown fox jumps over the lazy dog while 12 grey geese, 345 owls and 6 small mice look on; nobody knows why, "
+    "but every day before noon they meet under an old oak tree near the river, sing songs of winter light and share bread. "
+    "What would you say? Perhaps nothing. On Monday (or Friday) we shall ask them again, with paper, pen, ink, and 7,890 words."
+)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of requests: uniform in [floor(mean (1 - ratio)), ceil(mean (1 + ratio))], as vLLM's random data set."""
+
+    input_len: int
+    output_len: int
+    range_ratio: float
+    prefix_len: int
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("input_len", self.input_len >= 0, "at least 0"),
+            ("output_len", self.output_len >= 1, "at least 1"),
+            ("range_ratio", 0 <= self.range_ratio < 1, "in [0, 1)"),
+            ("prefix_len", self.prefix_len >= 0, "at least 0"),
+        )
+        for name, holds, expected in checks:
+            if not holds:
+                raise ValueError(f"{name}={getattr(self, name)} is not valid: it must be {expected}")
+        if self.prefix_len + self.bounds(self.input_len)[0] < 1:
+            raise ValueError(f"input_len={self.input_len} is too small: a prompt has at least one token")
+
+    def bounds(self, mean: int) -> tuple[int, int]:
+        return math.floor(mean * (1 - self.range_ratio)), math.ceil(mean * (1 + self.range_ratio))
+
+    def draw(self, count: int, random: np.random.Generator) -> tuple[list[int], list[int]]:
+        """Tokens of each prompt behind the common beginning, and of each answer."""
+        low, high = self.bounds(self.input_len)
+        inputs = random.integers(low, high + 1, size=count).tolist()
+        low, high = self.bounds(self.output_len)
+        return inputs, random.integers(max(1, low), max(1, high) + 1, size=count).tolist()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request: its body as it is sent, and the tokens that are meant."""
+
+    body: bytes
+    input_tokens: int
+    output_tokens: int
+
+
+def prompts(lengths: Lengths, count: int, seed: int, vocabulary: Vocabulary, fields: dict[str, Any]) -> list[Prompt]:
+    """`count` requests; `fields` go into each body. The same seed gives the same requests."""
+    random = np.random.default_rng(seed)
+    prefix = vocabulary.draw(lengths.prefix_len, random)
+    inputs, outputs = lengths.draw(count, random)
+    found = []
+    for num_input, num_output in zip(inputs, outputs, strict=True):
+        asked = vocabulary.prompt([*prefix, *vocabulary.draw(num_input, random)])
+        body = json.dumps({**asked, vocabulary.max_tokens: num_output, **fields}).encode()
+        found.append(Prompt(body, lengths.prefix_len + num_input, num_output))
+    return found
+
+
+class Vocabulary:
+    """What prompts are drawn from: token ids where the server takes and tells them, else words of about a token each.
+
+    Args:
+        path: of the endpoint that is asked.
+        ids: token ids that are text; empty draws words.
+    """
+
+    def __init__(self, path: str, ids: Sequence[int]) -> None:
+        self._is_chat = path.endswith(CHAT)
+        self.exact = bool(ids) and not self._is_chat
+        self._items: list[Any] = sorted(set(ids)) if self.exact else _words()
+        self.max_tokens = "max_completion_tokens" if self._is_chat else "max_tokens"
+
+    def draw(self, count: int, random: np.random.Generator) -> list[Any]:
+        return [self._items[index] for index in random.integers(len(self._items), size=count).tolist()]
+
+    def prompt(self, items: list[Any]) -> dict[str, Any]:
+        content = items if self.exact else " ".join(items)
+        return {"messages": [{"role": "user", "content": content}]} if self._is_chat else {"prompt": content}
+
+
+def _words() -> list[str]:
+    return sorted({word.strip(".,;?()").lower() for word in _SAMPLE.split()} - {""})
+
+
+async def text_ids(http: Http, model: str) -> list[int]:
+    """Token ids of plain text, from the server's `/tokenize`; empty where it has none."""
+    found: list[bytes] = []
+    body = json.dumps({"model": model, "prompt": _SAMPLE, "add_special_tokens": False}).encode()
+    status = await http.post("/tokenize", body, found.append)
+    if status != 200:
+        return []
+    try:
+        return msgspec.json.decode(b"".join(found), type=_Tokens).tokens
+    except msgspec.DecodeError:
+        return []
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds after the start at which each request is sent.
+
+    Gaps are drawn from a gamma distribution of shape `burstiness` (1 is a Poisson process, more is more even) and scaled so
+    that all are sent in `count / rate` seconds, as vLLM does, so that seeds do not differ in their rate.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    if math.isinf(burstiness):
+        return [(index + 1) / rate for index in range(count)]
+    gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), size=count)
+    times = np.cumsum(gaps)
+    return (times * (count / rate / times[-1])).tolist()
