@@ -109,3 +109,29 @@ def test_bad_parameters_are_refused_in_one_sentence(params: dict, words: str) ->
     with pytest.raises(ValueError, match=words) as error:
         SamplingParams(**params)
     assert str(error.value).endswith(".")
+
+
+@pytest.mark.parametrize("pieces", [["abcENDxyz"], list("abcENDxyz"), ["abcE", "ND", "xyz"]])
+def test_a_stop_string_is_kept_where_that_is_asked_for(pieces: list[str]) -> None:
+    it = answer(stop=["END", "NDx"], include_stop_str_in_output=True)
+    streamed = ""
+    for piece in pieces:
+        ended = it.add(ids(piece), None)
+        streamed += it.take().text
+        if ended:
+            break
+    assert (it.text, streamed, it.finish_reason) == ("abcEND", "abcEND", "stop")
+    assert it.token_ids == ids("abcEND")
+
+
+def test_of_stop_strings_that_begin_together_the_shorter_ends_the_text() -> None:
+    it = answer(stop=["ENDS", "END"], include_stop_str_in_output=True)
+    assert it.add(ids("aENDS"), None)
+    assert it.text == "aEND"
+
+
+def test_the_text_of_a_stop_token_is_kept_where_that_is_asked_for() -> None:
+    with_it, without = answer(include_stop_str_in_output=True), answer()
+    with_it.add(ids("ab!"), "stop")
+    without.add(ids("ab!"), "stop")
+    assert (with_it.text, without.text) == ("ab!", "ab")

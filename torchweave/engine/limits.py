@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchweave.engine.kv_cache import KVCache
-from torchweave.engine.request import InferenceRequest
+from torchweave.engine.request import InferenceRequest, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Limits:
 
     def why_not(self, request: InferenceRequest, kv: KVCache) -> str:
         """Why a request can never run, in one sentence; empty when it can."""
+        if why := _not_yet(request.sampling):
+            return why
         prompt = np.asarray(request.input_ids)
         if prompt.ndim != 1 or prompt.size == 0:
             return "The prompt is empty; give at least one token."
@@ -63,3 +65,22 @@ class Limits:
                 "give the KV cache more memory."
             )
         return ""
+
+
+_NOT_YET = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
+    "prompt_logprobs": None,
+    "structured_outputs": None,
+}
+
+
+def _not_yet(params: SamplingParams) -> str:
+    for name, default in _NOT_YET.items():
+        if getattr(params, name) != default:
+            return f"{name} is not supported yet; leave it out."
+    return ""

@@ -4,12 +4,63 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_REQUEST_ID = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """The form that an answer has to have: exactly one of the first five, under vLLM's names.
+
+    Attributes:
+        json: a JSON schema, as a dict or as text.
+        regex: a regular expression that the whole answer matches.
+        choice: the answer is one of these.
+        grammar: a grammar in Lark's notation, from its rule `start`.
+        json_object: any JSON object.
+        disable_any_whitespace: JSON without white space between its parts.
+
+    Raises:
+        ValueError: none, or more than one, is given, or it is of the wrong kind.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise ValueError(
+                f"structured_outputs takes exactly one of json, regex, choice, grammar and json_object, but has {found}."
+            )
+        kinds = {"json": (str, dict, bool), "regex": str, "grammar": str, "choice": (list, tuple), "json_object": bool}
+        if not isinstance(getattr(self, given[0]), kinds[given[0]]):
+            raise ValueError(
+                f"structured_outputs.{given[0]} must be {_FORMS[given[0]]}, but is {getattr(self, given[0])!r}."
+            )
+        if self.choice is not None and not (
+            self.choice and all(isinstance(text, str) and text for text in self.choice)
+        ):
+            raise ValueError(f"structured_outputs.choice must be {_FORMS['choice']}, but is {self.choice!r}.")
+
+
+_FORMS = {
+    "json": "a JSON schema (a dict or its text)",
+    "regex": "a regular expression (text)",
+    "choice": "a list of texts, none of them empty",
+    "grammar": "a Lark grammar (text)",
+    "json_object": "true or false",
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +81,15 @@ class SamplingParams:
         ignore_eos: go on past the model's own end tokens.
         logprobs: log-probabilities of this many most likely tokens with each token, and of the token itself.
         skip_special_tokens: leave special tokens out of the text.
+        presence_penalty: taken from the logit of each token that the answer holds already.
+        frequency_penalty: the same, times how often the answer holds it.
+        repetition_penalty: divides (multiplies, where negative) the logits of tokens of the prompt and the answer.
+        logit_bias: added to the logits of these tokens.
+        allowed_token_ids: no other token is drawn.
+        bad_words: what the answer must not hold: texts, or sequences of token ids.
+        prompt_logprobs: like `logprobs`, for each token of the prompt but the first.
+        include_stop_str_in_output: the answer's text ends behind the stop string, or the text of the stop token.
+        structured_outputs: the form of the answer.
 
     Raises:
         ValueError: for a value out of range.
@@ -48,6 +108,15 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str | list[int]] | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         checks = (
@@ -60,6 +129,17 @@ class SamplingParams:
             ("min_tokens", self.min_tokens >= 0, "at least 0"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "between 0 and 100, or None"),
             ("seed", self.seed is None or 0 <= self.seed < 2**64, "between 0 and 2**64 - 1, or None"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number, 1 for none"),
+            ("logit_bias", _is_bias(self.logit_bias), "token ids with numbers between -100 and 100"),
+            ("allowed_token_ids", _are_tokens(self.allowed_token_ids), "a list of at least one token id, or None"),
+            ("bad_words", _are_words(self.bad_words), "a list of texts or of token ids, none of them empty"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 100,
+                "between 0 and 100, or None",
+            ),
         )
         for name, holds, expected in checks:
             if not holds:
@@ -74,6 +154,30 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= 0
+
+
+def _are_tokens(ids: object) -> bool:
+    return ids is None or (isinstance(ids, (list, tuple)) and len(ids) > 0 and all(_is_token(each) for each in ids))
+
+
+def _is_bias(bias: object) -> bool:
+    if bias is None:
+        return True
+    return isinstance(bias, dict) and all(
+        _is_token(token) and isinstance(value, (int, float)) and -100 <= value <= 100 for token, value in bias.items()
+    )
+
+
+def _are_words(words: object) -> bool:
+    if words is None:
+        return True
+    if not isinstance(words, (list, tuple)):
+        return False
+    return all(bool(word) and (isinstance(word, str) or _are_tokens(word)) for word in words)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ class Answer:
             return False
         ids = [int(token) for token in token_ids]
         self._logprobs.extend(logprobs)
-        if self._detokenizer is not None and self._read(ids[:-1] if reason == "stop" else ids):
+        silent = reason == "stop" and not self._params.include_stop_str_in_output  # a stop token is no text
+        if self._detokenizer is not None and self._read(ids[:-1] if silent else ids):
             return True
         self.token_ids += ids
         if reason is not None and self._detokenizer is not None:
@@ -76,11 +77,12 @@ class Answer:
         return False
 
     def _cut(self, start: int) -> bool:
-        """End the text before the first stop string found from `start` on."""
-        found = [at for text in self._params.stop_strings if (at := self.text.find(text, start)) >= 0]
+        """End the text at the first stop string found from `start` on: before it, or behind it where that is asked for."""
+        found = [(at, text) for text in self._params.stop_strings if (at := self.text.find(text, start)) >= 0]
         if not found:
             return False
-        self.text = self.text[: min(found)]
+        at, text = min(found, key=lambda each: (each[0], len(each[1])))
+        self.text = self.text[: at + len(text) * self._params.include_stop_str_in_output]
         self.finish_reason = "stop"
         return True
 

@@ -1,0 +1,60 @@
+"""What may be asked for: every field out of range is refused in one sentence that names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchweave.engine.request import SamplingParams, StructuredOutputs
+
+FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"presence_penalty": 2.5}, "between -2 and 2"),
+    ({"frequency_penalty": float("nan")}, "between -2 and 2"),
+    ({"repetition_penalty": 0.0}, "a positive number"),
+    ({"repetition_penalty": float("inf")}, "a positive number"),
+    ({"logit_bias": {3: 101.0}}, "between -100 and 100"),
+    ({"logit_bias": {-1: 1.0}}, "token ids"),
+    ({"logit_bias": {"3": 1.0}}, "token ids"),
+    ({"logit_bias": [3]}, "token ids"),
+    ({"allowed_token_ids": []}, "at least one token id"),
+    ({"allowed_token_ids": [True]}, "at least one token id"),
+    ({"bad_words": ["a", ""]}, "none of them empty"),
+    ({"bad_words": [[]]}, "none of them empty"),
+    ({"bad_words": "word"}, "a list of texts"),
+    ({"prompt_logprobs": 101}, "between 0 and 100"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), FAULTS, ids=[str(fields) for fields, _ in FAULTS])
+def test_a_field_out_of_range_is_refused_in_a_sentence_that_names_it(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refusal:
+        SamplingParams(**fields)
+    assert next(iter(fields)) in str(refusal.value)
+
+
+STRUCTURED_FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({}, "exactly one"),
+    ({"json_object": False}, "exactly one"),
+    ({"regex": "a", "json": {}}, "json and regex"),
+    ({"regex": 3}, "a regular expression"),
+    ({"choice": []}, "a list of texts"),
+    ({"choice": ["a", ""]}, "a list of texts"),
+    ({"choice": "ab"}, "a list of texts"),
+    ({"json": 3}, "a JSON schema"),
+    ({"grammar": ["start: A"]}, "a Lark grammar"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), STRUCTURED_FAULTS, ids=[str(fields) for fields, _ in STRUCTURED_FAULTS])
+def test_a_form_is_given_in_exactly_one_way(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        StructuredOutputs(**fields)
+
+
+def test_what_is_in_range_is_taken() -> None:
+    SamplingParams(
+        presence_penalty=-2, frequency_penalty=2.0, repetition_penalty=1.3, logit_bias={0: -100, 7: 1.5},
+        allowed_token_ids=[1, 2], bad_words=["no", [1, 2]], prompt_logprobs=0,
+        structured_outputs=StructuredOutputs(json={"type": "object"}),
+    )  # fmt: skip
