@@ -157,7 +157,7 @@ class SamplingParams:
 
 
 def _is_token(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 0)
 
 
 def _are_tokens(ids: object) -> bool:
