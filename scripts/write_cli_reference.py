@@ -111,7 +111,7 @@ def _own_options(parser: Parser) -> list[str]:
 def _options(title: str, config: type, skip: Sequence[str] = ()) -> list[str]:
     defaults = _defaults(config)
     rows = [
-        f"| `--{name}` | {_cell(option.metavar)} | {_cell(show(defaults[name]))} | {_cell(option.text)} |"
+        f"| `--{name}` | {_cell(option.metavar)} | {_cell(show(defaults.get(name)))} | {_cell(option.text)} |"
         for name, option in options_of(config).items()
         if name not in skip
     ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torchweave.cli.arguments import Parser, engine_config, engine_parser, fill, normalised
 from torchweave.cli.options import attribute_texts, build, convert, flatten, options_of, read_yaml
 from torchweave.config import EngineConfig, TorchCompileConfig
-from torchweave.engine.request import SamplingParams
+from torchweave.engine.request import SamplingParams, StructuredOutputs
 
 
 @dataclass(frozen=True)
@@ -268,6 +268,22 @@ def test_sampling_options_fill_the_dataclass():
     assert fill(SamplingParams, parser.read(["--stop", "a,b"])).stop_strings == ("a,b",)
     with pytest.raises(ValueError, match="temperature"):
         fill(SamplingParams, parser.read(["--temperature", "-1"]))
+
+
+def test_maps_lists_and_the_form_of_the_answer_are_options_too():
+    parser = Parser(prog="x")
+    parser.add_config(SamplingParams, "sampling")
+    schema = '{"type": "integer"}'
+    argv = ["--logit_bias", '{"5": -100, "7": 1.5}', "--bad_words", "a b,c", "--allowed_token_ids", "3,4"]
+    params = fill(SamplingParams, parser.read([*argv, "--structured_outputs.json", schema]))
+    assert params.logit_bias == {5: -100.0, 7: 1.5} and tuple(params.bad_words or ()) == ("a b", "c")
+    assert tuple(params.allowed_token_ids or ()) == (3, 4)
+    assert params.structured_outputs == StructuredOutputs(json=schema)
+    assert fill(SamplingParams, parser.read(argv)).structured_outputs is None
+    with pytest.raises(ValueError, match="logit_bias"):
+        fill(SamplingParams, parser.read(["--logit_bias", '{"x": 1}']))
+    with pytest.raises(ValueError, match="exactly one"):
+        fill(SamplingParams, parser.read(["--structured_outputs.json_object", "false"]))
 
 
 def test_every_engine_option_is_on_the_command_line():

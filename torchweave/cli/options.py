@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import math
 import re
 import types
@@ -51,11 +52,16 @@ def options_of(config: type, prefix: str = "") -> dict[str, Option]:
     found: dict[str, Option] = {}
     texts = attribute_texts(config)
     for name, hint in get_type_hints(config).items():
-        if is_dataclass(hint) and isinstance(hint, type):
-            found.update(options_of(hint, f"{prefix}{name}."))
+        if nested := _nested(hint):
+            found.update(options_of(nested, f"{prefix}{name}."))
         else:
             found[prefix + name] = Option(prefix + name, hint, texts.get(name, ""))
     return found
+
+
+def _nested(hint: Any) -> type | None:
+    """The dataclass that a field holds, or may hold."""
+    return next((each for each in _alternatives(hint) if is_dataclass(each) and isinstance(each, type)), None)
 
 
 def attribute_texts(config: type) -> dict[str, str]:
@@ -124,8 +130,9 @@ def build(config: type[Config], *sources: Mapping[str, Any]) -> Config:
 def _assemble(config: type[Config], values: Mapping[str, Any], prefix: str) -> Config:
     arguments: dict[str, Any] = {}
     for name, hint in get_type_hints(config).items():
-        if is_dataclass(hint) and isinstance(hint, type):
-            arguments[name] = _assemble(hint, values, f"{prefix}{name}.")
+        if nested := _nested(hint):
+            if nested is hint or any(given.startswith(f"{prefix}{name}.") for given in values):
+                arguments[name] = _assemble(nested, values, f"{prefix}{name}.")
         elif prefix + name in values:
             arguments[name] = values[prefix + name]
     try:
@@ -155,14 +162,23 @@ def convert(hint: Any, value: Any, name: str) -> Any:
     alternatives = _alternatives(hint)
     if type(None) in alternatives and (value is None or _says_none(value, str in alternatives)):
         return None
+    try:
+        return _any_of(alternatives, value)
+    except ValueError:
+        pass
+    raise ValueError(
+        f"{name}={_quoted(value)} is not valid: it takes {_expected(alternatives)}{_near(alternatives, value)}"
+    )
+
+
+def _any_of(alternatives: Sequence[Any], value: Any) -> Any:
+    """`value` as the first of the types that it converts to."""
     for alternative in alternatives:
         try:
             return _convert(alternative, value)
         except (ValueError, TypeError, OverflowError):
             continue
-    raise ValueError(
-        f"{name}={_quoted(value)} is not valid: it takes {_expected(alternatives)}{_near(alternatives, value)}"
-    )
+    raise ValueError
 
 
 def _convert(hint: Any, value: Any) -> Any:
@@ -172,7 +188,12 @@ def _convert(hint: Any, value: Any) -> Any:
             return value
     elif origin in (tuple, list):
         items = _items(value)
-        return tuple(_convert(get_args(hint)[0], item) for item in items)
+        return tuple(_any_of(_alternatives(get_args(hint)[0]), item) for item in items)
+    elif origin is dict:
+        pairs = json.loads(value) if isinstance(value, str) else value
+        if isinstance(pairs, dict):
+            of_key, of_value = get_args(hint)
+            return {_convert(of_key, key): _convert(of_value, item) for key, item in pairs.items()}
     elif hint is bool:
         return _bool(value)
     elif hint in (int, float) and not isinstance(value, bool):
@@ -226,7 +247,9 @@ def _describe(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "|".join(map(str, get_args(hint)))
     if get_origin(hint) in (tuple, list):
-        return f"{_describe(get_args(hint)[0])},..."
+        return f"{'|'.join(map(_describe, _alternatives(get_args(hint)[0])))},..."
+    if get_origin(hint) is dict:
+        return "JSON"
     return {bool: "true|false", int: "N", float: "X", str: "TEXT"}.get(hint, "VALUE")
 
 

@@ -28,7 +28,7 @@ class StructuredOutputs:
         ValueError: none, or more than one, is given, or it is of the wrong kind.
     """
 
-    json: str | dict[str, Any] | bool | None = None
+    json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -43,7 +43,7 @@ class StructuredOutputs:
             raise ValueError(
                 f"structured_outputs takes exactly one of json, regex, choice, grammar and json_object, but has {found}."
             )
-        kinds = {"json": (str, dict, bool), "regex": str, "grammar": str, "choice": (list, tuple), "json_object": bool}
+        kinds = {"json": (str, dict), "regex": str, "grammar": str, "choice": (list, tuple), "json_object": bool}
         if not isinstance(getattr(self, given[0]), kinds[given[0]]):
             raise ValueError(
                 f"structured_outputs.{given[0]} must be {_FORMS[given[0]]}, but is {getattr(self, given[0])!r}."
@@ -84,12 +84,12 @@ class SamplingParams:
         presence_penalty: taken from the logit of each token that the answer holds already.
         frequency_penalty: the same, times how often the answer holds it.
         repetition_penalty: divides (multiplies, where negative) the logits of tokens of the prompt and the answer.
-        logit_bias: added to the logits of these tokens.
+        logit_bias: added to the logits of these tokens, `{token id: number}`.
         allowed_token_ids: no other token is drawn.
         bad_words: what the answer must not hold: texts, or sequences of token ids.
         prompt_logprobs: like `logprobs`, for each token of the prompt but the first.
         include_stop_str_in_output: the answer's text ends behind the stop string, or the text of the stop token.
-        structured_outputs: the form of the answer.
+        structured_outputs: the form that the answer has to have.
 
     Raises:
         ValueError: for a value out of range.
