@@ -54,6 +54,15 @@ def test_defaults_on_a_cpu():
     assert "GPU" in entry(plan, "torch_compile_config.enable_piecewise_cuda_graph").why
 
 
+def test_V10_mixed_steps_are_recorded_whole_where_the_backend_can():
+    assert plan_of().whole_mixed_graphs
+    other = plan_of(attention_backend="torch")
+    assert other.piecewise_graphs and not other.whole_mixed_graphs
+    assert entry(other, "cuda_graph_config.capture_mixed").why == "attention backend torch cannot"
+    apart = plan_of(cuda_graph_config=CudaGraphConfig(capture_mixed=False))
+    assert apart.piecewise_graphs and not apart.whole_mixed_graphs
+
+
 @given(st.integers(1, 2000))
 def test_default_batch_sizes_follow_the_rule(largest: int):
     sizes = default_batch_sizes(largest)

@@ -71,7 +71,9 @@ def with_residual_last(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_it_fires_once_and_nothing_is_rounded_elsewhere(function: Callable[..., Any], examples: list[Tensor]) -> None:
+def test_S3_what_is_around_a_product_joins_it_once_and_nothing_is_rounded_elsewhere(
+    function: Callable[..., Any], examples: list[Tensor]
+) -> None:
     check(PASS, function, examples, matches=1)
     graph = graph_of(function, examples)
     run_pass(PASS, graph)
