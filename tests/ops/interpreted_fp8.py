@@ -10,6 +10,7 @@ from torchweave.ops.fp8 import FP8, GROUP, empty_quantized, quantize
 from torchweave.ops.fp8_fused import add_rms_norm_fp8, gated_activation_fp8, rms_norm_fp8
 from torchweave.ops.fp8_linear import Fp8Config, block_scales, fp8_linear
 from torchweave.ops.kernels import fp8_fused as fused_kernels
+from torchweave.ops.kernels import fp8_parts as part_kernels
 from torchweave.ops.kernels import fp8_quant as kernels
 
 CONFIGS = (
@@ -58,6 +59,14 @@ def fused() -> None:
             check(got, gated_activation_fp8(gate_up, "silu", group, scale), ("gated", width, group))
 
 
+def parts() -> None:
+    for width in (208, 1040, 2048):
+        gate_up = torch.randn(3, 2 * width).half()
+        for form in (gate_up, gate_up[:, None].expand(3, 2, 2 * width).transpose(0, 1), gate_up * 0):
+            got = part_kernels.launch_gated_parts(form, "silu")
+            check(got, gated_activation_fp8(form, "silu", 0, None), ("gated parts", width))
+
+
 def products() -> None:
     for config in CONFIGS:
         for tokens in (1, 2) if config.kernel == "row" else (17,):
@@ -77,7 +86,10 @@ def products() -> None:
                     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4 * float(expected.abs().max()))
 
 
+CHECKS = {"quant": quant, "fused": fused, "parts": parts, "products": products}
+
 if __name__ == "__main__":
-    kernels.empty_quantized = fused_kernels.empty_quantized = kept_wide
-    for wanted in sys.argv[1:] or ("quant", "fused", "products"):
-        {"quant": quant, "fused": fused, "products": products}[wanted]()
+    kernels.empty_quantized = fused_kernels.empty_quantized = part_kernels.empty_quantized = kept_wide
+    for wanted in sys.argv[1:] or tuple(CHECKS):
+        torch.manual_seed(0)  # where a sum ends next to a rounding edge, another order of it may round otherwise
+        CHECKS[wanted]()

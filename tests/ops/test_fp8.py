@@ -160,3 +160,18 @@ def test_quant_builds_for_hopper(group: int, scale: Tensor | None) -> None:
         kernels.launch_quant(torch.empty(2, 4096, dtype=torch.bfloat16), group, scale)
     ptx = compile_for_hopper(launches[0]).asm["ptx"]
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.rn.f32" in ptx
+
+
+def test_activations_in_parts_build_for_hopper() -> None:
+    pytest.importorskip("triton")
+    from tests.ops.cross_compile import compile_for_hopper, recorded
+    from torchweave.ops.kernels import fp8_fused, fp8_parts
+
+    gate_up = torch.empty(1, 1, 2 * 14336, dtype=torch.bfloat16)
+    with recorded(fp8_parts, "gated_part_kernel", "quant_part_kernel") as launches:
+        fp8_fused.launch_gated_fp8(gate_up, "silu", 0, None)
+    assert [launch.grid for launch in launches] == [(1, 14), (1, 14)]
+    first, second = (compile_for_hopper(launch).asm["ptx"] for launch in launches)
+    assert "ld.global.v4" in first and "cvt.rn.satfinite.e4m3x2.f32" in second and "div.rn.f32" in second
+    assert fp8_parts.suits(gate_up, 0, None) and not fp8_parts.suits(gate_up, GROUP, None)
+    assert not fp8_parts.suits(gate_up.expand(65, 1, -1), 0, None), "with many tokens there are programs enough"

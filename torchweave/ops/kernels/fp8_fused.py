@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchweave.ops.kernels.activation import activate
 from torchweave.ops.kernels.dependent import enter, options
+from torchweave.ops.kernels.fp8_parts import launch_gated_parts, suits
 from torchweave.ops.kernels.fp8_quant import (
     depends,
     empty_quantized,
@@ -95,6 +96,8 @@ def launch_norm_fp8(
 
 def launch_gated_fp8(gate_up: Tensor, activation: str, group: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `gated_activation_fp8`."""
+    if gate_up.numel() and suits(gate_up, group, scale):
+        return launch_gated_parts(gate_up, activation)
     rows, width = rows_of(gate_up), gate_up.shape[-1] // 2
     q, s = empty_quantized(gate_up, width, group, scale)
     if not gate_up.numel():

@@ -20,6 +20,20 @@ TINY: tl.constexpr = tl.constexpr(1e-10)
 
 
 @triton.jit
+def scale_fp8(size):
+    """The scale of numbers of which the largest has this size."""
+    return tl.div_rn(tl.maximum(size, TINY), FP8_MAX)
+
+
+@triton.jit
+def divide_fp8(values, divisor, inside, at):
+    """Round float32 `values` over `divisor`, and store them."""
+    scaled = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
+    scaled = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(at, scaled.to(at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def store_fp8(
     values, inside, column, first_group, q, s, given, token, num_tokens,
     WIDTH: tl.constexpr, SCHEME: tl.constexpr, ROWS: tl.constexpr,
@@ -32,17 +46,15 @@ def store_fp8(
     else:
         size = tl.max(tl.where(inside, tl.abs(values), 0.0), 1)
         if SCHEME == 1:
-            one = tl.div_rn(tl.maximum(tl.max(size, 0), TINY), FP8_MAX)
+            one = scale_fp8(tl.max(size, 0))
             tl.store(s + token, one)
             divisor = tl.full([ROWS, 1], 1.0, tl.float32) * one
         else:
-            each = tl.div_rn(tl.maximum(size, TINY), FP8_MAX)
+            each = scale_fp8(size)
             group = first_group + tl.arange(0, ROWS)
             tl.store(s + group.to(tl.int64) * num_tokens + token, each, mask=group < (WIDTH + 127) // 128)
             divisor = each[:, None]
-    scaled = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
-    scaled = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(q + token.to(tl.int64) * WIDTH + column, scaled.to(q.dtype.element_ty), mask=inside)
+    divide_fp8(values, divisor, inside, q + token.to(tl.int64) * WIDTH + column)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
