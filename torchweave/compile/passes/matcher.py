@@ -61,6 +61,19 @@ class Match:
 
 
 @dataclass(frozen=True)
+class Nearly:
+    """Why a call that looks like the end of a pattern is none.
+
+    Attributes:
+        why: the first thing that differs at the furthest point that the search came to.
+        share: of the pattern's operations that were there.
+    """
+
+    why: str
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
 class _State:
     """What is matched so far: parameters to what they stand for, and calls of the pattern to calls of the graph."""
 
@@ -110,7 +123,7 @@ class Pattern:
         order = {node: position for position, node in enumerate(nodes)}
         self.anchor = max(self.outputs, key=order.__getitem__)
 
-    def at(self, node: fx.Node) -> Match | str | None:
+    def at(self, node: fx.Node) -> Match | Nearly | None:
         """The match whose last call is `node`; else why it is none, when it nearly was one."""
         if not self._same_op(self.anchor, node):
             return None
@@ -164,11 +177,11 @@ class _Attempt:
         if reached > self.furthest:
             self.furthest, self.why = reached, why
 
-    def near_miss(self) -> str | None:
+    def near_miss(self) -> Nearly | None:
         """The reason at the furthest point, when at least half of the pattern was there, and more than any sum has."""
         total = _operations(self.pattern.calls)
         enough = self.furthest >= min(2, total) and 2 * self.furthest >= total
-        return self.why if enough and self.why else None
+        return Nearly(self.why, self.furthest / total) if enough and self.why else None
 
     def call(self, call: fx.Node, node: fx.Node, state: _State) -> Iterator[_State]:
         """Every way in which a call of the pattern is this call of the graph."""

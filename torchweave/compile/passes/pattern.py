@@ -25,7 +25,7 @@ from torch import fx
 
 from torchweave.compile.graph import Faked
 from torchweave.compile.passes.base import Build, NearMiss, Numerics, PassResult, Stage, TokenRange
-from torchweave.compile.passes.matcher import Match, Pattern
+from torchweave.compile.passes.matcher import Match, Nearly, Pattern
 from torchweave.compile.passes.rewrite import erase, insert, kind, make_room, same_kind
 from torchweave.compile.symbols import value
 
@@ -96,36 +96,36 @@ class Fusion:
         for node in list(graph.graph.nodes):
             if node.op != "call_function" or node._erased:
                 continue
-            whys = []
+            nearly: list[Nearly] = []
             for pattern, replacement in self.variants:
                 gone, why = self._at(graph, node, pattern, replacement)
                 if gone:
                     matches, rewritten = matches + 1, rewritten + gone
                     break
-                whys += [why] if why else []
+                nearly += [why] if why else []
             else:
-                for why in whys[:1]:
-                    near.setdefault(why, []).append(node)
+                if nearly:
+                    near.setdefault(max(nearly, key=lambda each: each.share).why, []).append(node)
         return PassResult(matches, rewritten, _left(near))
 
-    def _at(self, graph: Faked, node: fx.Node, pattern: Pattern, replacement: Function) -> tuple[int, str | None]:
+    def _at(self, graph: Faked, node: fx.Node, pattern: Pattern, replacement: Function) -> tuple[int, Nearly | None]:
         """Rewrite the match that ends in `node`: how many nodes that took away; when none, why it was only nearly one."""
         match = pattern.at(node)
         if not isinstance(match, Match):
             return 0, match
         why = self.where(match)
         if why is not None:
-            return 0, why
+            return 0, Nearly(why)
         bound = [match[name] for name in inspect.signature(replacement).parameters]
         why = make_room(match.nodes, match.outputs, [each for each in bound if isinstance(each, fx.Node)])
         if why is not None:
-            return 0, why
+            return 0, Nearly(why)
         returned = insert(graph, match.nodes[-1], replacement, bound)
         new = list(returned) if isinstance(returned, (tuple, list)) else [returned]
         why = _another_kind(match.outputs, new)
         if why is not None:
             graph.graph.eliminate_dead_code()
-            return 0, why
+            return 0, Nearly(why)
         for old, fresh in zip(match.outputs, new, strict=True):
             old.replace_all_uses_with(fresh)
         return erase(graph, match.nodes), None

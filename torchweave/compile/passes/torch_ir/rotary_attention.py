@@ -24,7 +24,7 @@ from torch import Tensor, fx
 import torchweave.ops.attention  # noqa: F401 (defines torchweave::attention)
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.passes.base import GraphPass, NearMiss, PassResult
-from torchweave.compile.passes.matcher import Match, Pattern
+from torchweave.compile.passes.matcher import Match, Nearly, Pattern
 from torchweave.compile.passes.rewrite import erase
 from torchweave.compile.split import boundary_op, normalize
 from torchweave.compile.symbols import value
@@ -123,7 +123,7 @@ def _rewrite(graph: CapturedGraph, node: fx.Node, arguments: list[Any]) -> str |
         found = [pattern.at(argument) for pattern in _TURNS]
         match = next((each for each in found if isinstance(each, Match)), None)
         if match is None:
-            return next((each for each in found if isinstance(each, str)), "")
+            return next((each.why for each in found if isinstance(each, Nearly)), "")
         turns.append(match)
     why = _refusal(turns)
     if why is not None:
