@@ -11,10 +11,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from torchweave.cli import bench, bench_serve, cache, chat, doctor, explain, generate, main, models, tune
+from torchweave.cli import bench, bench_serve, cache, chat, doctor, explain, generate, main, models, serve, tune
 from torchweave.cli.arguments import LEVELS, Parser
 from torchweave.cli.options import options_of
-from torchweave.config import EngineConfig
+from torchweave.config import EngineConfig, ServerConfig
 from torchweave.engine.request import SamplingParams
 from torchweave.plan import show
 
@@ -59,6 +59,8 @@ def page() -> str:
     lines.append(EXIT_CODES)
     lines += _command("generate", generate.DESCRIPTION, generate.parser())
     lines += _command("chat", chat.DESCRIPTION, chat.parser())
+    lines += _command("serve", serve.DESCRIPTION, serve.parser())
+    lines += _options("### Server options", ServerConfig)
     lines += _command("explain", explain.DESCRIPTION, explain.parser())
     actions = "\n".join(f"- `{name}`: {text}" for name, text in cache.ACTIONS.items())
     lines += _command(

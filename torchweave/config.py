@@ -153,6 +153,41 @@ class EngineConfig:
     cuda_graph_config: CudaGraphConfig = field(default_factory=CudaGraphConfig)
 
 
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP server before an engine.
+
+    Attributes:
+        host: address to listen on; `0.0.0.0` is every IPv4 address of this machine.
+        port: 0 takes one that is free.
+        served_model_name: names under which clients ask for the model; the first one is what answers say. None: the name that
+            it was started with.
+        api_key: keys that clients may give as `Authorization: Bearer KEY`. Arguments of a command can be seen by other users
+            of the machine: a file is better.
+        api_key_file: a file with such keys, one a line.
+        max_body_bytes: longest body of a request; a longer one is answered with 413.
+        max_request_tokens: tokens of one HTTP request, prompts and answers together; None: what the engine holds.
+        max_request_sequences: answers of one HTTP request (prompts times `n`).
+        max_waiting_requests: requests that wait beyond those which a step can hold; more are answered with 429.
+        request_timeout: seconds after which a request is stopped; 0: never.
+        drain_timeout: seconds that running requests have to finish once the server was told to end.
+        restart_engine: start the engine again when it fails; else the server ends with exit code 1.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: tuple[str, ...] | None = None
+    api_key: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    max_body_bytes: int = 32 << 20
+    max_request_tokens: int | None = None
+    max_request_sequences: int = 256
+    max_waiting_requests: int = 1024
+    request_timeout: float = 0.0
+    drain_timeout: float = 30.0
+    restart_engine: bool = False
+
+
 def cache_dir(configured: str | None) -> Path:
     """The folder of the compile cache: `configured`, else `torchweave` under XDG_CACHE_HOME or `~/.cache`."""
     if configured is not None:

@@ -14,6 +14,7 @@ import torchweave
 COMMANDS = {
     "generate": "answer prompts, from the arguments or from standard input",
     "chat": "talk with a model",
+    "serve": "serve a model over HTTP, as OpenAI's API does",
     "explain": "show what is effective and why: options, pieces, passes, graphs, memory",
     "doctor": "find what keeps a model or a module from being one fast graph, with the fix",
     "models": "list built-in models and supported architectures, or verify them against transformers",

@@ -126,6 +126,10 @@ class BatchManager:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    def join(self) -> None:
+        """Wait until the loop has ended; `failure` then says whether it failed."""
+        self._thread.join()
+
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
         """End the loop: after the active requests have been answered, or with an error to each of them now."""
         self._accepting = False

@@ -1,0 +1,86 @@
+"""`torchweave serve MODEL`: an OpenAI server. Bars show how far it is; then one line says where it is."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torchweave
+from torchweave.cli.arguments import Parser, engine_config, engine_parser, fill
+from torchweave.config import ServerConfig
+from torchweave.plan.check import check_names, check_numbers
+
+if TYPE_CHECKING:
+    from torchweave.serving.engine_client import EngineClient
+    from torchweave.serving.server import Server
+
+DESCRIPTION = """Serve a model over HTTP, as OpenAI's API does. GET /ready shows how far the start is, and answers 200 once requests
+are taken. Ctrl-C or SIGTERM: running requests finish, new ones are refused, then it ends; a second one ends it now."""
+_NEEDED = ("fastapi", "uvicorn", "msgspec", "zmq")
+
+
+def parser() -> Parser:
+    found = engine_parser("serve", DESCRIPTION)
+    found.add_config(ServerConfig, "server")
+    return found
+
+
+def run(argv: Sequence[str]) -> int:
+    args = parser().read(argv)
+    config, settings = engine_config(args), fill(ServerConfig, args)
+    check_names(config, None)
+    check_numbers(config)
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"serve needs {', '.join(missing)}; install them with: pip install 'torchweave[serve]'")
+    from torchweave.serving.server import Server
+
+    begin = time.monotonic()
+    server = Server(config, settings, on_ready=lambda server: _greet(server, time.monotonic() - begin, stop_bars))
+    with _bars(server.client, args) as stop_bars:
+        return server.run()
+
+
+def _greet(server: Server, seconds: float, stop_bars: Any) -> None:
+    stop_bars()
+    bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    name = server.service.names[0]
+    print(f"Torchweave {torchweave.__version__} serves {bold}{name}{plain} at {bold}{server.url}{plain}", end="")
+    print(f" (ready after {seconds:.1f} s; Ctrl-C ends it)", flush=True)
+
+
+@contextmanager
+def _bars(client: EngineClient, args: argparse.Namespace) -> Iterator[Any]:
+    """Draw the engine's progress on a terminal, until what is yielded is called."""
+    if args.quiet or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description:<24}"),
+        BarColumn(bar_width=32),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("[dim]{task.fields[note]}"),
+    )
+    bars = Progress(*columns, console=Console(stderr=True))
+    tasks: dict[str, Any] = {}
+
+    def draw(kind: str, facts: dict[str, Any]) -> None:
+        if kind != "progress":
+            return
+        title = str(facts["title"])
+        if title not in tasks:
+            tasks[title] = bars.add_task(title, total=facts["total"], note="")
+        bars.update(tasks[title], completed=facts["done"], note=facts["note"])
+
+    client.listen(draw)
+    with bars:
+        yield bars.stop

@@ -1,0 +1,133 @@
+"""The answers to one HTTP request as they grow: outputs of the engine in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchweave.engine.request import SamplingParams, TokenLogprobs
+from torchweave.engine.text import Answer
+from torchweave.serving.engine_client import Flight, seeds
+from torchweave.serving.text import Codec
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new of one answer."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: list[TokenLogprobs]
+
+
+class Growing:
+    """One answer. `index` counts all answers of the request: those to the first prompt, then those to the second."""
+
+    def __init__(self, index: int, answer: Answer) -> None:
+        self.index = index
+        self.answer = answer
+        self._logprobs: list[TokenLogprobs] = []
+
+    def add(self, token_ids: Sequence[int], reason: str | None, logprobs: Sequence[TokenLogprobs]) -> bool:
+        """Take in an output; returns whether a stop string ended the answer."""
+        self._logprobs += logprobs
+        return self.answer.add(token_ids, reason, logprobs)  # type: ignore[arg-type]
+
+    def take(self) -> Delta:
+        new = self.answer.take()
+        logprobs = self._logprobs[: len(new.token_ids)]
+        del self._logprobs[: len(logprobs)]
+        return Delta(self.index, new.text, new.token_ids, new.finish_reason, logprobs)
+
+
+class Run:
+    """All answers of one HTTP request. `close` stops those that are not done."""
+
+    def __init__(
+        self, flight: Flight, codec: Codec | None, params: SamplingParams, finished: Callable[[], None]
+    ) -> None:
+        self.flight = flight
+        self.growing: dict[int, Growing] = {}
+        self.prompts: list[list[int]] = []
+        self.num_generated = 0
+        self._codec = codec
+        self._params = params
+        self._finished = finished
+
+    def submit(self, prompts: Sequence[Sequence[int]], stream: bool, priority: int, cache_salt: str) -> None:
+        params = self._params
+        heard = stream or bool(params.stop_strings)
+        for prompt in prompts:
+            ids = list(prompt)
+            self.prompts.append(ids)
+            tokens = _as_tokens(ids)
+            for index, seeded in enumerate(seeds(params)):
+                text = None if self._codec is None else self._codec.stream(ids, params.skip_special_tokens)
+                growing = Growing(len(self.growing), Answer(params, text, index))
+                self.growing[self.flight.submit(tokens, seeded, heard, priority, cache_salt)] = growing
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """What is new, whenever something is, until all answers have ended.
+
+        Raises:
+            EngineGone: the engine ended before them.
+        """
+        ended: set[int] = set()
+        async for messages in self.flight.responses():
+            told: dict[int, None] = {}
+            for message in messages:
+                output, growing = message.output, self.growing[message.id]
+                self.num_generated += len(output.token_ids)
+                if growing.add(output.token_ids.tolist(), output.finish_reason, output.logprobs):
+                    self.flight.stop(message.id)
+                told[message.id] = None
+                if message.final:
+                    self._finished()
+            found = [self.growing[each].take() for each in told if each not in ended]
+            ended |= {each for each in told if self.growing[each].answer.finished}
+            if found:
+                yield found
+
+    async def whole(self) -> list[Delta]:
+        """The answers when all have ended, in their order."""
+        parts: list[list[Delta]] = [[] for _ in self.growing]
+        async for found in self.deltas():
+            for delta in found:
+                parts[delta.index].append(delta)
+        return [_joined(index, deltas) for index, deltas in enumerate(parts)]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return sum(len(growing.answer.token_ids) for growing in self.growing.values())
+
+    def close(self) -> None:
+        self.flight.close()
+
+
+def _joined(index: int, deltas: Sequence[Delta]) -> Delta:
+    return Delta(
+        index,
+        "".join(delta.text for delta in deltas),
+        [token for delta in deltas for token in delta.token_ids],
+        deltas[-1].finish_reason if deltas else None,
+        [entry for delta in deltas for entry in delta.logprobs],
+    )
+
+
+def _as_tokens(ids: Sequence[int]) -> np.ndarray:
+    """Token ids as the engine takes them.
+
+    Raises:
+        ValueError: one that no model can have.
+    """
+    if any(not 0 <= token < 2**31 for token in ids):
+        raise ValueError("The prompt holds a token id outside 0..2**31 - 1, which no model knows.")
+    return np.array(ids, np.int32)

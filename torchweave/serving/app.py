@@ -1,0 +1,38 @@
+"""The HTTP application: routes over a `Service`. Further routers are added to what `create_app` returns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+
+import torchweave
+from torchweave.config import ServerConfig
+from torchweave.serving.engine_client import EngineClient
+from torchweave.serving.errors import add_error_handlers
+from torchweave.serving.routes import completions, models, status
+from torchweave.serving.service import Service
+
+
+def create_app(client: EngineClient, settings: ServerConfig) -> FastAPI:
+    """The application. It starts the engine when it starts, serves `/health` and `/ready` at once, and ends the engine with
+    itself. Routes find their `Service` as `request.app.state.service`."""
+    service = Service(client, settings)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await client.start()
+        opening = asyncio.create_task(service.open())
+        yield
+        opening.cancel()
+        await client.stop()
+        service.close()
+
+    app = FastAPI(title="Torchweave", version=torchweave.__version__, lifespan=lifespan)
+    app.state.service = service
+    add_error_handlers(app)
+    for each in (status, models, completions):
+        app.include_router(each.router)
+    return app

@@ -1,0 +1,426 @@
+"""The engine process as the HTTP process sees it: an async face, for one event loop.
+
+client = EngineClient(config)
+await client.start()
+async for output in client.generate(ids, params): ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import multiprocessing
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from torchweave.config import EngineConfig
+from torchweave.engine.client import Message
+from torchweave.engine.request import InferenceRequest, Output, SamplingParams
+from torchweave.serving import wire
+
+State = Literal["starting", "ready", "failed", "stopped"]
+Listener = Callable[[str, dict[str, Any]], None]
+
+_END_SECONDS = 5.0  # for the engine process to end by itself
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+class EngineGone(RuntimeError):
+    """The engine is not there: it is starting, it failed, or it was ended."""
+
+
+class EngineClient:
+    """Starts the engine process, hands it requests, and gives its outputs to those who wait for them.
+
+    Args:
+        config: of the engine.
+        restart: start the engine again when it fails after it was ready.
+
+    Attributes:
+        state: `starting`, `ready`, `failed` or `stopped`.
+        failure: why it failed, in one sentence.
+        asked_too_much: the failure is that of what was asked: an option or the model cannot be.
+        model: what is served, once ready.
+        explanation: passes, graphs, plan, as `torchweave explain --json` shows them, once ready.
+        restarts: how often the engine was started again.
+    """
+
+    def __init__(self, config: EngineConfig, restart: bool = False) -> None:
+        self.config = config
+        self.state: State = "stopped"
+        self.failure = ""
+        self.asked_too_much = False
+        self.model: wire.ModelCard | None = None
+        self.explanation: dict[str, Any] = {}
+        self.restarts = 0
+        self._restart = restart
+        self._ids = itertools.count()
+        self._flights: dict[int, Flight] = {}
+        self._events: list[tuple[float, str, dict[str, Any]]] = []
+        self._bars: dict[str, dict[str, Any]] = {}
+        self._listeners: list[Listener] = []
+        self._stats: dict[str, Any] = {}
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._process: SpawnProcess | None = None
+        self._to_engine: zmq.Socket[bytes] | None = None
+
+    # -- its life ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the engine process; returns at once, see `wait_until_ready`."""
+        assert self._task is None, "a client is started once"
+        self.state = "starting"
+        self._task = asyncio.create_task(self._live())
+
+    async def wait_until_ready(self) -> None:
+        """Wait until requests are taken.
+
+        Raises:
+            ValueError: the engine cannot be what was asked; one sentence says why and what to do.
+            EngineGone: the engine failed or was ended.
+        """
+        await self.wait_for(lambda: self.state != "starting")
+        if self.state != "ready":
+            raise ValueError(self.failure) if self.asked_too_much else EngineGone(self.failure)
+
+    async def wait_for(self, holds: Callable[[], bool]) -> None:
+        """Wait until something about `state` or `num_in_flight` holds."""
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def stop(self) -> None:
+        """End the engine process; requests in flight are answered with an error."""
+        if self._task is None:
+            return
+        if self.state in ("starting", "ready"):
+            self.state, self.failure = "stopped", "The server is shutting down."
+        if self._process is not None and self._process.is_alive():
+            if self.model is not None:
+                self._send(wire.End())
+            else:
+                self._process.kill()
+        done, _ = await asyncio.wait([self._task], timeout=_END_SECONDS)
+        if not done and self._process is not None:
+            self._process.kill()
+        await self._task
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine process is there, ready or starting."""
+        return self.state in ("starting", "ready")
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        ids: Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        streaming: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[Output]:
+        """Outputs of one request (one answer, whatever `n`) as they come; leaving the iterator early cancels it.
+
+        Raises:
+            ValueError: the engine cannot run it; the message says why and what to do.
+            EngineGone: the engine is not ready, or ended before the answer did.
+        """
+        with self.flight() as flight:
+            flight.submit(np.asarray(ids, np.int32), params, streaming, priority, cache_salt)
+            await flight.accepted()
+            async for messages in flight.responses():
+                for message in messages:
+                    yield message.output
+
+    def flight(self) -> Flight:
+        return Flight(self)
+
+    def cancel(self, request_id: int) -> None:
+        """Ask that a request is stopped; its final response still comes."""
+        self._send(wire.Stop([request_id]))
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that were handed in and not yet answered for the last time."""
+        return len(self._flights)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in flight beyond those that a step can hold."""
+        return max(self.num_in_flight - (self.model.max_batch_size if self.model else 0), 0)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Statistics of the last iteration, with the batch manager's keys; empty before the first."""
+        return self._stats
+
+    @property
+    def progress(self) -> list[dict[str, Any]]:
+        """The latest of each long task of this start, oldest first: `title`, `done`, `total`, `note`, `at`."""
+        return list(self._bars.values())
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """All that was decided in this start: `at`, `event`, facts. Of `progress` events only the latest is kept."""
+        return [{"at": at, "event": kind, **facts} for at, kind, facts in self._events]
+
+    def listen(self, listener: Listener) -> None:
+        """Call `listener(kind, facts)` for every later event of the engine."""
+        self._listeners.append(listener)
+
+    # -- the other process ---------------------------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        """From start to end, once or (with `restart`) again and again."""
+        while True:
+            await self._one_life()
+            was_ready, self.model = self.model is not None, None
+            why = self.failure or "The engine process ended unexpectedly."
+            self._refuse_all(why)
+            if not (self._restart and was_ready and self.state == "ready"):
+                if self.state != "stopped":
+                    self.state, self.failure = "failed", why
+                self._changed.set()
+                return
+            self.restarts += 1
+            self.state, self.failure = "starting", ""
+            self._changed.set()
+
+    async def _one_life(self) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="torchweave-"))  # nobody else can enter it
+        addresses = wire.Addresses(f"ipc://{folder}/to_engine", f"ipc://{folder}/from_engine")
+        context = zmq.asyncio.Context()
+        to_engine = zmq.Context.shadow(context).socket(zmq.PUSH)
+        to_engine.setsockopt(zmq.SNDHWM, 0)
+        to_engine.bind(addresses.to_engine)
+        self._to_engine = to_engine
+        from_engine = context.socket(zmq.PULL)
+        from_engine.setsockopt(zmq.RCVHWM, 0)
+        from_engine.bind(addresses.from_engine)
+        self._events.clear()
+        self._bars.clear()
+        self._stats = {}
+        try:
+            self._process = _spawn(self.config, addresses)
+            ended = _ended(self._process)
+            reading = asyncio.create_task(self._read(from_engine))
+            await asyncio.wait([ended, reading], return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                self.failure = f"The engine process cannot be understood: {reading.exception()}"
+            reading.cancel()
+            while await from_engine.poll(0):  # what it said last
+                self._hear(wire.decode_from_engine(await from_engine.recv()))
+        finally:
+            if self._process is not None:
+                self._process.kill()
+                self._process.join()
+            self._to_engine = None
+            context.destroy(linger=0)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            self._hear(wire.decode_from_engine(await socket.recv()))
+
+    def _hear(self, message: msgspec.Struct) -> None:
+        if isinstance(message, wire.Outputs):
+            for said in message.said:
+                self._deliver(said)
+        elif isinstance(message, wire.Accepted):
+            flight = self._flights.get(message.id)
+            if flight is not None:
+                flight._accept(message.id)
+        elif isinstance(message, wire.Stats):
+            self._stats = json.loads(message.record)
+        elif isinstance(message, wire.Happened):
+            self._note(message.at, message.kind, message.facts)
+        elif isinstance(message, wire.Ready):
+            self.model, self.explanation = message.model, json.loads(message.explanation)
+            if self.state == "starting":
+                self.state = "ready"
+            self._changed.set()
+        elif isinstance(message, wire.Failed):
+            self.failure, self.asked_too_much = message.why, message.asked
+
+    def _deliver(self, said: wire.Said) -> None:
+        flight = self._flights.get(said.id)
+        if flight is None:
+            return
+        if said.final:
+            del self._flights[said.id]
+            self._changed.set()
+        flight._hear(Message(said.id, said.output(), said.final, said.error), said.refused)
+
+    def _note(self, at: float, kind: str, facts: dict[str, Any]) -> None:
+        if kind == "progress":
+            self._bars[str(facts.get("title"))] = {**facts, "at": at}
+        else:
+            self._events.append((at, kind, facts))
+        for listener in self._listeners:
+            listener(kind, facts)
+
+    def _refuse_all(self, why: str) -> None:
+        flights, self._flights = self._flights, {}
+        for request_id, flight in flights.items():
+            flight._hear(Message(request_id, Output(_NO_TOKENS, "error"), True, why), False)
+        self._changed.set()
+
+    def _send(self, message: msgspec.Struct) -> None:
+        if self._to_engine is not None:
+            self._to_engine.send(wire.encode(message))
+
+
+class Flight:
+    """The requests of one caller. Leaving its `with` block cancels those that are not done."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._open: set[int] = set()
+        self._unheard: set[int] = set()  # of which the engine has not said whether it can run them
+        self._refusal = ""
+        self._gone = ""
+        self._mail: list[Message] = []
+        self._arrived = asyncio.Event()
+
+    def submit(
+        self, prompt: np.ndarray, params: SamplingParams, streaming: bool, priority: int = 0, cache_salt: str = ""
+    ) -> int:
+        """Hand in a request, which gets one answer (whatever `n`); returns its id.
+
+        Raises:
+            EngineGone: the engine is not ready.
+        """
+        client = self._client
+        if client.state != "ready":
+            raise EngineGone(client.failure or "The engine is starting; see /ready.")
+        request = InferenceRequest(next(client._ids), prompt, params, streaming, priority, cache_salt)
+        self._open.add(request.id)
+        self._unheard.add(request.id)
+        client._flights[request.id] = self
+        client._send(wire.submit(request))
+        return request.id
+
+    async def accepted(self) -> None:
+        """Wait until the engine has said of every request that it can run it.
+
+        Raises:
+            ValueError: it cannot; the message says why and what to do.
+            EngineGone: it ended.
+        """
+        while self._unheard and not self._gone:
+            await self._wait()
+        if self._gone:
+            raise EngineGone(self._gone)
+        if self._refusal:
+            raise ValueError(self._refusal)
+
+    async def responses(self) -> AsyncIterator[list[Message]]:
+        """All that came since the last time, whenever something did, until every request had its final response.
+
+        Raises:
+            EngineGone: the engine failed or was ended.
+        """
+        while self._open or self._mail:
+            if not self._mail:
+                await self._wait()
+            messages, self._mail = self._mail, []
+            for message in messages:
+                if message.final:
+                    self._open.discard(message.id)
+                if message.error:
+                    raise EngineGone(message.error)
+            if messages:
+                yield messages
+
+    def stop(self, request_id: int) -> None:
+        """Stop one request; its final response still comes."""
+        self._client.cancel(request_id)
+
+    def close(self) -> None:
+        """Stop all that is not done, and hear no more of it."""
+        still = [request_id for request_id in self._open if request_id in self._client._flights]
+        self._open.clear()
+        if still:
+            self._client._send(wire.Stop(still))
+
+    async def _wait(self) -> None:
+        self._arrived.clear()
+        await self._arrived.wait()
+
+    def _accept(self, request_id: int) -> None:
+        self._unheard.discard(request_id)
+        if not self._unheard:
+            self._arrived.set()
+
+    def _hear(self, message: Message, refused: bool) -> None:
+        if message.id in self._unheard:
+            self._unheard.discard(message.id)
+            if refused:
+                self._refusal = message.error
+            elif message.error:
+                self._gone = message.error
+        if message.id in self._open:
+            self._mail.append(message)
+        self._arrived.set()
+
+    def __enter__(self) -> Flight:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def seeds(params: SamplingParams) -> list[SamplingParams]:
+    """Parameters of the `n` answers to one prompt, each drawn on its own."""
+    if params.seed is None:
+        return [params] * params.n
+    return [replace(params, seed=(params.seed + index) % 2**64) for index in range(params.n)]
+
+
+def _spawn(config: EngineConfig, addresses: wire.Addresses) -> SpawnProcess:
+    """Start the engine process. It never sees Ctrl-C or a SIGTERM to the whole group: this process tells it when to end."""
+    process = multiprocessing.get_context("spawn").Process(
+        target=_run_engine, args=(config, addresses), name="torchweave-engine"
+    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return process
+
+
+def _run_engine(config: EngineConfig, addresses: wire.Addresses) -> None:
+    from torchweave.serving.engine_process import main  # torch is imported in that process
+
+    main(config, addresses)
+
+
+def _ended(process: SpawnProcess) -> asyncio.Future[None]:
+    """Done when the process has ended."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        loop.remove_reader(process.sentinel)
+        if not ended.done():
+            ended.set_result(None)
+
+    loop.add_reader(process.sentinel, tell)
+    return ended

@@ -1,0 +1,182 @@
+"""What the routes share: the engine, the tokenizer, the names of the model, and the limits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from torchweave.config import ServerConfig
+from torchweave.engine.request import SamplingParams
+from torchweave.serving.answers import Run
+from torchweave.serving.engine_client import EngineClient, EngineGone
+from torchweave.serving.errors import ApiError
+from torchweave.serving.text import Codec
+from torchweave.serving.wire import ModelCard
+
+_LONGEST_RETRY = 60  # seconds that a client is told to wait at the most
+_RATE_WINDOW = 64  # answers over which the rate of answering is taken
+
+
+class Service:
+    """The state of one server. Belongs to the event loop.
+
+    Attributes:
+        codec: None until the engine is ready, and for a model without tokenizer.
+        draining: the server ends once what runs has finished; new requests are refused.
+        opened: set once it is known whether the server became ready.
+        asked_too_much: it did not, and a fault in what was asked is the reason.
+    """
+
+    def __init__(self, client: EngineClient, settings: ServerConfig) -> None:
+        self.client = client
+        self.settings = settings
+        self.codec: Codec | None = None
+        self.draining = False
+        self.opened = asyncio.Event()
+        self.asked_too_much = False
+        self.created = int(time.time())
+        self._finished: deque[float] = deque(maxlen=_RATE_WINDOW)
+        self._codec_read = False
+
+    async def open(self) -> None:
+        """Wait for the engine, then read the tokenizer's files; sets `opened`."""
+        try:
+            await self.client.wait_until_ready()
+            folder = self.model.folder
+            if folder is not None:
+                codec = Codec(folder)
+                await codec.warm_up()
+                self.codec = codec
+            self._codec_read = True
+        except ValueError as error:
+            self.asked_too_much, self.client.failure = True, str(error)
+        except EngineGone:
+            pass
+        finally:
+            self.opened.set()
+
+    @property
+    def ready(self) -> bool:
+        return self.client.state == "ready" and self._codec_read and not self.draining
+
+    @property
+    def model(self) -> ModelCard:
+        """What is served.
+
+        Raises:
+            ApiError: 503, the engine is not ready.
+        """
+        card = self.client.model
+        if card is None or self.client.state != "ready":
+            why = self.client.failure or "The model is being loaded; GET /ready shows how far it is."
+            raise ApiError(503, why, code="engine_unavailable", headers={"Retry-After": "2"})
+        return card
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which the model is served."""
+        return self.settings.served_model_name or (self.client.config.model,)
+
+    def check_model(self, name: str | None) -> str:
+        """The name that the answer says; a name that is not served is refused with those that are."""
+        if name is None or name in self.names:
+            return name or self.names[0]
+        raise ApiError(
+            404,
+            f"The model {name[:200]!r} is not served here; {' or '.join(map(repr, self.names))} is.",
+            param="model",
+            code="model_not_found",
+        )
+
+    def need_codec(self) -> Codec:
+        """The tokenizer.
+
+        Raises:
+            ApiError: 503 while it is read, 400 for a model without one.
+        """
+        name = self.model.name
+        if self.codec is None and not self._codec_read:
+            raise ApiError(503, "The tokenizer is being read; GET /ready says when.", headers={"Retry-After": "1"})
+        if self.codec is None:
+            raise ApiError(400, f"{name} has no tokenizer; give the prompt as token ids.", param="prompt")
+        return self.codec
+
+    def admit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        """Refuse what is beyond the server's limits, before the engine hears of it.
+
+        Raises:
+            ApiError: 400 for a request that is too large by itself, 429 with Retry-After where too many wait, 503 while
+                the server ends.
+        """
+        if self.draining:
+            raise ApiError(503, "The server is shutting down; ask another one.", code="shutting_down")
+        model, settings = self.model, self.settings
+        sequences = len(prompts) * params.n
+        if sequences > settings.max_request_sequences:
+            raise ApiError(
+                400,
+                f"The request asks for {sequences} answers (prompts times n), but this server gives at most "
+                f"{settings.max_request_sequences} to one request; split it.",
+                param="n",
+            )
+        self._check_tokens(prompts, params, model)
+        waiting = self.client.num_waiting
+        if waiting + sequences > settings.max_waiting_requests + max(
+            model.max_batch_size - self.client.num_in_flight, 0
+        ):
+            raise ApiError(
+                429,
+                f"{waiting} requests are waiting, and this server lets {settings.max_waiting_requests} wait; try again later.",
+                code="queue_full",
+                headers={"Retry-After": str(self._retry_after(waiting))},
+            )
+
+    def _check_tokens(self, prompts: Sequence[Sequence[int]], params: SamplingParams, model: ModelCard) -> None:
+        most = self.settings.max_request_tokens
+        if most is None:
+            return
+        answers = (model.max_model_len if params.max_tokens is None else params.max_tokens) * params.n
+        total = sum(len(prompt) + min(answers, (model.max_model_len - len(prompt)) * params.n) for prompt in prompts)
+        if total > most:
+            raise ApiError(
+                400,
+                f"The request may take {total} tokens, prompts and answers together, but this server allows {most} to one "
+                "request; shorten the prompt or lower max_tokens.",
+                param="max_tokens",
+            )
+
+    def _retry_after(self, waiting: int) -> int:
+        """Seconds in which those who wait will have been answered, at the rate of the last answers."""
+        if len(self._finished) < 2:
+            return 1
+        rate = (len(self._finished) - 1) / max(time.monotonic() - self._finished[0], 1e-3)
+        return min(max(round(waiting / rate), 1), _LONGEST_RETRY)
+
+    async def ask(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, stream: bool, priority: int, cache_salt: str
+    ) -> Run:
+        """Hand prompts to the engine; returns when it has said that it can run them.
+
+        Raises:
+            ApiError: see `admit`.
+            ValueError: the engine cannot run one; the sentence says why.
+            EngineGone: it is not there.
+        """
+        self.admit(prompts, params)
+        run = Run(self.client.flight(), self.codec, params, self._finish)
+        try:
+            run.submit(prompts, stream, priority, cache_salt)
+            await run.flight.accepted()
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def _finish(self) -> None:
+        self._finished.append(time.monotonic())
+
+    def close(self) -> None:
+        if self.codec is not None:
+            self.codec.close()

@@ -1,0 +1,210 @@
+"""What the HTTP process and the engine process say to each other: msgpack, token ids both ways.
+
+The engine process believes what it is told, so the sockets lie in a folder that only their owner can enter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from torchweave.engine.batch import Response
+from torchweave.engine.request import FinishReason, InferenceRequest, Output, SamplingParams
+from torchweave.plan.check import config_from
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the two processes meet: one socket each way."""
+
+    to_engine: str
+    from_engine: str
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What the HTTP process has to know of the model that the engine serves.
+
+    Attributes:
+        name: as the user asked for it.
+        folder: with the tokenizer's files; None for a shape without files.
+        max_model_len: tokens of a request, prompt and answer.
+        max_batch_size: requests in a step.
+        temperature, top_k, top_p, min_p: what the checkpoint asks for; None where it asks for nothing.
+    """
+
+    name: str
+    folder: str | None
+    architecture: str
+    dtype: str
+    device: str
+    quantization: str | None
+    num_parameters: int
+    max_model_len: int
+    max_batch_size: int
+    vocab_size: int
+    num_kv_blocks: int
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+
+# -- to the engine -----------------------------------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, tag=True, array_like=True):
+    """A request. `sampling` holds the fields that are not the default; `input_ids` are int32."""
+
+    id: int
+    input_ids: bytes
+    sampling: dict[str, Any]
+    streaming: bool
+    priority: int
+    cache_salt: str
+
+
+class Stop(msgspec.Struct, tag=True, array_like=True):
+    """Requests whose clients have gone."""
+
+    ids: list[int]
+
+
+class End(msgspec.Struct, tag=True, array_like=True):
+    """The process is to end, and whatever still runs with it."""
+
+
+ToEngine = Submit | Stop | End
+
+
+# -- from the engine ---------------------------------------------------------------------------------------------------
+
+
+class Happened(msgspec.Struct, tag=True, array_like=True):
+    """An event of the engine's report; `at` in seconds since it began."""
+
+    at: float
+    kind: str
+    facts: dict[str, Any]
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    """The engine takes requests. `explanation`: what `torchweave explain --json` shows, as JSON."""
+
+    model: ModelCard
+    explanation: str
+
+
+class Accepted(msgspec.Struct, tag=True, array_like=True):
+    """The engine can run this request; one that it cannot is answered with a refused `Said`."""
+
+    id: int
+
+
+class Said(msgspec.Struct, array_like=True):
+    """One response: an `Output` in short; `whole` where there is more to it than tokens."""
+
+    id: int
+    token_ids: bytes
+    finish_reason: FinishReason | None
+    final: bool
+    error: str
+    refused: bool = False
+    whole: Output | None = None
+
+    def output(self) -> Output:
+        if self.whole is not None:
+            return self.whole
+        return Output(np.frombuffer(self.token_ids, np.int32), self.finish_reason)
+
+
+class Outputs(msgspec.Struct, tag=True, array_like=True):
+    """All that the engine had to say since the last such message."""
+
+    said: list[Said]
+
+
+class Stats(msgspec.Struct, tag=True, array_like=True):
+    """Statistics of an iteration, as the batch manager's callback gets them, as JSON."""
+
+    record: str
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """The engine ends. `asked`: what was asked of it cannot be, rather than a fault of the engine."""
+
+    why: str
+    asked: bool
+
+
+FromEngine = Happened | Ready | Accepted | Outputs | Stats | Failed
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """What msgspec does not know, as something that it does."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value)
+
+
+def _array(hint: type, value: Any) -> Any:
+    if hint is np.ndarray:
+        return np.asarray(value, np.int32)
+    raise NotImplementedError(hint)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_array).decode
+
+
+def submit(request: InferenceRequest) -> Submit:
+    ids = np.ascontiguousarray(request.input_ids, np.int32).tobytes()
+    sampling = _given(request.sampling)
+    return Submit(request.id, ids, sampling, request.streaming, request.priority, request.cache_salt)
+
+
+def request_of(message: Submit) -> InferenceRequest:
+    return InferenceRequest(
+        message.id,
+        np.frombuffer(message.input_ids, np.int32),
+        config_from(SamplingParams, message.sampling),
+        message.streaming,
+        message.priority,
+        message.cache_salt,
+    )
+
+
+def said(responses: Iterable[Response]) -> list[Said]:
+    """Responses as they are sent."""
+    return [_said(response) for response in responses]
+
+
+def _said(response: Response) -> Said:
+    output = response.output
+    whole = output if any(getattr(output, name) for name in _EXTRAS) else None
+    ids = b"" if whole is not None else np.ascontiguousarray(output.token_ids, np.int32).tobytes()
+    return Said(response.id, ids, output.finish_reason, response.final, response.error, whole=whole)
+
+
+_EXTRAS = tuple(item.name for item in fields(Output) if item.name not in ("token_ids", "finish_reason"))
+
+
+def _given(params: SamplingParams) -> dict[str, Any]:
+    """The fields that are not the default; one that is a dataclass as a dict."""
+    found: dict[str, Any] = {}
+    for item in fields(params):
+        value = getattr(params, item.name)
+        default = item.default_factory() if item.default_factory is not MISSING else item.default
+        if value != default:
+            found[item.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return found
