@@ -9,7 +9,7 @@ import numpy as np
 
 from torchweave.engine.request import SamplingParams, TokenLogprobs
 from torchweave.engine.text import Answer
-from torchweave.serving.engine_client import Flight, seeds
+from torchweave.serving.flight import Flight, seeds
 from torchweave.serving.text import Codec
 
 

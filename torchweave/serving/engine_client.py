@@ -15,7 +15,6 @@ import shutil
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Literal
@@ -29,16 +28,13 @@ from torchweave.config import EngineConfig
 from torchweave.engine.client import Message
 from torchweave.engine.request import InferenceRequest, Output, SamplingParams
 from torchweave.serving import wire
+from torchweave.serving.flight import EngineGone, Flight
 
 State = Literal["starting", "ready", "failed", "stopped"]
 Listener = Callable[[str, dict[str, Any]], None]
 
 _END_SECONDS = 5.0  # for the engine process to end by itself
 _NO_TOKENS = np.empty(0, np.int32)
-
-
-class EngineGone(RuntimeError):
-    """The engine is not there: it is starting, it failed, or it was ended."""
 
 
 class EngineClient:
@@ -149,9 +145,32 @@ class EngineClient:
     def flight(self) -> Flight:
         return Flight(self)
 
-    def cancel(self, request_id: int) -> None:
-        """Ask that a request is stopped; its final response still comes."""
-        self._send(wire.Stop([request_id]))
+    def submit(
+        self,
+        flight: Flight,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        streaming: bool,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> int:
+        """Hand in a request whose responses go to `flight`; returns its id.
+
+        Raises:
+            EngineGone: the engine is not ready.
+        """
+        if self.state != "ready":
+            raise EngineGone(self.failure or "The engine is starting; see /ready.")
+        request = InferenceRequest(next(self._ids), prompt, params, streaming, priority, cache_salt)
+        self._flights[request.id] = flight
+        self._send(wire.submit(request))
+        return request.id
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        """Ask that requests are stopped; those that are in flight still get their final response."""
+        known = [request_id for request_id in ids if request_id in self._flights]
+        if known:
+            self._send(wire.Stop(known))
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
@@ -245,7 +264,7 @@ class EngineClient:
         elif isinstance(message, wire.Accepted):
             flight = self._flights.get(message.id)
             if flight is not None:
-                flight._accept(message.id)
+                flight.accept(message.id)
         elif isinstance(message, wire.Stats):
             self._stats = json.loads(message.record)
         elif isinstance(message, wire.Happened):
@@ -265,7 +284,7 @@ class EngineClient:
         if said.final:
             del self._flights[said.id]
             self._changed.set()
-        flight._hear(Message(said.id, said.output(), said.final, said.error), said.refused)
+        flight.hear(Message(said.id, said.output(), said.final, said.error), said.refused)
 
     def _note(self, at: float, kind: str, facts: dict[str, Any]) -> None:
         if kind == "progress":
@@ -278,119 +297,12 @@ class EngineClient:
     def _refuse_all(self, why: str) -> None:
         flights, self._flights = self._flights, {}
         for request_id, flight in flights.items():
-            flight._hear(Message(request_id, Output(_NO_TOKENS, "error"), True, why), False)
+            flight.hear(Message(request_id, Output(_NO_TOKENS, "error"), True, why), False)
         self._changed.set()
 
     def _send(self, message: msgspec.Struct) -> None:
         if self._to_engine is not None:
             self._to_engine.send(wire.encode(message))
-
-
-class Flight:
-    """The requests of one caller. Leaving its `with` block cancels those that are not done."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-        self._open: set[int] = set()
-        self._unheard: set[int] = set()  # of which the engine has not said whether it can run them
-        self._refusal = ""
-        self._gone = ""
-        self._mail: list[Message] = []
-        self._arrived = asyncio.Event()
-
-    def submit(
-        self, prompt: np.ndarray, params: SamplingParams, streaming: bool, priority: int = 0, cache_salt: str = ""
-    ) -> int:
-        """Hand in a request, which gets one answer (whatever `n`); returns its id.
-
-        Raises:
-            EngineGone: the engine is not ready.
-        """
-        client = self._client
-        if client.state != "ready":
-            raise EngineGone(client.failure or "The engine is starting; see /ready.")
-        request = InferenceRequest(next(client._ids), prompt, params, streaming, priority, cache_salt)
-        self._open.add(request.id)
-        self._unheard.add(request.id)
-        client._flights[request.id] = self
-        client._send(wire.submit(request))
-        return request.id
-
-    async def accepted(self) -> None:
-        """Wait until the engine has said of every request that it can run it.
-
-        Raises:
-            ValueError: it cannot; the message says why and what to do.
-            EngineGone: it ended.
-        """
-        while self._unheard and not self._gone:
-            await self._wait()
-        if self._gone:
-            raise EngineGone(self._gone)
-        if self._refusal:
-            raise ValueError(self._refusal)
-
-    async def responses(self) -> AsyncIterator[list[Message]]:
-        """All that came since the last time, whenever something did, until every request had its final response.
-
-        Raises:
-            EngineGone: the engine failed or was ended.
-        """
-        while self._open or self._mail:
-            if not self._mail:
-                await self._wait()
-            messages, self._mail = self._mail, []
-            for message in messages:
-                if message.final:
-                    self._open.discard(message.id)
-                if message.error:
-                    raise EngineGone(message.error)
-            if messages:
-                yield messages
-
-    def stop(self, request_id: int) -> None:
-        """Stop one request; its final response still comes."""
-        self._client.cancel(request_id)
-
-    def close(self) -> None:
-        """Stop all that is not done, and hear no more of it."""
-        still = [request_id for request_id in self._open if request_id in self._client._flights]
-        self._open.clear()
-        if still:
-            self._client._send(wire.Stop(still))
-
-    async def _wait(self) -> None:
-        self._arrived.clear()
-        await self._arrived.wait()
-
-    def _accept(self, request_id: int) -> None:
-        self._unheard.discard(request_id)
-        if not self._unheard:
-            self._arrived.set()
-
-    def _hear(self, message: Message, refused: bool) -> None:
-        if message.id in self._unheard:
-            self._unheard.discard(message.id)
-            if refused:
-                self._refusal = message.error
-            elif message.error:
-                self._gone = message.error
-        if message.id in self._open:
-            self._mail.append(message)
-        self._arrived.set()
-
-    def __enter__(self) -> Flight:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def seeds(params: SamplingParams) -> list[SamplingParams]:
-    """Parameters of the `n` answers to one prompt, each drawn on its own."""
-    if params.seed is None:
-        return [params] * params.n
-    return [replace(params, seed=(params.seed + index) % 2**64) for index in range(params.n)]
 
 
 def _spawn(config: EngineConfig, addresses: wire.Addresses) -> SpawnProcess:

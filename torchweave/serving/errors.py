@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from torchweave.serving.engine_client import EngineGone
+from torchweave.serving.flight import EngineGone
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 _DEFAULT_TYPE = "invalid_request_error"

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from torchweave.config import ServerConfig
 from torchweave.engine.request import SamplingParams
 from torchweave.serving.answers import Run
-from torchweave.serving.engine_client import EngineClient, EngineGone
+from torchweave.serving.engine_client import EngineClient
 from torchweave.serving.errors import ApiError
+from torchweave.serving.flight import EngineGone
 from torchweave.serving.text import Codec
 from torchweave.serving.wire import ModelCard
 

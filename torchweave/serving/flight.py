@@ -1,0 +1,125 @@
+"""The requests of one caller in the HTTP process, and what the engine says of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchweave.engine.client import Message
+from torchweave.engine.request import SamplingParams
+
+if TYPE_CHECKING:
+    from torchweave.serving.engine_client import EngineClient
+
+
+class EngineGone(RuntimeError):
+    """The engine is not there: it is starting, it failed, or it was ended."""
+
+
+class Flight:
+    """The requests of one caller. Leaving its `with` block cancels those that are not done."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._open: set[int] = set()
+        self._unheard: set[int] = set()  # of which the engine has not said whether it can run them
+        self._refusal = ""
+        self._gone = ""
+        self._mail: list[Message] = []
+        self._arrived = asyncio.Event()
+
+    def submit(
+        self, prompt: np.ndarray, params: SamplingParams, streaming: bool, priority: int = 0, cache_salt: str = ""
+    ) -> int:
+        """Hand in a request, which gets one answer (whatever `n`); returns its id.
+
+        Raises:
+            EngineGone: the engine is not ready.
+        """
+        request_id = self._client.submit(self, prompt, params, streaming, priority, cache_salt)
+        self._open.add(request_id)
+        self._unheard.add(request_id)
+        return request_id
+
+    async def accepted(self) -> None:
+        """Wait until the engine has said of every request that it can run it.
+
+        Raises:
+            ValueError: it cannot; the message says why and what to do.
+            EngineGone: it ended.
+        """
+        while self._unheard and not self._gone:
+            await self._wait()
+        if self._gone:
+            raise EngineGone(self._gone)
+        if self._refusal:
+            raise ValueError(self._refusal)
+
+    async def responses(self) -> AsyncIterator[list[Message]]:
+        """All that came since the last time, whenever something did, until every request had its final response.
+
+        Raises:
+            EngineGone: the engine failed or was ended.
+        """
+        while self._open or self._mail:
+            if not self._mail:
+                await self._wait()
+            messages, self._mail = self._mail, []
+            for message in messages:
+                if message.final:
+                    self._open.discard(message.id)
+                if message.error:
+                    raise EngineGone(message.error)
+            if messages:
+                yield messages
+
+    def stop(self, request_id: int) -> None:
+        """Stop one request; its final response still comes."""
+        self._client.cancel([request_id])
+
+    def close(self) -> None:
+        """Stop all that is not done, and hear no more of it."""
+        if self._open:
+            self._client.cancel(list(self._open))
+        self._open.clear()
+
+    async def _wait(self) -> None:
+        self._arrived.clear()
+        await self._arrived.wait()
+
+    # -- called by the client ------------------------------------------------------------------------------------------
+
+    def accept(self, request_id: int) -> None:
+        """The engine can run a request."""
+        self._unheard.discard(request_id)
+        if not self._unheard:
+            self._arrived.set()
+
+    def hear(self, message: Message, refused: bool) -> None:
+        """A response; `refused`: the engine cannot run the request at all."""
+        if message.id in self._unheard:
+            self._unheard.discard(message.id)
+            if refused:
+                self._refusal = message.error
+            elif message.error:
+                self._gone = message.error
+        if message.id in self._open:
+            self._mail.append(message)
+        self._arrived.set()
+
+    def __enter__(self) -> Flight:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def seeds(params: SamplingParams) -> list[SamplingParams]:
+    """Parameters of the `n` answers to one prompt, each drawn on its own."""
+    if params.seed is None:
+        return [params] * params.n
+    return [replace(params, seed=(params.seed + index) % 2**64) for index in range(params.n)]
