@@ -6,19 +6,22 @@ import json
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.engine.fake import expected, make
 from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.request import InferenceRequest, Output, SamplingParams
+from torchweave.engine.responses import Response
 
 
 class Harness:
     """Callbacks that record what happened, and a batch manager over the fake model."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, together: bool = False, **options: Any) -> None:
         self.batch, self.runner = make(**options.pop("sizes", {}))
         self.todo: list[InferenceRequest] = []
         self.asked: list[int] = []
@@ -27,24 +30,33 @@ class Harness:
         self.stats: list[dict] = []
         self.stops: set[int] = set()
         self.threads: set[str] = set()
+        self.calls = 0
         self.final = threading.Condition()
+        self.fetch_fault: Exception | None = None
+        self.before_send: Callable[[int, Output, bool], None] = lambda *response: None
         self.manager = BatchManager(
             self.batch,
             self.runner,
             self.get_requests,
-            self.send_response,
+            None if together else self.send_response,
             self.poll_stop,
             lambda text: self.stats.append(json.loads(text)),
+            send_responses=self.send_responses if together else None,
             **options,
         )
 
     def get_requests(self, max_num: int) -> list[InferenceRequest]:
         self.asked.append(max_num)
-        now, self.todo = self.todo[:max_num], self.todo[max_num:]
+        if self.fetch_fault:
+            raise self.fetch_fault
+        now = []
+        while self.todo and (max_num < 0 or len(now) < max_num):
+            now.append(self.todo.pop(0))
         return now
 
     def send_response(self, request_id: int, output: Output, final: bool, error: str) -> None:
         self.threads.add(threading.current_thread().name)
+        self.before_send(request_id, output, final)
         with self.final:
             self.said[request_id].append((output, final, error))
             self.final.notify_all()
@@ -52,6 +64,11 @@ class Harness:
     def poll_stop(self) -> set[int]:
         now, self.stops = self.stops, set()
         return now
+
+    def send_responses(self, responses: Sequence[Response]) -> None:
+        self.calls += 1
+        for response in responses:
+            self.send_response(*response)
 
     def ask(self, request_id: int, prompt: list[int], streaming: bool = False, **params: Any) -> None:
         sampling = SamplingParams(temperature=0, **params)
@@ -81,29 +98,53 @@ def test_B1_streaming_gets_every_step_and_others_the_whole_at_the_end() -> None:
     assert h.threads == {"torchweave-batch-manager"}
 
 
+def test_B1_all_responses_of_an_iteration_in_one_call() -> None:
+    with (h := Harness(together=True)).manager:
+        for number in (1, 2, 3):
+            h.ask(number, [number], streaming=True, max_tokens=30)
+        h.ask(4, [4], max_tokens=30)
+        h.wait_final(1, 2, 3, 4)
+    assert all(h.tokens(number) == expected([number], 30) for number in (1, 2, 3, 4))
+    assert [len(output.token_ids) for output, _, _ in h.said[1]] == [1] * 30
+    assert h.calls < 45, "a call an iteration, not one a response"
+
+
+def test_B1_responses_go_one_way() -> None:
+    for send in (None, lambda *response: None):
+        with pytest.raises(ValueError, match="either send_response or send_responses"):
+            BatchManager(*make(), lambda max_num: [], send, send_responses=send)
+
+
 def test_B1_state_is_free_before_the_final_response() -> None:
     h = Harness()
-    send, free = h.send_response, []
+    free: list[int] = []
 
-    def watch(request_id: int, output: Output, final: bool, error: str) -> None:
+    def watch(request_id: int, output: Output, final: bool) -> None:
         if final:
             free.append(h.batch.kv.num_used)
-        send(request_id, output, final, error)
 
-    h.manager._send_response = watch
+    h.before_send = watch
     with h.manager:
         h.ask(1, [3] * 9, max_tokens=8)
         h.wait_final(1)
     assert free == [0]
 
 
-def test_B1_max_num_is_never_exceeded_and_follows_the_free_slots() -> None:
-    with (h := Harness(sizes={"max_batch_size": 3})).manager:
+def test_B1_max_num_is_never_exceeded() -> None:
+    with (h := Harness(sizes={"max_batch_size": 2}, max_num_requests=3)).manager:
         for number in range(9):
             h.ask(number, [number + 1], max_tokens=4)
         h.wait_final(*range(9))
-    assert max(h.asked) == 3 and min(h.asked) >= 1
+    assert max(h.asked) == 3 and min(h.asked) == 0
     assert all(h.tokens(number) == expected([number + 1], 4) for number in range(9))
+
+
+def test_B1_without_a_bound_any_number_of_requests_is_taken_at_the_start_of_each_step() -> None:
+    with (h := Harness(sizes={"max_batch_size": 2})).manager:
+        for number in range(9):
+            h.ask(number, [number + 1], max_tokens=4)
+        h.wait_final(*range(9))
+    assert set(h.asked) == {-1} and len(h.asked) >= len(h.stats)
 
 
 def test_B2_an_id_in_flight_is_rejected_for_the_newcomer_only() -> None:
@@ -209,14 +250,12 @@ def test_a_failing_device_answers_everyone_and_hangs_nobody() -> None:
 
 def test_a_failing_callback_stops_its_request_and_not_the_others() -> None:
     h = Harness()
-    send = h.send_response
 
-    def fails(request_id: int, output: Output, final: bool, error: str) -> None:
+    def fails(request_id: int, output: Output, final: bool) -> None:
         if request_id == 1:
             raise RuntimeError("the client is gone")
-        send(request_id, output, final, error)
 
-    h.manager._send_response = fails
+    h.before_send = fails
     with h.manager:
         h.ask(1, [1], streaming=True, max_tokens=60)
         h.ask(2, [2], streaming=True, max_tokens=60)

@@ -74,7 +74,7 @@ def steps(llm: LLM) -> int:
 
 def is_empty(llm: LLM) -> bool:
     batch = llm.engine.batch
-    return batch.num_active == 0 and batch.kv.num_free == batch.kv.num_blocks and llm._client.num_queued == 0
+    return batch.num_active == 0 and batch.kv.num_free == batch.kv.num_blocks
 
 
 # -- many callers ------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_a_shutdown_that_drains_lets_all_finish_queued_ones_too(fresh: LLM, righ
         lambda: [output.outputs[0].text for output in fresh.generate(PROMPTS * 2, GREEDY)],
         lambda: "".join(piece.text for piece in fresh.stream(PROMPTS[9], GREEDY)),
     )
-    assert wait_until(lambda: steps(fresh) > begun and fresh._client.num_queued > 0)
+    assert wait_until(lambda: steps(fresh) > begun and fresh.engine.batch.num_waiting > 0)
     fresh.shutdown()
     assert whole.result(timeout=20) == [right[prompt] for prompt in PROMPTS * 2]
     assert streamed.result(timeout=20) == right[PROMPTS[9]]
@@ -219,7 +219,7 @@ def test_a_shutdown_now_is_an_error_to_everyone_who_waits(fresh: LLM) -> None:
     whole, streamed = in_threads(
         lambda: fresh.generate(["copy: "] * 20, LONG), lambda: list(fresh.stream("copy: ", LONG))
     )
-    assert wait_until(lambda: steps(fresh) > 2 and fresh._client.num_queued > 0)
+    assert wait_until(lambda: steps(fresh) > 2 and fresh.engine.batch.num_waiting > 0)
     begin = time.monotonic()
     fresh.shutdown(drain=False)
     for future in (whole, streamed):

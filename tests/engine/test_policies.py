@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.fake import VOCAB, expected, make
 from tests.engine.test_batch import drive, request, tokens_of
-from torchweave.engine.batch import Response
+from torchweave.engine.responses import Response
 from torchweave.engine.scheduler import POLICIES, Context, Generation, Snapshot, Waiting
 from torchweave.engine.scheduler.chunking import chunk_sizes
 from torchweave.engine.scheduler.waiting import holds_back

@@ -25,7 +25,7 @@ class Active:
         stops: tokens that end it.
         late_stops: of these, what the device has no room for.
         num_logprobs: most likely tokens wanted with each token; -1 for none at all.
-        sent: generated tokens that were told already.
+        sent: of these, tokens that were told already.
         paused: it ran before.
         reason: why it ended, once it has.
     """
@@ -66,6 +66,8 @@ class Queue:
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, Active]] = []
+        self._ids: set[int] = set()
+        self.num_paused = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -73,20 +75,31 @@ class Queue:
     def __iter__(self) -> Iterator[Active]:
         return (active for _, _, active in self._entries)
 
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._ids
+
     def add(self, active: Active) -> None:
         insort(self._entries, (-active.request.priority, active.arrival, active))
+        self._ids.add(active.request.id)
+        self.num_paused += active.paused
 
     def pop(self) -> Active:
         """The first."""
-        return self._entries.pop(0)[2]
+        return self._take(0)
 
     def remove(self, request_id: int) -> Active | None:
         """Take a request out; None when it is not there."""
-        for index, (_, _, active) in enumerate(self._entries):
-            if active.request.id == request_id:
-                del self._entries[index]
-                return active
-        return None
+        if request_id not in self._ids:
+            return None
+        return self._take(next(i for i, entry in enumerate(self._entries) if entry[2].request.id == request_id))
+
+    def _take(self, index: int) -> Active:
+        active = self._entries.pop(index)[2]
+        self._ids.discard(active.request.id)
+        self.num_paused -= active.paused
+        return active
 
     def clear(self) -> None:
         self._entries.clear()
+        self._ids.clear()
+        self.num_paused = 0

@@ -6,24 +6,14 @@ import itertools
 import queue
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
 from torchweave.engine.request import InferenceRequest, Output, SamplingParams
+from torchweave.engine.responses import NO_TOKENS, Response, Responses, refusal
 
-
-@dataclass(frozen=True)
-class Message:
-    """One response of the batch manager."""
-
-    id: int
-    output: Output
-    final: bool
-    error: str
-
-
-Inbox = queue.SimpleQueue[Message]
+Inbox = queue.SimpleQueue[Sequence[Response]]
 
 
 class Client:
@@ -59,7 +49,7 @@ class Client:
             if waiting is None and request_id in self._inboxes:
                 self._stops.add(request_id)
         if waiting is not None:  # the batch manager never heard of it
-            self.send_response(request_id, Output(np.empty(0, np.int32), "cancelled"), final=True, error="")
+            self.send_responses(Responses([Response(request_id, Output(NO_TOKENS, "cancelled"), final=True)]))
 
     def close(self) -> None:
         """Take no more requests."""
@@ -71,17 +61,12 @@ class Client:
         with self._lock:
             self._new.clear()
             waiting = list(self._inboxes)
-        for request_id in waiting:
-            self.send_response(request_id, Output(np.empty(0, np.int32), "error"), final=True, error=message)
+        self.send_responses(Responses(refusal(request_id, message) for request_id in waiting))
 
     def wait_until_answered(self, timeout: float) -> bool:
         """Wait until every request has its final response; returns whether that is so."""
         with self._all_answered:
             return self._all_answered.wait_for(lambda: not self._inboxes, timeout)
-
-    @property
-    def num_queued(self) -> int:
-        return len(self._new)
 
     # -- the batch manager's callbacks ---------------------------------------------------------------------------------
 
@@ -94,16 +79,29 @@ class Client:
                 taken.append(self._new.popitem(last=False)[1])
             return taken
 
-    def send_response(self, request_id: int, output: Output, final: bool, error: str) -> None:
-        inbox = self._inboxes.get(request_id)
-        if inbox is not None:
-            inbox.put(Message(request_id, output, final, error))
-        if final:
-            with self._lock:
+    def send_responses(self, responses: Sequence[Response]) -> None:
+        """Put responses into the inboxes of those who asked, one message an inbox."""
+        said = responses if isinstance(responses, Responses) else Responses(responses)
+        inboxes = {id(inbox): inbox for inbox in map(self._inboxes.get, said.request_ids()) if inbox is not None}
+        if len(inboxes) == 1:
+            next(iter(inboxes.values())).put(said)
+        elif inboxes:
+            parts: dict[int, list[Response]] = {key: [] for key in inboxes}
+            for response in said:
+                if (inbox := self._inboxes.get(response.id)) is not None:
+                    parts[id(inbox)].append(response)
+            for key, part in parts.items():
+                inboxes[key].put(part)
+        if ended := [response.id for response in said.others if response.final]:
+            self._forget(ended)
+
+    def _forget(self, request_ids: Sequence[int]) -> None:
+        with self._lock:
+            for request_id in request_ids:
                 self._inboxes.pop(request_id, None)
                 self._stops.discard(request_id)
-                if not self._inboxes:
-                    self._all_answered.notify_all()
+            if not self._inboxes:
+                self._all_answered.notify_all()
 
     def poll_stop(self) -> set[int]:
         if not self._stops:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from torchweave.engine.batch_manager import BatchManager
-from torchweave.engine.client import Client, Inbox, Message
+from torchweave.engine.client import Client, Inbox
 from torchweave.engine.request import SamplingParams
+from torchweave.engine.responses import Response
 from torchweave.engine.text import Answer
 from torchweave.models.tokenizer import Tokenizer
 
@@ -72,17 +73,17 @@ class Flight:
             RuntimeError: the engine failed or was shut down.
         """
         while self._open:
-            message = self._next()
-            if message.final:
-                self._open.discard(message.id)
-            if message.error:
-                raise RuntimeError(message.error) from self._manager.failure
-            output = message.output
-            if self.answers[message.id].add(output.token_ids.tolist(), output.finish_reason, output.logprobs):
-                self._client.stop(message.id)
-            yield message.id, message.final
+            for response in self._next():
+                if response.final:
+                    self._open.discard(response.id)
+                if response.error:
+                    raise RuntimeError(response.error) from self._manager.failure
+                output = response.output
+                if self.answers[response.id].add(output.token_ids.tolist(), output.finish_reason, output.logprobs):
+                    self._client.stop(response.id)
+                yield response.id, response.final
 
-    def _next(self) -> Message:
+    def _next(self) -> Sequence[Response]:
         while True:
             try:
                 return self._inbox.get(timeout=_LOOK_SECONDS)

@@ -14,6 +14,7 @@ from torchweave.engine.client import Client, Inbox
 from torchweave.engine.kv_cache import KVCache
 from torchweave.engine.limits import Limits
 from torchweave.engine.request import SamplingParams
+from torchweave.engine.responses import Responses
 from torchweave.engine.scheduler import POLICIES
 from torchweave.engine.step import Step, StepResult
 from torchweave.ops.state import SlotState
@@ -59,12 +60,16 @@ def measure_without_device(num_requests: int = 256, num_steps: int = 1000, strea
     prompts = np.arange(prompt_len) % 1000
     for _ in range(num_requests):
         client.submit(prompts, SamplingParams(temperature=0, max_tokens=num_steps), inbox, streaming)
-    manager = BatchManager(batch, NoDevice(state), client.get_requests, client.send_response, client.poll_stop)
+    manager = BatchManager(
+        batch, NoDevice(state), client.get_requests, poll_stop=client.poll_stop, send_responses=client.send_responses
+    )
     manager.timings.clear()
     deadline = time.monotonic() + 120
-    for _ in range(num_requests):
-        while not inbox.get(timeout=max(deadline - time.monotonic(), 0.1)).final:
-            pass
+    left = num_requests
+    while left:
+        said = inbox.get(timeout=max(deadline - time.monotonic(), 0.1))
+        assert isinstance(said, Responses), "one caller asked for all"
+        left -= said.num_final
     manager.shutdown()
     steps = list(manager.timings)
     return steps[len(steps) // 4 : -(len(steps) // 10)]  # without the steps that read prompts and the last ones

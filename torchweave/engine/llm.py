@@ -65,9 +65,10 @@ class LLM:
             self.engine.batch,
             self.engine.runner,
             self._client.get_requests,
-            self._client.send_response,
-            self._client.poll_stop,
+            poll_stop=self._client.poll_stop,
+            send_responses=self._client.send_responses,
             run_ahead=self.plan.run_ahead,
+            idle_seconds=None,
             seed=config.seed,
         )
         self._finalizer = weakref.finalize(self, self.manager.shutdown, drain=False)

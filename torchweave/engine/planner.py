@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from torchweave.engine.active import Active, Queue
-from torchweave.engine.kv_cache import KVCache
 from torchweave.engine.limits import Limits
+from torchweave.engine.running import Running
 from torchweave.engine.scheduler import Context, Decision, Generation, Policy, Snapshot, Waiting
 from torchweave.engine.scheduler.waiting import holds_back
-from torchweave.engine.slots import Slots
 
 
 class Planner:
@@ -20,53 +19,40 @@ class Planner:
     Args:
         limits: sizes, and how the tokens of a step are divided.
         policy: decides which waiting requests start, which running ones are paused, and how much of each prompt is read.
-        kv, slots: what is asked about.
-        reuse: sequences that begin alike share KV cache blocks.
+        running: the slots in use.
     """
 
-    def __init__(self, limits: Limits, policy: Policy, kv: KVCache, slots: Slots, reuse: bool) -> None:
+    def __init__(self, limits: Limits, policy: Policy, running: Running) -> None:
         self._limits = limits
         self._policy = policy
-        self._kv = kv
-        self._slots = slots
-        self._reuse = reuse
+        self._running = running
+        self._kv = running.kv
+        self._slots = running.slots
         self._held_for = 0  # steps that prompts have been held back
 
-    def decide(
-        self, generating: np.ndarray, context: Sequence[int], waiting: Queue, leaving: Sequence[int]
-    ) -> Decision | None:
-        """The policy's decision; None when there is nothing to decide: all generate, and all have the blocks they need.
-
-        Args:
-            generating, context, leaving: slots that generate, that read their prompts, and that wait to be left.
-            waiting: requests that wait for a slot.
-        """
+    def decide(self, waiting: Queue) -> Decision | None:
+        """The policy's decision about the running requests and those that wait for a slot; None when there is nothing to
+        decide: all generate, and all have the blocks they need."""
+        generating = self._running.generating
         lacking = self._kv.lacking(generating, self._slots.computed[generating] + 1)
-        if not waiting and not context and lacking.sum() <= self._kv.num_free:
+        if not waiting and not self._running.context and lacking.sum() <= self._kv.num_free:
             return None
-        snapshot = self._snapshot(lacking, generating, context, waiting, leaving)
+        snapshot = self._snapshot(lacking, waiting)
         decision = self._policy(snapshot)
         if self._holds_back(snapshot):
-            return Decision((0,) * len(context), (), decision.resting, decision.paused)
+            return Decision((0,) * len(snapshot.context), (), decision.resting, decision.paused)
         return decision
 
     def known(self, active: Active) -> tuple[list[int], int]:
         """Blocks that hold the beginning of a request's context, all of it but a token at least, and how many are idle."""
-        if not self._reuse:
+        if not self._running.reuse:
             return [], 0
         context = active.context
         hashes = active.hashes(context, self._kv.block_size)
         return self._kv.match(hashes[: (len(context) - 1) // self._kv.block_size])
 
-    def _snapshot(
-        self,
-        lacking: np.ndarray,
-        generating: np.ndarray,
-        context: Sequence[int],
-        waiting: Queue,
-        leaving: Sequence[int],
-    ) -> Snapshot:
-        kv, slots, limits = self._kv, self._slots, self._limits
+    def _snapshot(self, lacking: np.ndarray, waiting: Queue) -> Snapshot:
+        kv, slots, limits, running = self._kv, self._slots, self._limits, self._running
         own = kv.held - kv.shared
         return Snapshot(
             max_num_tokens=limits.max_num_tokens,
@@ -75,9 +61,9 @@ class Planner:
             block_size=kv.block_size,
             free_blocks=kv.num_free,
             unreserved_blocks=kv.num_unreserved,
-            leaving_blocks=int(own[leaving].sum()) if leaving else 0,
-            generation=Generation(lacking, own[generating], slots.started[generating]),
-            context=tuple(self._context(slot) for slot in context),
+            leaving_blocks=int(own[running.leaving].sum()) if running.leaving else 0,
+            generation=Generation(lacking, own[running.generating], slots.started[running.generating]),
+            context=tuple(self._context(slot) for slot in running.context),
             waiting=tuple(self._waiting(waiting)),
             chunked_context=limits.chunked_context,
             equal_progress=limits.equal_progress,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -211,8 +211,7 @@ class TokenLogprobs:
     top: dict[int, float]
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """Tokens of one request: those new since its last response.
 
     Attributes:

@@ -17,6 +17,8 @@ class Slots:
         computed: tokens that launched steps have read.
         limit: tokens to read until the last one is generated.
         count: tokens generated and read back, in the first places of `tokens`.
+        sent: of these, tokens that were told already.
+        ids: the request's id.
         started: counts starts, so that a smaller one ran earlier.
         done: no more of its tokens count.
         streaming: it is told of every token.
@@ -31,6 +33,8 @@ class Slots:
         self.computed = np.zeros(size, np.int64)
         self.limit = np.zeros(size, np.int64)
         self.count = np.zeros(size, np.int64)
+        self.sent = np.zeros(size, np.int64)
+        self.ids = np.zeros(size, np.uint64)
         self.started = np.zeros(size, np.int64)
         self.done = np.ones(size, bool)
         self.streaming = np.zeros(size, bool)
@@ -54,6 +58,8 @@ class Slots:
         self.make_room(len(generated))
         self.tokens[slot, : len(generated)] = generated
         self.count[slot] = len(generated)
+        self.sent[slot] = active.sent
+        self.ids[slot] = active.request.id
         self.started[slot] = self._starts
         self._starts += 1
         self.done[slot] = False

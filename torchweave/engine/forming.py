@@ -1,0 +1,132 @@
+"""Forms steps: which tokens each row reads, the blocks that they need, and what the device has to be told before."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchweave.engine.active import Active
+from torchweave.engine.limits import Limits
+from torchweave.engine.running import NO_SLOTS, Running
+from torchweave.engine.step import Chunk, Step
+from torchweave.ops.state import SlotUpdates
+
+GRANT_AHEAD = 16  # tokens: a sequence gets its next block this early, together with others that need one soon
+
+
+class Former:
+    """Turns a decision into a step.
+
+    Args:
+        limits: sizes.
+        running: the slots in use.
+        updates: collects what the device has to be told before the next step.
+
+    Attributes:
+        spare: so many steps without context need no block for anyone.
+    """
+
+    def __init__(self, limits: Limits, running: Running, updates: SlotUpdates) -> None:
+        self.spare = 0
+        self._limits = limits
+        self._running = running
+        self._slots = running.slots
+        self._kv = running.kv
+        self._updates = updates
+        self._on_device = NO_SLOTS  # the generating slots as the device knows them
+        self._next_index = 0
+
+    def start(self, active: Active, known: list[int]) -> int:
+        """Give a request a slot that begins with the blocks `known`, and tell the device all it has to know about it."""
+        last = self._limits.last_position(active.request)
+        slot = self._slots.occupy(active, last, len(known) * self._kv.block_size)
+        if known:
+            grant = self._kv.attach(slot, known)
+            self._updates.set_blocks(grant.slots, grant.columns, grant.blocks)
+        self._kv.missed_total += active.context_len // self._kv.block_size - len(known)
+        self._kv.reserve(slot, self._kv.blocks_for(last))
+        self._running.context.append(slot)
+        self._tell(slot, active)
+        return slot
+
+    def _tell(self, slot: int, active: Active) -> None:
+        """What the device knows of a slot's request."""
+        updates, params = self._updates, active.request.sampling
+        updates.set("position", slot, active.context_len - 1)
+        updates.set("min_position", slot, len(active.prompt) + params.min_tokens)
+        updates.set("temperature", slot, params.temperature)
+        updates.set("top_k", slot, max(params.top_k, 0))
+        updates.set("top_p", slot, params.top_p)
+        updates.set("min_p", slot, params.min_p)
+        updates.set_seed(slot, active.seed)
+        updates.set_stop_ids(slot, active.stops)
+
+    def form(self, generating: np.ndarray, chunks: list[tuple[int, int]]) -> Step:
+        """The step of one token for each slot of `generating`, and of (slot, number of tokens) chunks of prompts."""
+        running, computed = self._running, self._slots.computed
+        starts = computed[generating]
+        slots, sizes, reads = generating, np.int64(1), ()
+        if chunks:
+            slots = np.concatenate([generating, np.array([slot for slot, _ in chunks], np.int32)])
+            sizes = np.concatenate([np.ones(len(generating), np.int64), [size for _, size in chunks]])
+            reads = tuple(self._chunk(slot, size) for slot, size in chunks)
+        after = computed[slots] + sizes
+        if self.spare and not chunks:
+            self.spare -= 1
+        else:
+            self._grant(slots, after)
+            everyone = not chunks and len(generating) == len(running.generating)
+            self.spare = int((self._kv.held[slots] * self._kv.block_size - after).min()) if everyone else 0
+        computed[slots] = after
+        emits = np.ones(len(slots), bool)
+        for row, (slot, _) in enumerate(chunks, start=len(generating)):
+            emits[row] = self._slots.context_left(slot) == 0
+            running.publish(slot, int(computed[slot]))
+
+        step = Step(
+            index=self._next_index,
+            slots=slots,
+            starts=starts,
+            chunks=reads,
+            emits=emits,
+            updates=self._take_updates(None if chunks else generating),
+            max_seq_len=int(after.max()),
+            logprobs=self._logprob_rows(slots, emits),
+        )
+        self._slots.last_named[slots] = step.index
+        self._next_index += 1
+        running.advance(slots, after, emits, len(generating))
+        return step
+
+    def _chunk(self, slot: int, size: int) -> Chunk:
+        start = int(self._slots.computed[slot])
+        return Chunk(start, self._slots.request_in(slot).context[start : start + size])
+
+    def _grant(self, slots: np.ndarray, after: np.ndarray) -> None:
+        """Give the blocks that a step needs, and some tokens more where there is enough."""
+        if not self._kv.lacking(slots, after).any():
+            return
+        wanted = np.maximum(np.minimum(after + GRANT_AHEAD, self._slots.limit[slots]), after)
+        if self._kv.lacking(slots, wanted).sum() > self._kv.num_free:
+            wanted = after
+        grant = self._kv.grant(slots, wanted)
+        self._updates.set_blocks(grant.slots, grant.columns, grant.blocks)
+
+    def _take_updates(self, generating: np.ndarray | None) -> tuple[np.ndarray, np.ndarray] | None:
+        """Pending changes; the list of generating slots is brought up to date when the step reads it (decode only)."""
+        if generating is not None and not np.array_equal(generating, self._on_device):
+            self._updates.set_batch(generating)
+            self._on_device = generating
+        return self._updates.take() if len(self._updates) else None
+
+    def _logprob_rows(self, slots: np.ndarray, emits: np.ndarray) -> tuple[np.ndarray, int] | None:
+        rows = np.flatnonzero(self._slots.special[slots] & emits)
+        counts = [self._slots.request_in(int(slots[row])).num_logprobs for row in rows]
+        wanted = [(row, count) for row, count in zip(rows, counts, strict=True) if count >= 0]
+        if not wanted:
+            return None
+        return np.array([row for row, _ in wanted]), max(count for _, count in wanted)
+
+    def clear(self) -> None:
+        """Forget what was to be told to the device."""
+        self.spare = 0
+        self._updates.take()

@@ -1,0 +1,333 @@
+"""The generation loop: fetch requests, form and launch a step, take in an older one, tell what there is to say.
+
+Faults stay where they belong. A callback that raises costs no more than the requests that it was about; a device that fails
+ends the loop, and everyone who waits is answered with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from torchweave.engine.batch import Batch
+from torchweave.engine.request import MAX_REQUEST_ID, InferenceRequest, Output
+from torchweave.engine.responses import Response, Responses, refusal
+from torchweave.engine.stats import IterationFacts, statistics
+from torchweave.engine.step import Step, StepResult
+
+GetRequests = Callable[[int], Iterable[InferenceRequest]]
+SendResponse = Callable[[int, Output, bool, str], None]
+SendResponses = Callable[[Sequence[Response]], None]
+PollStop = Callable[[], Collection[int]]
+ReturnStats = Callable[[str], None]
+
+_FIRST_LOOK = 0.0005  # seconds of the first wait of an idle loop that has to look for requests itself
+_RETRY_SECONDS = 0.02  # requests wait, but no step can be formed: look again
+_COMPLAIN_SECONDS = 1.0  # between two log lines about the same callback
+_KEPT_TIMINGS = 4096
+_log = logging.getLogger("torchweave")
+
+
+class Timing(NamedTuple):
+    """Host seconds of one iteration: forming the step, launching it, waiting for an older one, taking that in."""
+
+    form: float
+    launch: float
+    wait: float
+    absorb: float
+
+    @property
+    def host(self) -> float:
+        """All but the waiting."""
+        return self.form + self.launch + self.absorb
+
+
+class StepRunner(Protocol):
+    """Carries out steps, several in flight. What `launch` returns is the runner's own affair."""
+
+    def start(self) -> None:
+        """Called once, on the thread that will make all other calls."""
+        ...
+
+    def launch(self, step: Step) -> Any:
+        """Begin a step without waiting for it; returns what `collect` takes."""
+        ...
+
+    def ready(self, handle: Any) -> bool:
+        """Whether `collect` would return at once."""
+        ...
+
+    def collect(self, handle: Any) -> StepResult:
+        """Wait for a step."""
+        ...
+
+    def rest(self) -> None:
+        """Called when there is nothing left to run: what only a running engine needs may be let go."""
+        ...
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What the loop calls; see `BatchManager`."""
+
+    get_requests: GetRequests
+    send_responses: SendResponses | None
+    send_response: SendResponse | None
+    poll_stop: PollStop | None
+    return_stats: ReturnStats | None
+
+
+class GenerationLoop:
+    """Runs on one thread (`run`); `stop` and `wake` may be called by any.
+
+    Args:
+        batch: forms the steps.
+        runner: carries them out.
+        callbacks: where requests come from and answers go.
+        run_ahead: steps in flight at the most.
+        max_num_requests: requests taken in at the most, waiting ones included; negative: any number.
+        idle_seconds: longest time between two looks for requests while nothing runs; None: only `wake` ends the wait.
+        stats_interval: seconds between two statistics at the least.
+        seed: seeds the requests that bring no seed; None draws one.
+
+    Attributes:
+        failure: what ended the loop, if it did not end as it should.
+        counts: steps by the way they ran.
+        timings: of the last iterations.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        runner: StepRunner,
+        callbacks: Callbacks,
+        *,
+        run_ahead: int,
+        max_num_requests: int,
+        idle_seconds: float | None,
+        stats_interval: float,
+        seed: int | None,
+    ) -> None:
+        self.failure: BaseException | None = None
+        self.counts: dict[str, int] = {}
+        self.timings: deque[Timing] = deque(maxlen=_KEPT_TIMINGS)
+        self._batch = batch
+        self._runner = runner
+        self._callbacks = callbacks
+        self._run_ahead = max(run_ahead, 1)
+        self._max_num_requests = max_num_requests
+        self._idle_seconds = idle_seconds
+        self._stats_interval = stats_interval
+        self._seeds = np.random.default_rng(seed)
+        self._in_flight: deque[tuple[Step, Any]] = deque()
+        self._num_new = self._num_completed = 0
+        self._iteration_began = self._told_stats = float("-inf")
+        self._stopping: str | None = None  # "drain" or "abandon"
+        self._wake = threading.Event()
+        self._forming = self._launching = 0.0
+        self._complained: dict[str, float] = {}
+
+    # -- from any thread -----------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def stop(self, drain: bool) -> None:
+        """End after the active requests have been answered, or now, with an error to each of them."""
+        if self._stopping != "abandon":
+            self._stopping = "drain" if drain else "abandon"
+        self._wake.set()
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            self._runner.start()
+            self._loop()
+        except BaseException as failure:
+            self.failure = failure
+            _log.exception("The generation loop failed; every request in flight is answered with an error.")
+            self._answer(self._batch.abandon(f"The engine failed: {failure}"))
+            self._refuse_the_rest()
+
+    def _loop(self) -> None:
+        while True:
+            if self._stopping is None:
+                self._fetch()
+            if self._stopping == "abandon":
+                self._drop_in_flight()
+                self._answer(self._batch.abandon("The engine was shut down before the request had finished."))
+                return
+            begin = time.perf_counter()
+            step = self._batch.next_step()
+            formed = time.perf_counter()
+            if step is not None:
+                if not self._in_flight:
+                    self._iteration_began = begin
+                self._in_flight.append((step, self._runner.launch(step)))
+            self._forming, self._launching = formed - begin, time.perf_counter() - formed
+            if self._in_flight:
+                self._collect(wait=step is None or len(self._in_flight) >= self._run_ahead)
+            elif self._stopping == "drain" and self._batch.num_active == 0:
+                return
+            else:
+                self._idle()
+
+    def _idle(self) -> None:
+        """Nothing runs: wait for requests."""
+        if self._batch.num_active:  # they wait for something that is not in this loop's power
+            self._wait(_RETRY_SECONDS)
+            return
+        self._runner.rest()
+        pause = _FIRST_LOOK
+        while self._stopping is None and self._batch.num_active == 0:
+            self._wait(None if self._idle_seconds is None else min(pause, self._idle_seconds))
+            pause *= 2
+            if self._stopping is None:
+                self._fetch()
+
+    def _wait(self, seconds: float | None) -> None:
+        self._wake.wait(seconds)
+        self._wake.clear()
+
+    def _fetch(self) -> None:
+        room = self._max_num_requests
+        if room >= 0:
+            room = max(room - self._batch.num_active, 0)
+        try:
+            for request in self._callbacks.get_requests(room):
+                self._take_in(request)
+        except Exception:
+            self._complain("get_requests", "the requests in flight go on")
+
+    def _take_in(self, request: InferenceRequest) -> None:
+        try:
+            error = self._why_not(request)
+        except Exception as fault:
+            error = f"The request cannot be read ({fault}); give an InferenceRequest."
+        if error:
+            self._answer([refusal(request.id, error)])
+            return
+        self._batch.add(request, int(self._seeds.integers(2**64, dtype=np.uint64)))
+        self._num_new += 1
+
+    def _why_not(self, request: InferenceRequest) -> str:
+        if not 0 <= request.id <= MAX_REQUEST_ID:
+            return f"The request id {request.id} is outside 0..2**64 - 1; give another."
+        if self._batch.knows(request.id):
+            return f"A request with the id {request.id} is in flight; use the id again after its final response."
+        return self._batch.why_not(request)
+
+    def _collect(self, wait: bool) -> None:
+        """Take in the oldest step in flight, if it has completed or there is nothing better to do than wait for it."""
+        step, handle = self._in_flight[0]
+        if not wait and not self._runner.ready(handle):
+            return
+        self._in_flight.popleft()
+        begin = time.perf_counter()
+        result = self._runner.collect(handle)
+        collected = time.perf_counter()
+        self.counts[result.how] = self.counts.get(result.how, 0) + 1
+        responses = self._batch.absorb(step, result)
+        num_active = self._batch.num_active + responses.num_final
+        self._answer(responses)
+        self._poll_stop()
+        if self._callbacks.return_stats is not None:
+            self._tell_stats(step, num_active)
+        ended = time.perf_counter()
+        self._iteration_began = ended
+        self.timings.append(Timing(self._forming, self._launching, collected - begin, ended - collected))
+
+    def _poll_stop(self) -> None:
+        poll_stop = self._callbacks.poll_stop
+        if poll_stop is None:
+            return
+        try:
+            stops = poll_stop()
+        except Exception:
+            self._complain("poll_stop", "nothing is stopped")
+            return
+        if stops:
+            self._answer(Responses(response for each in stops for response in self._batch.cancel(each)))
+
+    def _tell_stats(self, step: Step, num_active: int) -> None:
+        assert self._callbacks.return_stats is not None
+        now = time.perf_counter()
+        if now - self._told_stats < self._stats_interval and self._batch.num_active:
+            return
+        self._told_stats = now
+        facts = IterationFacts(
+            latency=now - self._iteration_began,
+            num_active=num_active,
+            num_new=self._num_new,
+            num_waiting=self._batch.num_waiting,
+            num_completed=self._num_completed,
+            num_paused=self._batch.num_paused,
+            static=self._batch.static,
+            max_requests=self._batch.limits.max_batch_size,
+        )
+        self._num_new = self._num_completed = 0
+        try:
+            self._callbacks.return_stats(statistics(step, self._batch.kv, facts))
+        except Exception:
+            self._complain("return_stats", "these statistics are lost")
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def _answer(self, responses: Sequence[Response]) -> None:
+        if not responses:
+            return
+        self._num_completed += responses.num_final if isinstance(responses, Responses) else len(responses)
+        together = self._callbacks.send_responses
+        if together is None:
+            for response in responses:
+                self._answer_one(response)
+            return
+        try:
+            together(responses)
+        except Exception:
+            self._complain("send_responses", "the requests that it was about are stopped")
+            self._give_up(response.id for response in responses if not response.final)
+
+    def _answer_one(self, response: Response) -> None:
+        assert self._callbacks.send_response is not None
+        try:
+            self._callbacks.send_response(response.id, response.output, response.final, response.error)
+        except Exception:
+            self._complain("send_response", f"request {response.id} is stopped")
+            if not response.final:
+                self._give_up([response.id])
+
+    def _give_up(self, request_ids: Iterable[int]) -> None:
+        """Stop requests whose client cannot be told about them."""
+        for request_id in request_ids:
+            self._answer(self._batch.cancel(request_id))
+
+    def _complain(self, callback: str, consequence: str) -> None:
+        """Log the exception at hand, not more often than once a second for each callback."""
+        now = time.monotonic()
+        if now - self._complained.get(callback, float("-inf")) >= _COMPLAIN_SECONDS:
+            self._complained[callback] = now
+            _log.exception("%s failed; %s.", callback, consequence)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _drop_in_flight(self) -> None:
+        while self._in_flight:
+            self._runner.collect(self._in_flight.popleft()[1])
+
+    def _refuse_the_rest(self) -> None:
+        """After a failure: answer what is still handed in, once, so that nobody waits for ever."""
+        try:
+            rest = list(self._callbacks.get_requests(-1))
+        except Exception:
+            self._complain("get_requests", "the engine has failed anyway")
+            return
+        self._answer([refusal(request.id, f"The engine failed: {self.failure}") for request in rest])

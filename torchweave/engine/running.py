@@ -1,0 +1,83 @@
+"""The slots in use: which read their prompts, which generate, and which are about to be left."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchweave.engine.kv_cache import KVCache
+from torchweave.engine.slots import Slots
+
+NO_SLOTS = np.empty(0, np.int32)
+
+
+class Running:
+    """What the batch, the planner and the former of steps share.
+
+    Args:
+        slots: facts about the running requests.
+        kv: owner of the KV cache's blocks.
+        reuse: sequences that begin alike share KV cache blocks.
+
+    Attributes:
+        context: slots whose prompt is still being read, oldest first.
+        generating: slots that take one token a step.
+        leaving: slots that are done or paused but may still be named by a step in flight.
+        completed: index of the last step whose result was taken in.
+    """
+
+    def __init__(self, slots: Slots, kv: KVCache, reuse: bool) -> None:
+        self.slots = slots
+        self.kv = kv
+        self.reuse = reuse
+        self.context: list[int] = []
+        self.generating = NO_SLOTS
+        self.leaving: list[int] = []
+        self.completed = -1
+
+    def in_flight(self, slot: int) -> bool:
+        return self.slots.last_named[slot] > self.completed
+
+    def stop(self, slot: int) -> None:
+        """Name a slot in no step from here on; it is left when those that name it have completed."""
+        if slot not in self.leaving:
+            self.leaving.append(slot)
+        if slot in self.context:
+            self.context.remove(slot)
+        self.generating = self.generating[self.generating != slot]
+
+    def advance(self, slots: np.ndarray, after: np.ndarray, emits: np.ndarray, num_generating: int) -> None:
+        """A step was formed. Those go on that emit and have not read all they may, and those that rested.
+
+        Args:
+            slots, emits: rows of the step, the first `num_generating` of them generation rows.
+            after: tokens of each that are read when the step has run.
+        """
+        more = after < self.slots.limit[slots]
+        had_context = len(slots) > num_generating
+        rested = NO_SLOTS
+        if num_generating < len(self.generating):
+            rested = self.generating[~np.isin(self.generating, slots[:num_generating])]
+        if had_context:
+            self.context = [slot for slot in self.context if self.slots.context_left(slot) > 0]
+        if had_context or rested.size or not more.all():
+            self.generating = np.concatenate([slots[emits & more], rested])
+
+    def publish(self, slot: int, num_tokens: int) -> None:
+        """Let others use the full blocks among the first `num_tokens` tokens of a slot, which launched steps have read."""
+        if self.reuse:
+            tokens = self.slots.sequence(slot, num_tokens)
+            hashes = self.slots.request_in(slot).hashes(tokens, self.kv.block_size)
+            self.kv.publish(slot, hashes, first=int(self.kv.shared[slot]))
+
+    def leave(self, slot: int) -> None:
+        """Give back a slot and its blocks."""
+        self.slots.vacate(slot)
+        self.kv.free(slot)
+
+    def clear(self) -> None:
+        """Leave every slot, whatever names it."""
+        for slot in list(self.slots.of.values()):
+            self.leave(slot)
+        self.context.clear()
+        self.leaving.clear()
+        self.generating = NO_SLOTS
