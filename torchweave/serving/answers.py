@@ -77,15 +77,15 @@ class Run:
             EngineGone: the engine ended before them.
         """
         ended: set[int] = set()
-        async for messages in self.flight.responses():
+        async for responses in self.flight.responses():
             told: dict[int, None] = {}
-            for message in messages:
-                output, growing = message.output, self.growing[message.id]
+            for response in responses:
+                output, growing = response.output, self.growing[response.id]
                 self.num_generated += len(output.token_ids)
                 if growing.add(output.token_ids.tolist(), output.finish_reason, output.logprobs):
-                    self.flight.stop(message.id)
-                told[message.id] = None
-                if message.final:
+                    self.flight.stop(response.id)
+                told[response.id] = None
+                if response.final:
                     self._finished()
             found = [self.growing[each].take() for each in told if each not in ended]
             ended |= {each for each in told if self.growing[each].answer.finished}

@@ -25,8 +25,8 @@ import zmq
 import zmq.asyncio
 
 from torchweave.config import EngineConfig
-from torchweave.engine.client import Message
 from torchweave.engine.request import InferenceRequest, Output, SamplingParams
+from torchweave.engine.responses import Response, refusal
 from torchweave.serving import wire
 from torchweave.serving.flight import EngineGone, Flight
 
@@ -34,7 +34,6 @@ State = Literal["starting", "ready", "failed", "stopped"]
 Listener = Callable[[str, dict[str, Any]], None]
 
 _END_SECONDS = 5.0  # for the engine process to end by itself
-_NO_TOKENS = np.empty(0, np.int32)
 
 
 class EngineClient:
@@ -138,9 +137,9 @@ class EngineClient:
         with self.flight() as flight:
             flight.submit(np.asarray(ids, np.int32), params, streaming, priority, cache_salt)
             await flight.accepted()
-            async for messages in flight.responses():
-                for message in messages:
-                    yield message.output
+            async for responses in flight.responses():
+                for response in responses:
+                    yield response.output
 
     def flight(self) -> Flight:
         return Flight(self)
@@ -259,12 +258,10 @@ class EngineClient:
 
     def _hear(self, message: msgspec.Struct) -> None:
         if isinstance(message, wire.Outputs):
-            for said in message.said:
-                self._deliver(said)
+            for response in message.responses():
+                self._deliver(response)
         elif isinstance(message, wire.Accepted):
-            flight = self._flights.get(message.id)
-            if flight is not None:
-                flight.accept(message.id)
+            self._settle(message.id, message.refusal)
         elif isinstance(message, wire.Stats):
             self._stats = json.loads(message.record)
         elif isinstance(message, wire.Happened):
@@ -277,14 +274,22 @@ class EngineClient:
         elif isinstance(message, wire.Failed):
             self.failure, self.asked_too_much = message.why, message.asked
 
-    def _deliver(self, said: wire.Said) -> None:
-        flight = self._flights.get(said.id)
+    def _deliver(self, response: Response) -> None:
+        flight = self._flights.get(response.id)
         if flight is None:
             return
-        if said.final:
-            del self._flights[said.id]
+        if response.final:
+            del self._flights[response.id]
             self._changed.set()
-        flight.hear(Message(said.id, said.output(), said.final, said.error), said.refused)
+        flight.hear(response)
+
+    def _settle(self, request_id: int, refusal: str) -> None:
+        """The engine has said whether it can run a request."""
+        flight = self._flights.pop(request_id, None) if refusal else self._flights.get(request_id)
+        if refusal:
+            self._changed.set()
+        if flight is not None:
+            flight.accept(request_id, refusal)
 
     def _note(self, at: float, kind: str, facts: dict[str, Any]) -> None:
         if kind == "progress":
@@ -297,7 +302,7 @@ class EngineClient:
     def _refuse_all(self, why: str) -> None:
         flights, self._flights = self._flights, {}
         for request_id, flight in flights.items():
-            flight.hear(Message(request_id, Output(_NO_TOKENS, "error"), True, why), False)
+            flight.hear(refusal(request_id, why))
         self._changed.set()
 
     def _send(self, message: msgspec.Struct) -> None:

@@ -7,32 +7,27 @@ without requests costs nothing.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import json
 import logging
 import multiprocessing
 import os
 import queue
 import threading
-import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing import connection
-from typing import Any
 
 import msgspec
-import numpy as np
 import zmq
 
 from torchweave.compile.dump import open_dump
 from torchweave.compile.explanation.facts import as_json, explain
 from torchweave.compile.explanation.page import keep_explanation
 from torchweave.config import EngineConfig
-from torchweave.engine.batch import Response
 from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.build import Engine, build
 from torchweave.engine.request import InferenceRequest, Output
+from torchweave.engine.responses import NO_TOKENS, Response
 from torchweave.log import Report
 from torchweave.serving import wire
 
@@ -79,13 +74,14 @@ def _serve(engine: Engine, config: EngineConfig, addresses: wire.Addresses, outb
         engine.batch,
         engine.runner,
         inbox.get_requests,
-        outbox.send_response,
-        inbox.poll_stop,
-        outbox.return_stats,
+        poll_stop=inbox.poll_stop,
+        return_stats=lambda record: outbox.put(wire.Stats(_live(record, engine))),
+        send_responses=outbox.put,
         run_ahead=engine.plan.run_ahead,
+        idle_seconds=None,
+        stats_interval=STATS_SECONDS,
         seed=config.seed,
     )
-    outbox.look = lambda: _live(engine, inbox)
     threading.Thread(target=_follow_manager, args=(manager, outbox), daemon=True).start()
     report.event("ready")
     keep_explanation(engine.plan, report)
@@ -99,7 +95,7 @@ def _serve(engine: Engine, config: EngineConfig, addresses: wire.Addresses, outb
             _take(message, engine, inbox, outbox)
         elif isinstance(message, wire.Stop):
             for request_id in inbox.stop(message.ids):
-                outbox.send_response(request_id, Output(np.empty(0, np.int32), "cancelled"), True, "")
+                outbox.put([Response(request_id, Output(NO_TOKENS, "cancelled"), True)])
         else:
             manager.shutdown(drain=False)
             outbox.close()
@@ -113,13 +109,10 @@ def _take(message: wire.Submit, engine: Engine, inbox: Inbox, outbox: Outbox) ->
         request = wire.request_of(message)
         why = engine.batch.why_not(request)
     except ValueError as error:
-        why = str(error)
-        request = None
-    if request is None or why:
-        outbox.put(wire.Outputs([wire.Said(message.id, b"", "error", True, why, refused=True)]))
-        return
-    outbox.put(wire.Accepted(message.id))
-    inbox.add(request)
+        request, why = None, str(error)
+    outbox.put(wire.Accepted(message.id, why))
+    if request is not None and not why:
+        inbox.add(request)
 
 
 def _follow_manager(manager: BatchManager, outbox: Outbox) -> None:
@@ -152,50 +145,38 @@ def _card(engine: Engine) -> wire.ModelCard:
     )
 
 
-def _live(engine: Engine, inbox: Inbox) -> dict[str, int]:
-    """What holds now, of that which an iteration's record says of its own moment."""
+def _live(record: str, engine: Engine) -> str:
+    """An iteration's record, with what holds behind it: the iteration itself counts those who left in it."""
     batch = engine.batch
-    found = {"numQueuedRequests": batch.num_waiting + len(inbox)}
-    if batch.num_active == 0:  # the last iteration counted those who left in it
-        idle = ("Active Request Count", "Scheduled Requests", "Context Requests", "Generation Requests")
-        found |= dict.fromkeys((*idle, "Total Context Tokens", "numActiveRequests"), 0)
-        found |= {"Free KV cache blocks": batch.kv.num_free, "Used KV cache blocks": batch.kv.num_used}
-    return found
+    return json.dumps(json.loads(record) | {"numRunningRequests": batch.num_active - batch.num_waiting})
 
 
 class Inbox:
-    """Requests that the batch manager has not taken yet, the highest priority first, and ids to stop. Of any thread."""
+    """Requests that the batch manager has not taken yet, and ids to stop. Of any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._arrivals = itertools.count()
-        self._waiting: list[tuple[int, int, InferenceRequest]] = []
+        self._waiting: dict[int, InferenceRequest] = {}
         self._stops: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def add(self, request: InferenceRequest) -> None:
         with self._lock:
-            heapq.heappush(self._waiting, (-request.priority, next(self._arrivals), request))
+            self._waiting[request.id] = request
 
     def stop(self, ids: Sequence[int]) -> list[int]:
         """Stop requests; returns those that the batch manager never heard of."""
-        wanted = set(ids)
         with self._lock:
-            here = {entry[2].id for entry in self._waiting} & wanted
-            if here:
-                self._waiting = [entry for entry in self._waiting if entry[2].id not in here]
-                heapq.heapify(self._waiting)
-            self._stops |= wanted - here
-        return sorted(here)
+            here = [request_id for request_id in ids if self._waiting.pop(request_id, None) is not None]
+            self._stops |= set(ids) - set(here)
+        return here
 
-    def get_requests(self, max_num: int) -> list[InferenceRequest]:
+    def get_requests(self, _: int) -> list[InferenceRequest]:
+        """All: the batch keeps those that wait in order of their priority."""
         if not self._waiting:
             return []
         with self._lock:
-            count = len(self._waiting) if max_num < 0 else min(max_num, len(self._waiting))
-            return [heapq.heappop(self._waiting)[2] for _ in range(count)]
+            found, self._waiting = list(self._waiting.values()), {}
+        return found
 
     def poll_stop(self) -> set[int]:
         if not self._stops:
@@ -206,36 +187,19 @@ class Inbox:
 
 
 class Outbox:
-    """Sends what other threads put in, in order, several responses in one message; statistics at most every `STATS_SECONDS`.
-
-    Attributes:
-        look: what is laid over an iteration's record when it is sent.
-    """
+    """Sends what other threads put in, in order: messages, and responses of an iteration."""
 
     def __init__(self, address: str) -> None:
-        self.look: Callable[[], dict[str, Any]] = dict
-        self._queue: queue.SimpleQueue[Response | msgspec.Struct | None] = queue.SimpleQueue()
-        self._stats: str | None = None
-        self._stats_sent = 0.0
-        self._closed = False
+        self._queue: queue.SimpleQueue[Sequence[Response] | msgspec.Struct | None] = queue.SimpleQueue()
         self._address = address
         self._thread = threading.Thread(target=self._main, name="torchweave-outbox", daemon=True)
         self._thread.start()
 
-    def put(self, message: msgspec.Struct) -> None:
-        self._queue.put(message)
-
-    def send_response(self, request_id: int, output: Output, final: bool, error: str) -> None:
-        self._queue.put(Response(request_id, output, final, error))
-
-    def return_stats(self, record: str) -> None:
-        is_first, self._stats = self._stats is None, record
-        if is_first:
-            self._queue.put(None)
+    def put(self, item: Sequence[Response] | msgspec.Struct) -> None:
+        self._queue.put(item)
 
     def close(self) -> None:
         """Send what is left, and end."""
-        self._closed = True
         self._queue.put(None)
         self._thread.join(_FLUSH_SECONDS)
 
@@ -245,34 +209,8 @@ class Outbox:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.LINGER, int(_FLUSH_SECONDS * 1000))
         socket.connect(self._address)
-        while True:
-            ends = self._closed
-            for message in self._next():
-                socket.send(wire.encode(message))
-            if self._stats is not None and time.monotonic() - self._stats_sent >= STATS_SECONDS:
-                record, self._stats = self._stats, None
-                socket.send(wire.encode(wire.Stats(json.dumps(json.loads(record) | self.look()))))
-                self._stats_sent = time.monotonic()
-            if ends and self._queue.empty():
-                socket.close()
-                context.term()  # returns when all was sent
-                return
-
-    def _next(self) -> list[msgspec.Struct]:
-        """Wait for something to send, or for the time of the statistics that wait; all there is, in order."""
-        wait = None
-        if self._stats is not None:
-            wait = max(self._stats_sent + STATS_SECONDS - time.monotonic(), 0.0)
-        try:
-            items = [self._queue.get(timeout=wait)]
-        except queue.Empty:
-            return []
-        while not self._queue.empty():
-            items.append(self._queue.get_nowait())
-        found: list[msgspec.Struct] = []
-        for are_responses, group in itertools.groupby(items, lambda item: isinstance(item, Response)):
-            if are_responses:
-                found.append(wire.Outputs(wire.said(group)))  # type: ignore[arg-type]
-            else:
-                found += [item for item in group if item is not None]  # type: ignore[misc]
-        return found
+        while (item := self._queue.get()) is not None:
+            message = item if isinstance(item, msgspec.Struct) else wire.outputs(item)
+            socket.send(wire.encode(message))
+        socket.close()
+        context.term()  # returns when all was sent

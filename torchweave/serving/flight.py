@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchweave.engine.client import Message
 from torchweave.engine.request import SamplingParams
+from torchweave.engine.responses import Response
 
 if TYPE_CHECKING:
     from torchweave.serving.engine_client import EngineClient
@@ -29,7 +29,7 @@ class Flight:
         self._unheard: set[int] = set()  # of which the engine has not said whether it can run them
         self._refusal = ""
         self._gone = ""
-        self._mail: list[Message] = []
+        self._mail: list[Response] = []
         self._arrived = asyncio.Event()
 
     def submit(
@@ -59,7 +59,7 @@ class Flight:
         if self._refusal:
             raise ValueError(self._refusal)
 
-    async def responses(self) -> AsyncIterator[list[Message]]:
+    async def responses(self) -> AsyncIterator[list[Response]]:
         """All that came since the last time, whenever something did, until every request had its final response.
 
         Raises:
@@ -68,14 +68,14 @@ class Flight:
         while self._open or self._mail:
             if not self._mail:
                 await self._wait()
-            messages, self._mail = self._mail, []
-            for message in messages:
-                if message.final:
-                    self._open.discard(message.id)
-                if message.error:
-                    raise EngineGone(message.error)
-            if messages:
-                yield messages
+            mail, self._mail = self._mail, []
+            for response in mail:
+                if response.final:
+                    self._open.discard(response.id)
+                if response.error:
+                    raise EngineGone(response.error)
+            if mail:
+                yield mail
 
     def stop(self, request_id: int) -> None:
         """Stop one request; its final response still comes."""
@@ -93,22 +93,19 @@ class Flight:
 
     # -- called by the client ------------------------------------------------------------------------------------------
 
-    def accept(self, request_id: int) -> None:
-        """The engine can run a request."""
+    def accept(self, request_id: int, refusal: str) -> None:
+        """The engine can run a request, or says why not."""
         self._unheard.discard(request_id)
-        if not self._unheard:
-            self._arrived.set()
+        if refusal:
+            self._open.discard(request_id)
+            self._refusal = refusal
+        self._arrived.set()
 
-    def hear(self, message: Message, refused: bool) -> None:
-        """A response; `refused`: the engine cannot run the request at all."""
-        if message.id in self._unheard:
-            self._unheard.discard(message.id)
-            if refused:
-                self._refusal = message.error
-            elif message.error:
-                self._gone = message.error
-        if message.id in self._open:
-            self._mail.append(message)
+    def hear(self, response: Response) -> None:
+        if response.error and response.id in self._unheard:
+            self._gone = response.error
+        if response.id in self._open:
+            self._mail.append(response)
         self._arrived.set()
 
     def __enter__(self) -> Flight:

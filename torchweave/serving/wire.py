@@ -5,16 +5,15 @@ The engine process believes what it is told, so the sockets lie in a folder that
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from torchweave.engine.batch import Response
-from torchweave.engine.request import FinishReason, InferenceRequest, Output, SamplingParams
-from torchweave.plan.check import config_from
+from torchweave.engine.request import FinishReason, InferenceRequest, Output, SamplingParams, StructuredOutputs
+from torchweave.engine.responses import Response, Responses
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,10 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
 
 
 class Accepted(msgspec.Struct, tag=True, array_like=True):
-    """The engine can run this request; one that it cannot is answered with a refused `Said`."""
+    """The engine can run this request, or not (any other request is not touched): `refusal` says why."""
 
     id: int
+    refusal: str = ""
 
 
 class Said(msgspec.Struct, array_like=True):
@@ -113,7 +113,6 @@ class Said(msgspec.Struct, array_like=True):
     finish_reason: FinishReason | None
     final: bool
     error: str
-    refused: bool = False
     whole: Output | None = None
 
     def output(self) -> Output:
@@ -123,9 +122,18 @@ class Said(msgspec.Struct, array_like=True):
 
 
 class Outputs(msgspec.Struct, tag=True, array_like=True):
-    """All that the engine had to say since the last such message."""
+    """What the engine has to say after an iteration: `ids` (uint64) that have one more of `tokens` (int32), then all others."""
 
-    said: list[Said]
+    ids: bytes
+    tokens: bytes
+    others: list[Said]
+
+    def responses(self) -> Iterator[Response]:
+        ids, tokens = np.frombuffer(self.ids, np.uint64).tolist(), np.frombuffer(self.tokens, np.int32)
+        for index, request_id in enumerate(ids):
+            yield Response(request_id, Output(tokens[index : index + 1]), False)
+        for said in self.others:
+            yield Response(said.id, said.output(), said.final, said.error)
 
 
 class Stats(msgspec.Struct, tag=True, array_like=True):
@@ -174,29 +182,39 @@ def submit(request: InferenceRequest) -> Submit:
 
 
 def request_of(message: Submit) -> InferenceRequest:
+    """The request as the engine takes it.
+
+    Raises:
+        ValueError: its parameters cannot be.
+    """
+    given = dict(message.sampling)
+    if "structured_outputs" in given:
+        given["structured_outputs"] = StructuredOutputs(**given["structured_outputs"])
     return InferenceRequest(
         message.id,
         np.frombuffer(message.input_ids, np.int32),
-        config_from(SamplingParams, message.sampling),
+        SamplingParams(**given),
         message.streaming,
         message.priority,
         message.cache_salt,
     )
 
 
-def said(responses: Iterable[Response]) -> list[Said]:
+def outputs(responses: Sequence[Response]) -> Outputs:
     """Responses as they are sent."""
-    return [_said(response) for response in responses]
+    if isinstance(responses, Responses):
+        return Outputs(responses.ids.tobytes(), responses.tokens.tobytes(), [_said(each) for each in responses.others])
+    return Outputs(b"", b"", [_said(each) for each in responses])
 
 
 def _said(response: Response) -> Said:
     output = response.output
     whole = output if any(getattr(output, name) for name in _EXTRAS) else None
     ids = b"" if whole is not None else np.ascontiguousarray(output.token_ids, np.int32).tobytes()
-    return Said(response.id, ids, output.finish_reason, response.final, response.error, whole=whole)
+    return Said(response.id, ids, output.finish_reason, response.final, response.error, whole)
 
 
-_EXTRAS = tuple(item.name for item in fields(Output) if item.name not in ("token_ids", "finish_reason"))
+_EXTRAS = tuple(name for name in Output._fields if name not in ("token_ids", "finish_reason"))
 
 
 def _given(params: SamplingParams) -> dict[str, Any]:
