@@ -1,0 +1,194 @@
+"""Rows whose logits are changed before their token is drawn: penalties, biases, barred words, and masks of a grammar.
+
+A step samples every row from the logits as they are. The few rows that ask for more are drawn again behind it, from logits that
+were changed for them, and their slots are put right; so the step itself, a graph mostly, knows nothing of them. What such a row
+needs from step to step (how often its answer holds each token, what was drawn last) lives on the device in a *place* and is brought
+up to date there, so that the next step may be launched before the host has seen a token.
+
+In this order, as in vLLM: bias (and what is not allowed, or barred by itself), repetition penalty, frequency and presence penalty,
+barred words of several tokens, grammar mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchweave.ops.sampling import sample
+from torchweave.ops.state import SlotState
+from torchweave.ops.step import advance
+
+# Fields of a row's record, and bits of its FLAGS.
+ROW, SLOT, PLACE, FLAGS, MASK, PRESENCE, FREQUENCY, REPETITION = range(8)
+NUM_FIELDS = 8
+HAS_COUNTS, HAS_BIAS, HAS_WORDS = 1, 2, 4
+
+IN_PROMPT = 1 << 30
+"""Added to a token's count where the prompt holds it; the rest is how often the answer does."""
+
+BARRED = -1e30
+"""Logit of a token that bad words bar. Not -inf: a grammar that allows nothing else must still have its way."""
+
+LONGEST_WORD = 32
+"""Tokens of a barred word at the most; so many tokens of the answer are looked back at."""
+
+_FEWEST_PLACES = 8
+
+
+@dataclass(frozen=True)
+class Join:
+    """What a place holds for a request that starts, or goes on after a pause. Parts that are None are not used by it.
+
+    Attributes:
+        counts: token ids and their counts, both int32 [n]; all others are 0.
+        bias: the bias of all tokens but some, and those: ids int32 [n] and biases float32 [n].
+        words: int32 [words, LONGEST_WORD]; a word's last token first, then backwards, -1 behind its first.
+        tail: int32 [LONGEST_WORD]; the answer's token at position p stands at p % LONGEST_WORD, -1 where there is none.
+    """
+
+    place: int
+    counts: tuple[np.ndarray, np.ndarray] | None = None
+    bias: tuple[float, np.ndarray, np.ndarray] | None = None
+    words: np.ndarray | None = None
+    tail: np.ndarray | None = None
+
+
+class AdjustState:
+    """The places. P grows with the requests that ask at once; a part is allocated when the first of them needs it.
+
+    counts int32 [P, V], bias float32 [P, V], words int32 [P, W, LONGEST_WORD], tail int32 [P, LONGEST_WORD]
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.bias = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)
+        self.words = torch.zeros(0, 1, LONGEST_WORD, dtype=torch.int32, device=device)
+        self.tail = torch.zeros(0, LONGEST_WORD, dtype=torch.int32, device=device)
+
+    def join(self, join: Join) -> None:
+        """Write a place, in the order of the current stream."""
+        at = join.place
+        if join.counts is not None:
+            self.counts = _with_room(self.counts, at)
+            ids, counts = (self._on_device(values) for values in join.counts)
+            self.counts[at].zero_().index_copy_(0, ids.long(), counts)
+        if join.bias is not None:
+            self.bias = _with_room(self.bias, at)
+            others, *some = join.bias
+            ids, biases = (self._on_device(values) for values in some)
+            self.bias[at].fill_(others).index_copy_(0, ids.long(), biases)
+        if join.words is not None and join.tail is not None:
+            self.words = _with_words(_with_room(self.words, at), len(join.words))
+            self.tail = _with_room(self.tail, at)
+            self.words[at].fill_(-1)[: len(join.words)] = self._on_device(join.words)
+            self.tail[at] = self._on_device(join.tail)
+
+    def _on_device(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+def _with_room(part: Tensor, place: int) -> Tensor:
+    """A part with at least `place + 1` places, its content kept."""
+    size = max(len(part), _FEWEST_PLACES)
+    while size <= place:
+        size *= 2
+    if size == len(part):
+        return part
+    larger = part.new_zeros(size, *part.shape[1:])
+    larger[: len(part)] = part
+    return larger
+
+
+def _with_words(words: Tensor, count: int) -> Tensor:
+    """`words` with room for `count` words a place."""
+    if count <= words.shape[1]:
+        return words
+    larger = words.new_full((len(words), 1 << (count - 1).bit_length(), LONGEST_WORD), -1)
+    larger[:, : words.shape[1]] = words
+    return larger
+
+
+def redraw(
+    logits: Tensor,
+    rows: Tensor,
+    masks: Tensor | None,
+    state: SlotState,
+    places: AdjustState,
+    tokens: Tensor,
+    out: Tensor,
+) -> None:
+    """Draw again the tokens of some rows of a step that was just carried out, `advance` included.
+
+    logits [N, V] of the step; rows int32 [NUM_FIELDS, K], a record a column (the penalties as the bits of a float32); masks int32
+    [M, ceil(V / 32)] or None: bit v % 32 of word v / 32 says whether token v may be drawn. Writes the rows of tokens and out,
+    int32 [N], `out` as in `advance`; brings slots and places up to date.
+    """
+    slots, size = rows[SLOT], rows.shape[1]
+    changed = torch.empty(size, logits.shape[1], dtype=torch.float32, device=logits.device)
+    coded, every = torch.empty_like(slots), torch.ones_like(slots)
+    if state.device.type == "cuda":
+        from torchweave.ops.kernels.sampling_adjust import launch_adjust, launch_rewind, launch_settle
+
+        launch_adjust(logits, rows, masks, places, changed)
+        launch_rewind(rows, state, places, changed)
+        drawn = sample(changed, slots, state)
+        advance(drawn, slots, every, state, coded)
+        launch_settle(rows, drawn, coded, state, places, tokens, out)
+        return
+    adjust_reference(logits, rows, masks, places, changed)
+    rewind_reference(rows, state, places, changed)
+    drawn = sample(changed, slots, state)
+    advance(drawn, slots, every, state, coded)
+    settle_reference(rows, drawn, coded, state, places, tokens, out)
+
+
+def adjust_reference(logits: Tensor, rows: Tensor, masks: Tensor | None, places: AdjustState, changed: Tensor) -> None:
+    """changed float32 [K, V] = the logits of `rows` with bias, penalties and mask."""
+    penalties = rows[PRESENCE : REPETITION + 1].view(torch.float32).tolist()
+    for i, (row, _, place, flags, mask) in enumerate(rows[:PRESENCE].T.tolist()):
+        values = logits[row].float()
+        if flags & HAS_BIAS:
+            values = values + places.bias[place]
+        if flags & HAS_COUNTS:
+            presence, frequency, repetition = (penalty[i] for penalty in penalties)
+            counts = places.counts[place]
+            repeated = torch.where(values > 0, values / repetition, values * repetition)
+            values = torch.where(counts != 0, repeated, values)
+            answered = (counts & (IN_PROMPT - 1)).float()
+            values = values - frequency * answered - presence * (answered > 0)
+        if mask >= 0:
+            assert masks is not None
+            allowed = np.unpackbits(masks[mask].numpy().view(np.uint8), bitorder="little")[: len(values)]
+            values = values.masked_fill(torch.from_numpy(allowed == 0), -torch.inf)
+        changed[i] = values
+
+
+def rewind_reference(rows: Tensor, state: SlotState, places: AdjustState, changed: Tensor) -> None:
+    """Bar what would end a barred word, and take each slot's position back to before its token."""
+    for i, (_, slot, place, flags) in enumerate(rows[: FLAGS + 1].T.tolist()):
+        at = int(state.host["position"][slot])
+        state.host["position"][slot] = at - 1
+        if flags & HAS_WORDS:
+            words = places.words[place]
+            before = places.tail[place][torch.arange(at - 1, at - LONGEST_WORD, -1) % LONGEST_WORD]
+            fits = ((words[:, 1:] < 0) | (words[:, 1:] == before)).all(dim=1) & (words[:, 0] >= 0)
+            ids = words[fits, 0].long()
+            changed[i, ids] = changed[i, ids].clamp(max=BARRED)
+
+
+def settle_reference(
+    rows: Tensor, drawn: Tensor, coded: Tensor, state: SlotState, places: AdjustState, tokens: Tensor, out: Tensor
+) -> None:
+    """Hand the new tokens over, and write them down in the places."""
+    tokens[rows[ROW].long()] = drawn.to(tokens.dtype)
+    out[rows[ROW].long()] = coded
+    for (_, slot, place, flags), token in zip(rows[: FLAGS + 1].T.tolist(), drawn.tolist(), strict=True):
+        if flags & HAS_COUNTS:
+            places.counts[place, token] += 1
+        if flags & HAS_WORDS:
+            places.tail[place, int(state.host["position"][slot]) % LONGEST_WORD] = token
