@@ -46,6 +46,7 @@ class Former:
         self._kv.reserve(slot, self._kv.blocks_for(last))
         self._running.context.append(slot)
         self._tell(slot, active)
+        self._running.adjustments.start(slot, active)
         return slot
 
     def _tell(self, slot: int, active: Active) -> None:
@@ -91,6 +92,7 @@ class Former:
             updates=self._take_updates(None if chunks else generating),
             max_seq_len=int(after.max()),
             logprobs=self._logprob_rows(slots, emits),
+            adjust=running.adjustments.of(slots, emits),
         )
         self._slots.last_named[slots] = step.index
         self._next_index += 1

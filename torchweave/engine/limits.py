@@ -8,6 +8,7 @@ import numpy as np
 
 from torchweave.engine.kv_cache import KVCache
 from torchweave.engine.request import InferenceRequest, SamplingParams
+from torchweave.ops.sampling_adjust import LONGEST_WORD
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Limits:
 
     def why_not(self, request: InferenceRequest, kv: KVCache) -> str:
         """Why a request can never run, in one sentence; empty when it can."""
-        if why := _not_yet(request.sampling):
+        if why := _not_yet(request.sampling) or _why_not_drawn(request.sampling, self.vocab_size):
             return why
         prompt = np.asarray(request.input_ids)
         if prompt.ndim != 1 or prompt.size == 0:
@@ -67,20 +68,27 @@ class Limits:
         return ""
 
 
-_NOT_YET = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
-    "prompt_logprobs": None,
-    "structured_outputs": None,
-}
+_NOT_YET = {"prompt_logprobs": None, "structured_outputs": None}
 
 
 def _not_yet(params: SamplingParams) -> str:
     for name, default in _NOT_YET.items():
         if getattr(params, name) != default:
             return f"{name} is not supported yet; leave it out."
+    return ""
+
+
+def _why_not_drawn(params: SamplingParams, vocab_size: int) -> str:
+    """What is wrong with the tokens that a request names."""
+    named = {"logit_bias": params.logit_bias or (), "allowed_token_ids": params.allowed_token_ids or ()}
+    for word in params.bad_words or ():
+        if isinstance(word, str):
+            return f"bad_words holds the text {word!r}, but the engine takes token ids; see `in_tokens`."
+        if len(word) > LONGEST_WORD:
+            return f"bad_words holds a word of {len(word)} tokens; give words of at most {LONGEST_WORD} tokens."
+        named["bad_words"] = (*named.get("bad_words", ()), *word)
+    for name, ids in named.items():
+        wrong = [token for token in ids if token >= vocab_size]
+        if wrong:
+            return f"{name} holds the token id {wrong[0]}, but this model knows 0..{vocab_size - 1}."
     return ""

@@ -16,6 +16,7 @@ from torchweave.engine.build import Engine, build
 from torchweave.engine.client import Client
 from torchweave.engine.flight import Flight
 from torchweave.engine.request import CompletionOutput, InferenceRequest, RequestOutput, SamplingParams
+from torchweave.engine.text import in_tokens
 from torchweave.log import Report
 from torchweave.models.load import LoadedModel
 from torchweave.models.tokenizer import Tokenizer
@@ -98,6 +99,7 @@ class LLM:
             RuntimeError: the engine failed or was shut down.
         """
         texts, params = _listed(prompts, sampling_params or self.default_sampling_params())
+        params = [self._in_tokens(each) for each in params]
         ids = self._encode_all(texts)
         self._check_all(ids, params)
         report = self.report if use_tqdm else Report(show=False)
@@ -146,6 +148,7 @@ class LLM:
     ) -> Iterator[tuple[int, CompletionOutput]]:
         """Answer prompts in flight together; yields (number of the prompt, what is new)."""
         texts, params = _listed(list(prompts), sampling_params or self.default_sampling_params())
+        params = [self._in_tokens(each) for each in params]
         ids = self._encode_all(texts)
         self._check_all(ids, params)
         flight = self._flight()
@@ -178,6 +181,9 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError(f"{self.engine.loaded.name} has no tokenizer; give the prompt as token ids.")
         return self.tokenizer
+
+    def _in_tokens(self, params: SamplingParams) -> SamplingParams:
+        return in_tokens(params, lambda text: self._need_tokenizer().encode(text, add_special_tokens=False))
 
     def _encode_all(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
         return [_as_ids(self.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]

@@ -1,7 +1,8 @@
 """Carries out steps on the device: the model, its KV cache, and the graphs that replay them.
 
 A decode step is one graph: gather tokens and positions by slot, model, LM head, sample, scatter the token back. The host only
-says "again". A step with context rows copies one packed array over first. Steps are run the best way that fits:
+says "again". A step with context rows copies one packed array over first. Rows that are drawn from changed logits are drawn once
+more behind the step. Steps are run the best way that fits:
 
     decode_graph      the whole step, recorded by batch size
     mixed_graph       the whole step with context rows, recorded by token count
@@ -23,6 +24,7 @@ from torch import Tensor
 from torchweave.compile.graphs import Boundary, Forward, GraphPool, Recording, record
 from torchweave.compile.woven import Woven
 from torchweave.engine.buffers import Staging, StepBuffers, pack, packed_size
+from torchweave.engine.redraw import Redraw
 from torchweave.engine.step import Step, StepLogprobs, StepResult
 from torchweave.engine.threads import release_workers
 from torchweave.log import Report
@@ -106,6 +108,7 @@ class Runner:
         self._from_device = Staging(plan.max_batch_size, depth, self._device)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._decode_steps: dict[int, tuple[Callable[[Boundary], Tensor], AttentionBoundary]] = {}
+        self._redraw = Redraw(state)
 
     # -- what a step computes ------------------------------------------------------------------------------------------
 
@@ -289,6 +292,8 @@ class Runner:
             if step.updates is not None:
                 self.state.write(*step.updates)
             how, logits = self._launch_mixed(step) if step.chunks else self._launch_decode(step.num_rows)
+            if step.adjust is not None:
+                self._redraw(step.adjust, logits, self._buffers.tokens, self._buffers.out)
             wanted = None
             if step.logprobs is not None:
                 rows, most = step.logprobs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchweave.engine.adjustments import Adjustments
 from torchweave.engine.kv_cache import KVCache
 from torchweave.engine.slots import Slots
 
@@ -23,6 +24,7 @@ class Running:
         generating: slots that take one token a step.
         leaving: slots that are done or paused but may still be named by a step in flight.
         completed: index of the last step whose result was taken in.
+        adjustments: which requests have their logits changed.
     """
 
     def __init__(self, slots: Slots, kv: KVCache, reuse: bool) -> None:
@@ -33,6 +35,7 @@ class Running:
         self.generating = NO_SLOTS
         self.leaving: list[int] = []
         self.completed = -1
+        self.adjustments = Adjustments(len(slots.active))
 
     def in_flight(self, slot: int) -> bool:
         return self.slots.last_named[slot] > self.completed
@@ -71,6 +74,7 @@ class Running:
 
     def leave(self, slot: int) -> None:
         """Give back a slot and its blocks."""
+        self.adjustments.leave(slot)
         self.slots.vacate(slot)
         self.kv.free(slot)
 
@@ -78,6 +82,7 @@ class Running:
         """Leave every slot, whatever names it."""
         for slot in list(self.slots.of.values()):
             self.leave(slot)
+        self.adjustments.clear()
         self.context.clear()
         self.leaving.clear()
         self.generating = NO_SLOTS

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchweave.ops.sampling_adjust import Join
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -13,6 +15,21 @@ class Chunk:
 
     start: int
     tokens: np.ndarray
+
+
+@dataclass(frozen=True)
+class Adjust:
+    """Rows of a step whose logits are changed before their tokens are drawn.
+
+    Attributes:
+        rows: int32 [NUM_FIELDS, K], a record a column; see `torchweave.ops.sampling_adjust`.
+        joins: what the device has to be told first of requests that start.
+        masks: int32 [M, ceil(V / 32)], tokens that a grammar allows, as bits; None where no row has a grammar.
+    """
+
+    rows: np.ndarray
+    joins: tuple[Join, ...] = ()
+    masks: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -28,6 +45,7 @@ class Step:
         updates: changes of device state that must come before the step, as (flat indices, values), or None.
         max_seq_len: longest sequence of the step in tokens, this step's tokens included.
         logprobs: rows that asked for log-probabilities, and the most that one of them wants.
+        adjust: rows that are drawn from changed logits; None where nobody asked for that.
     """
 
     index: int
@@ -38,6 +56,7 @@ class Step:
     updates: tuple[np.ndarray, np.ndarray] | None
     max_seq_len: int
     logprobs: tuple[np.ndarray, int] | None = None
+    adjust: Adjust | None = None
 
     @property
     def num_rows(self) -> int:

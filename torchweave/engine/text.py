@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torchweave.engine.request import CompletionOutput, FinishReason, SamplingParams, TokenLogprobs
@@ -18,6 +19,29 @@ class Detokenizer(Protocol):
     def finish(self) -> str:
         """What was held back."""
         ...
+
+
+def in_tokens(params: SamplingParams, encode: Callable[[str], Sequence[int]]) -> SamplingParams:
+    """The same, with `bad_words` as sequences of token ids, which is all that the engine knows.
+
+    A word is barred at the beginning of a text and, where that is as many other tokens, behind a space; as in vLLM.
+
+    Args:
+        encode: a text's token ids, without special tokens.
+    """
+    if not any(isinstance(word, str) for word in params.bad_words or ()):
+        return params
+    found: list[str | list[int]] = []
+    for word in params.bad_words or ():
+        if isinstance(word, str):
+            bare = word.lstrip() or word
+            plain, spaced = list(encode(bare)), list(encode(" " + bare))
+            found += [plain] if plain else []
+            if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found.append(spaced)
+        else:
+            found.append(word)
+    return replace(params, bad_words=found)
 
 
 class Answer:

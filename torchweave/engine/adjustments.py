@@ -1,0 +1,134 @@
+"""Which running requests have their logits changed, and how: what the host tells the device about them.
+
+Arrays over slots; Python runs for such a request when it starts and when it leaves, never with a step.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from torchweave.engine.active import Active
+from torchweave.engine.request import SamplingParams
+from torchweave.engine.step import Adjust
+from torchweave.ops.sampling_adjust import (
+    BARRED,
+    FLAGS,
+    HAS_BIAS,
+    HAS_COUNTS,
+    HAS_WORDS,
+    IN_PROMPT,
+    LONGEST_WORD,
+    MASK,
+    NUM_FIELDS,
+    PLACE,
+    PRESENCE,
+    REPETITION,
+    ROW,
+    SLOT,
+    Join,
+)
+
+
+class Adjustments:
+    """One record a slot; the requests that keep something on the device have a place there, the lowest that is free."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._records = np.zeros((NUM_FIELDS, num_slots), np.int32)
+        self._records[SLOT] = np.arange(num_slots)
+        self._records[MASK] = -1
+        self._asks = np.zeros(num_slots, bool)
+        self._free = list(range(num_slots))
+        self._joins: list[Join] = []
+        self._count = 0
+
+    def start(self, slot: int, active: Active) -> None:
+        """A request starts in a slot, or goes on there."""
+        params = active.request.sampling
+        flags = flags_of(params)
+        self._records[FLAGS, slot] = flags
+        if not flags:
+            return
+        place = heapq.heappop(self._free)
+        self._asks[slot] = True
+        self._count += 1
+        self._records[PLACE, slot] = place
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        self._records[PRESENCE : REPETITION + 1, slot] = np.array(penalties, np.float32).view(np.int32)
+        self._joins.append(
+            Join(
+                place,
+                counts=_counts(active) if flags & HAS_COUNTS else None,
+                bias=_bias(params) if flags & HAS_BIAS else None,
+                words=_words(params) if flags & HAS_WORDS else None,
+                tail=_tail(active) if flags & HAS_WORDS else None,
+            )
+        )
+
+    def leave(self, slot: int) -> None:
+        if self._asks[slot]:
+            self._asks[slot] = False
+            self._count -= 1
+            heapq.heappush(self._free, int(self._records[PLACE, slot]))
+
+    def clear(self) -> None:
+        """Forget everyone."""
+        for slot in np.flatnonzero(self._asks):
+            self.leave(int(slot))
+        self._joins.clear()
+
+    def of(self, slots: np.ndarray, emits: np.ndarray) -> Adjust | None:
+        """What a step has to change: None where nobody asked."""
+        if not self._count:
+            return None
+        rows = np.flatnonzero(self._asks[slots] & emits)
+        if not rows.size and not self._joins:
+            return None
+        records = self._records[:, slots[rows]]
+        records[ROW] = rows
+        joins, self._joins = tuple(self._joins), []
+        return Adjust(records, joins)
+
+
+def flags_of(params: SamplingParams) -> int:
+    """What a request needs a place for."""
+    penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+    single = any(len(word) == 1 for word in params.bad_words or ())
+    several = any(len(word) > 1 for word in params.bad_words or ())
+    biased = bool(params.logit_bias) or params.allowed_token_ids is not None or single
+    return HAS_COUNTS * bool(penalised) | HAS_BIAS * biased | HAS_WORDS * several
+
+
+def _counts(active: Active) -> tuple[np.ndarray, np.ndarray]:
+    in_prompt = np.unique(active.prompt)
+    answered, times = np.unique(active.generated, return_counts=True)
+    ids = np.union1d(in_prompt, answered)
+    counts = IN_PROMPT * np.isin(ids, in_prompt)
+    counts[np.isin(ids, answered)] += times
+    return ids.astype(np.int32), counts.astype(np.int32)
+
+
+def _bias(params: SamplingParams) -> tuple[float, np.ndarray, np.ndarray]:
+    others, some = 0.0, dict(params.logit_bias or {})
+    if params.allowed_token_ids is not None:
+        others, some = -np.inf, {token: some.get(token, 0.0) for token in params.allowed_token_ids}
+    for word in params.bad_words or ():
+        if len(word) == 1 and (others == 0 or word[0] in some):
+            some[int(word[0])] = BARRED
+    return others, np.array(list(some), np.int32), np.array(list(some.values()), np.float32)
+
+
+def _words(params: SamplingParams) -> np.ndarray:
+    several = [word for word in params.bad_words or () if len(word) > 1]
+    table = np.full((len(several), LONGEST_WORD), -1, np.int32)
+    for row, word in zip(table, several, strict=True):
+        row[: len(word)] = word[::-1]
+    return table
+
+
+def _tail(active: Active) -> np.ndarray:
+    tail = np.full(LONGEST_WORD, -1, np.int32)
+    last = active.generated[-LONGEST_WORD:]
+    tail[np.arange(active.context_len - len(last), active.context_len) % LONGEST_WORD] = last
+    return tail
