@@ -54,7 +54,11 @@ def test_choice() -> None:
     assert isinstance(choose(1, 8, QWEN3_30B, BF16), Rows) and isinstance(choose(2, 8, QWEN3_30B, BF16), Rows)
     assert isinstance(choose(1, 8, QWEN3_30B, BF16, transposed=True), Tiles), "rows are read along their width"
     assert isinstance(choose(3, 8, QWEN3_30B, BF16), Tiles) and isinstance(choose(64, 8, QWEN3_30B, BF16), Tiles)
-    assert isinstance(choose(4096, 8, QWEN3_30B, BF16), Grouped)
+    middle = choose(512, 8, QWEN3_30B, BF16)
+    assert isinstance(middle, Tiles) and middle.block_m == 64, "reading the weights is most of the time still"
+    assert isinstance(choose(520, 8, QWEN3_30B, BF16), Grouped) and isinstance(
+        choose(4096, 8, QWEN3_30B, BF16), Grouped
+    )
     assert isinstance(choose(4096, 8, QWEN3_30B, torch.float16), Tiles), "the grouped matmul takes bfloat16 alone"
     assert isinstance(choose(4096, 8, (128, 2048, 765), BF16), Tiles), "the grouped matmul takes rows of 16 bytes"
 
