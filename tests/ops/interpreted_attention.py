@@ -7,16 +7,43 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
+import numpy as np
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
-from tests.ops.attention_cases import CASES, TURNING, Case, build
+from tests.ops.attention_cases import CASES, TURNING, Case, build, in_fp8
 from torchweave.ops.attention import LayerSpec, Quantized
 from torchweave.ops.attention_triton import DecodeConfig, PrefillConfig, TritonBackend
 from torchweave.ops.fp8 import FP8, GROUP, fp8_quant
+from torchweave.ops.kv_format import FP8_DTYPES
 
 DECODE = DecodeConfig(block_n=16, programs_per_sm=4, min_tiles=1)
 PREFILL = PrefillConfig(16, 16)
+
+
+@contextmanager
+def gpu_rounding() -> Iterator[None]:
+    """Triton's interpreter cuts numbers off on their way to FP8; in here it rounds them to nearest even, as GPUs do."""
+    numbers = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+    before = interpreter._convert_float
+
+    def convert(data, source, target, rounding):  # noqa: ANN001, ANN202
+        if str(target) not in numbers:
+            return before(data, source, target, rounding)
+        assert source == tl.float32
+        rounded = torch.from_numpy(np.ascontiguousarray(data)).to(numbers[str(target)])
+        return rounded.view(torch.uint8).numpy()
+
+    with mock.patch.object(interpreter, "_convert_float", convert):
+        yield
+
+
+FP8_CASES = ("decode_padded", "decode_all", "mixed", "mixed_sinks", "mixed_value_dim")
 
 
 def run(name: str, case: Case, decode: DecodeConfig = DECODE, prefill: PrefillConfig = PREFILL) -> None:
@@ -24,7 +51,8 @@ def run(name: str, case: Case, decode: DecodeConfig = DECODE, prefill: PrefillCo
     built = build(case)
     for _ in range(2 if case.decode_only else 1):  # a launch must leave the counters as it found them
         built.out.fill_(float("nan"))
-        built.run(backend.begin(built.meta))
+        with gpu_rounding():
+            built.run(backend.begin(built.meta))
         built.check(1e-5)
     assert all(not work.counters.any() for work in backend._workspaces.values()), "counters were not reset"
     print("ok", name, flush=True)
@@ -64,6 +92,9 @@ def variants() -> dict[str, tuple]:
             PrefillConfig(16, 32),
         ),
         "group_of_three": (dataclasses.replace(mixed, spec=LayerSpec(1, 16, 16, 3)),),
+        "fp8_multiply_and_sum": (in_fp8(decode), dataclasses.replace(DECODE, dot=False)),
+        **{f"{name}_{form}": (in_fp8(CASES[name], dtype),) for name in FP8_CASES for form, dtype in FP8_DTYPES.items()},
+        **{f"{name}_fp8": (in_fp8(case),) for name, case in TURNING.items()},
         "many_rows": (Case(tuple((1 + i % 3, i % 5) for i in range(140)), LayerSpec(1, 16, 16, 1), padded_tokens=9),),
     }
 

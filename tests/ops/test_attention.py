@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ops.attention_cases import CASES, Case, build, reference
+from tests.ops.attention_cases import CASES, Case, build, in_fp8, reference
 from torchweave.ops.attention import (
     LayerSpec,
     attention,
@@ -16,6 +16,7 @@ from torchweave.ops.attention import (
     get_backend,
 )
 from torchweave.ops.attention_calls import carry_out
+from torchweave.ops.kv_format import FP8_DTYPES, keep, recall
 from torchweave.ops.registry import boundary_ops, define, op_info
 
 
@@ -34,6 +35,23 @@ def test_torch_backend_is_right(name: str) -> None:
 @pytest.mark.parametrize("name", ["decode", "mixed", "mixed_sinks"])
 def test_torch_backend_in_bfloat16(name: str) -> None:
     run(dataclasses.replace(CASES[name], dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("cache_dtype", FP8_DTYPES.values(), ids=FP8_DTYPES)
+@pytest.mark.parametrize("name", ["decode_padded", "decode_all", "context", "mixed", "mixed_sinks", "mixed_value_dim"])
+def test_B11_torch_backend_over_an_fp8_cache(name: str, cache_dtype: torch.dtype) -> None:
+    run(in_fp8(CASES[name], cache_dtype))
+    run(dataclasses.replace(in_fp8(CASES[name], cache_dtype), dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES.values(), ids=FP8_DTYPES)
+def test_fp8_cache_keeps_within_half_a_step_and_saturates(dtype: torch.dtype) -> None:
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).exp()
+    finfo = torch.finfo(dtype)
+    got = recall(keep(x, dtype, 0.25), 0.25, x.dtype)
+    assert ((got - x).abs() <= x * finfo.eps / 2 + finfo.smallest_normal * finfo.eps / 2).all()
+    assert recall(keep(torch.tensor([-1e9, 1e9]), dtype, 0.5), 0.5, x.dtype).tolist() == [-finfo.max / 2, finfo.max / 2]
+    assert keep(torch.tensor([float("nan")]), dtype, 1.0).float().isnan().all()
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.attention_cases import CASES, Built, Case, build
+from tests.ops.attention_cases import CASES, Built, Case, build, in_fp8
 from torchweave.ops.attention import LayerSpec, get_backend
 from torchweave.ops.attention_cpp import LONG_CONTEXT
 from torchweave.ops.kernels.cpp import has_compiler
+from torchweave.ops.kv_format import FP8_DTYPES
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
 
@@ -45,6 +46,14 @@ def test_other_dtypes_are_carried_out_by_torch(name: str) -> None:
     built.check(2e-2)
 
 
+@pytest.mark.parametrize("cache_dtype", FP8_DTYPES.values(), ids=FP8_DTYPES)
+@pytest.mark.parametrize("name", ["decode_padded", "decode_all", "mixed", "mixed_sinks"])
+def test_B11_cpp_backend_over_an_fp8_cache(name: str, cache_dtype: torch.dtype) -> None:
+    built = build(in_fp8(CASES[name], cache_dtype))
+    run(built)
+    built.check(1e-5)
+
+
 @pytest.mark.parametrize("padded_tokens", [0, 5])
 @pytest.mark.parametrize("window", [0, 40])
 def test_long_rows_beside_short_ones(window: int, padded_tokens: int) -> None:
@@ -61,7 +70,7 @@ def test_a_token_does_not_depend_on_its_batch() -> None:
     keys = whole.k.clone(), whole.v.clone()
     place = alone.meta.slot_mapping[0].item()
     blocks = alone.meta.block_table[alone.meta.slots[0]].tolist()
-    for cache, values in zip(alone.cache, keys, strict=True):
+    for cache, values in zip(alone.cache.tensors, keys, strict=True):
         for position in range(19):
             cache[blocks[position // 16], position % 16] = values[position]
     for mine, theirs in ((alone.q, whole.q), (alone.k, whole.k), (alone.v, whole.v)):

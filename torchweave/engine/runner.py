@@ -239,7 +239,7 @@ class Runner:
     def _inputs(self) -> tuple[Tensor, ...]:
         """What a replay reads beside weights: its addresses are checked under `debug`."""
         buffers = self._buffers
-        cache = [tensor for layer in self.caches for tensor in layer]
+        cache = [tensor for layer in self.caches for tensor in layer.tensors]
         return (self.state.arena, buffers.packed, buffers.ids, buffers.positions, buffers.slot_mapping, *cache)
 
     def _tell(self, step: str, size: int, recording: Recording) -> None:

@@ -147,6 +147,8 @@ class LayerSpec:
         chunk: chunk length of chunked local attention; 0 for none.
         softcap: soft cap of the scores; 0 for none.
         sinks: whether logits join the denominator.
+        cache_dtype: FP8 in which the cache keeps keys and values; None: the model's own dtype.
+        k_scale, v_scale: what a number of such a cache stands for (`torchweave.ops.kv_format`).
     """
 
     num_kv_heads: int
@@ -157,17 +159,26 @@ class LayerSpec:
     chunk: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    cache_dtype: torch.dtype | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one token takes in this layer's cache."""
-        return self.num_kv_heads * (self.head_dim + self.value_dim) * dtype.itemsize
+        """Bytes that one token takes in this layer's cache, in a model of `dtype`."""
+        return self.num_kv_heads * (self.head_dim + self.value_dim) * (self.cache_dtype or dtype).itemsize
 
 
 class KVLayer(NamedTuple):
-    """One layer's cache: `k` is `[num_blocks, block_size, KH, D]`, `v` is `[num_blocks, block_size, KH, Dv]`."""
+    """One layer's cache: `k` is `[num_blocks, block_size, KH, D]`, `v` is `[num_blocks, block_size, KH, Dv]`; in FP8 with scales."""
 
     k: Tensor
     v: Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.k, self.v
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from torchweave.ops.kernels import cpp
 LONG_CONTEXT = 256
 """Rows with as many new tokens are matrix products worth the name, which torch does faster (1.5 times at 1000 tokens)."""
 
+_CACHES = {torch.float32: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+"""How the function knows what the cache keeps."""
 _PAIRS_PER_THREAD = 32
 """(token, key head) pairs that are worth waking a thread for."""
 
@@ -62,12 +64,12 @@ class CppStep:
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = q.stride(), k.stride(), v.stride()
         assert out.is_contiguous()
-        run = cpp.attention(head_dim, v.shape[2], heads // kv_heads)
+        run = cpp.attention(head_dim, v.shape[2], heads // kv_heads, _CACHES[cache.k.dtype])
         run(
             q, k, v, out, cache.k, cache.v, q if sinks is None else sinks.float(), self._slots, self._lengths,
             meta.slot_mapping, meta.block_table, tokens, kv_heads, q_token, q_head, k_token, k_head, v_token, v_head,
             meta.block_table.shape[1], cache.k.shape[1], window, chunk, sinks is not None,
-            min(self._threads, tokens * kv_heads // _PAIRS_PER_THREAD or 1), scale, softcap,
+            min(self._threads, tokens * kv_heads // _PAIRS_PER_THREAD or 1), scale, softcap, cache.k_scale, cache.v_scale,
         )  # fmt: skip
 
 
@@ -97,7 +99,8 @@ class CppBackend(TorchBackend):
     ) -> KVLayer:
         """See `AttentionBackend.allocate`. Builds the layer's function."""
         if dtype == torch.float32:
-            cpp.attention(spec.head_dim, spec.value_dim, spec.num_heads // spec.num_kv_heads)
+            kept = _CACHES[spec.cache_dtype or dtype]
+            cpp.attention(spec.head_dim, spec.value_dim, spec.num_heads // spec.num_kv_heads, kept)
         return super().allocate(spec, num_blocks, block_size, dtype, device)
 
     def begin(self, meta: AttentionMetadata) -> CppStep:

@@ -26,6 +26,8 @@ def refusal(spec: LayerSpec, dtype: torch.dtype) -> str | None:
         return f"FlashAttention 3 is built for bfloat16, not {str(dtype).removeprefix('torch.')}"
     if spec.head_dim not in (64, 128) or spec.value_dim != spec.head_dim:
         return f"FlashAttention 3 takes heads of 64 or 128, not {spec.head_dim} with values of {spec.value_dim}"
+    if spec.cache_dtype is not None:
+        return "FlashAttention 3 reads a cache in FP8 only with queries in FP8"
     if spec.window or spec.chunk or spec.softcap or spec.sinks:
         return "FlashAttention 3 is built without windows, chunks, soft caps and sinks"
     return None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec, attend
+from torchweave.ops.kv_format import keep, raw, recall
 
 MAX_GROUP_SCORES = 1 << 22
 """Scores per head of a group of several context rows; bounds the mask and the padding of a group."""
@@ -76,9 +77,10 @@ class TorchStep:
     ) -> None:
         """See `AttentionStep.forward`."""
         k_cache, v_cache = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
+        k, v = keep(k, k_cache.dtype, cache.k_scale), keep(v, v_cache.dtype, cache.v_scale)
         written = self.written
-        k_cache.index_copy_(0, self.slots, k if written is None else k.index_select(0, written))
-        v_cache.index_copy_(0, self.slots, v if written is None else v.index_select(0, written))
+        for kept, new in ((raw(k_cache), raw(k)), (raw(v_cache), raw(v))):
+            kept.index_copy_(0, self.slots, new if written is None else new.index_select(0, written))
         block_size = cache.k.shape[1]
         for group in self.groups:
             rows, queries = group.tokens.shape
@@ -88,8 +90,9 @@ class TorchStep:
                 start, stop = group.span
                 keys, values = k[None, start:stop], v[None, start:stop]
             else:
-                keys = k_cache.index_select(0, index).unflatten(0, (rows, -1))
-                values = v_cache.index_select(0, index).unflatten(0, (rows, -1))
+                keys = raw(k_cache).index_select(0, index).view(k_cache.dtype).unflatten(0, (rows, -1))
+                values = raw(v_cache).index_select(0, index).view(v_cache.dtype).unflatten(0, (rows, -1))
+            keys, values = recall(keys, cache.k_scale, q.dtype), recall(values, cache.v_scale, q.dtype)
             result = attend(
                 queries_of.unflatten(0, (rows, queries)), keys, values, bias, scale=scale, softcap=softcap, sinks=sinks
             )
@@ -201,10 +204,12 @@ class TorchBackend:
         self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVLayer:
         """See `AttentionBackend.allocate`."""
-        shape = (num_blocks, block_size, spec.num_kv_heads)
+        shape, kept = (num_blocks, block_size, spec.num_kv_heads), spec.cache_dtype or dtype
         return KVLayer(
-            torch.zeros(*shape, spec.head_dim, dtype=dtype, device=device),
-            torch.zeros(*shape, spec.value_dim, dtype=dtype, device=device),
+            torch.zeros(*shape, spec.head_dim, dtype=kept, device=device),
+            torch.zeros(*shape, spec.value_dim, dtype=kept, device=device),
+            spec.k_scale,
+            spec.v_scale,
         )
 
     def begin(self, meta: AttentionMetadata) -> TorchStep:

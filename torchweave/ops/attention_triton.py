@@ -19,6 +19,7 @@ from torchweave.ops.kernels.dependent import options, takes_part
 from torchweave.ops.kernels.paged_decode import paged_decode
 from torchweave.ops.kernels.paged_prefill import paged_prefill, write_kv
 from torchweave.ops.kernels.rope import CacheWrite, Norm, launch_rope
+from torchweave.ops.kv_format import limit
 from torchweave.ops.rope import Rotary
 
 MAX_SPLITS = 64
@@ -114,10 +115,12 @@ class TritonBackend:
         if block_size & (block_size - 1):
             raise ValueError(f"block_size {block_size} does not suit the triton backend; use a power of two, 16 to 128")
         self.workspace(spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.value_dim, dtype)
-        shape = (num_blocks, block_size, spec.num_kv_heads)
+        shape, kept = (num_blocks, block_size, spec.num_kv_heads), spec.cache_dtype or dtype
         return KVLayer(
-            torch.empty(*shape, spec.head_dim, dtype=dtype, device=device),
-            torch.empty(*shape, spec.value_dim, dtype=dtype, device=device),
+            torch.empty(*shape, spec.head_dim, dtype=kept, device=device),
+            torch.empty(*shape, spec.value_dim, dtype=kept, device=device),
+            spec.k_scale,
+            spec.v_scale,
         )
 
     def begin(self, meta: AttentionMetadata) -> TritonStep:
@@ -277,7 +280,8 @@ class TritonStep:
             meta.slots, meta.query_start, meta.seq_lens, meta.block_table, meta.slot_mapping, q if sinks is None else sinks,
             work.partial, work.maxima, work.sums, work.counters, *tensors,
             q if target.written is None else target.written, q if target.given is None else target.given,
-            scale, softcap, window, chunk, splits, config.min_tiles, turning.eps, turning.offset, meta.num_tokens,
+            scale * cache.k_scale, softcap, window, chunk, splits, config.min_tiles, turning.eps, turning.offset,
+            cache.k_scale, cache.v_scale, meta.num_tokens,
             meta.block_table.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(triton.next_power_of_2(group), 16 if config.dot else 1),
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
@@ -285,7 +289,7 @@ class TritonStep:
             DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, DOT=config.dot,
             HALF=half, NORM=turning.q_weight is not None, WIDE=turning.wide,
             QUANT=1 if target.given is not None else 2 if target.written is not None else 0,
-            DEPENDENT=config.dependent, num_warps=config.num_warps, num_stages=config.num_stages,
+            DEPENDENT=config.dependent, LIMIT=limit(cache.k.dtype), num_warps=config.num_warps, num_stages=config.num_stages,
             enable_fp_fusion=half == 0 or q.dtype != torch.float32,  # turning rounds every product
             **options(config.dependent),
         )  # fmt: skip
@@ -309,7 +313,7 @@ class TritonStep:
         paged_prefill[(kv_heads, tiles)](
             q, out, cache.k, cache.v,
             meta.slots, meta.query_start, meta.seq_lens, meta.block_table, q if sinks is None else sinks,
-            meta.num_rows, meta.num_tokens, scale, softcap, window, chunk,
+            meta.num_rows, meta.num_tokens, scale * cache.k_scale, cache.v_scale, softcap, window, chunk,
             meta.block_table.stride(0), q.stride(0), q.stride(1),
             KV_HEADS=kv_heads, GROUP=group,
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
@@ -331,7 +335,8 @@ def write(k: Tensor, v: Tensor, cache: KVLayer, meta: AttentionMetadata) -> None
     block = min(triton.next_power_of_2(numbers), 2048)
     write_kv[(meta.num_tokens, triton.cdiv(numbers, block))](
         k, v, cache.k, cache.v, meta.slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        KV_HEADS=kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK=block, num_warps=4,
+        cache.k_scale, cache.v_scale, KV_HEADS=kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK=block,
+        LIMIT=limit(cache.k.dtype), num_warps=4,
     )  # fmt: skip
 
 
@@ -342,4 +347,7 @@ def turn_and_write(
     norm = None
     if rotary.q_weight is not None and rotary.k_weight is not None:
         norm = Norm(rotary.q_weight, rotary.k_weight, rotary.eps, rotary.offset, rotary.wide)
-    return launch_rope(q, k, rotary.cos, rotary.sin, norm, CacheWrite(v, cache.k, cache.v, meta.slot_mapping))
+    target = CacheWrite(
+        v, cache.k, cache.v, meta.slot_mapping, cache.k_scale, cache.v_scale, limit(cache.k.dtype)
+    )
+    return launch_rope(q, k, rotary.cos, rotary.sin, norm, target)

@@ -1,18 +1,52 @@
-// Causal attention over a paged KV cache on a CPU, float32. HEAD_DIM, VALUE_DIM and GROUP (query heads that share a key head)
-// are defined in front of this text; Inductor's C++ code cache builds it. Shapes and meaning are those of AttentionStep.forward.
+// Causal attention over a paged KV cache on a CPU, float32. HEAD_DIM, VALUE_DIM, GROUP (query heads that share a key head) and
+// CACHE (what the cache keeps: 0 float, 1 e4m3, 2 e5m2) are defined in front of this text; Inductor's C++ code cache builds it.
+// Shapes and meaning are those of AttentionStep.forward.
 //
 // Every token is a row of its own, whether it generates or belongs to a prompt: what it computes depends on its own sequence
 // only, never on the batch or on how a prompt was cut. The cache is read block by block, all heads of a block while it is in the
 // first level cache; what costs is the reading.
 
 #include <torch/csrc/inductor/cpp_prefix.h>
+#include <c10/util/Float8_e4m3fn.h>
+#include <c10/util/Float8_e5m2.h>
 #include <omp.h>
+#include <array>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t WIDTH = Vec::size();
 constexpr int64_t padded(int64_t size) { return (size + WIDTH - 1) / WIDTH * WIDTH; }
+
+using Kept = std::conditional_t<CACHE == 0, float, std::conditional_t<CACHE == 1, c10::Float8_e4m3fn, c10::Float8_e5m2>>;
+
+// x as the cache keeps it; see torchweave.ops.kv_format.keep.
+inline Kept keep(float x, float scale) {
+    if constexpr (CACHE == 0) return x;
+    constexpr float largest = CACHE == 1 ? 448.0f : 57344.0f;
+    return Kept(std::clamp(x / scale, -largest, largest));
+}
+
+// n places of `width` numbers each that begin at `kept` and lie `stride` apart, as floats; the result's places lie `step` apart.
+template <typename T>
+inline const float* recall(const T* kept, int64_t stride, int64_t width, int64_t n, std::vector<float>& room, int64_t& step) {
+    if constexpr (std::is_same_v<T, float>) {
+        step = stride;
+        return kept;
+    } else {
+        static const auto table = [] {
+            std::array<float, 256> all;
+            for (int i = 0; i < 256; ++i) all[i] = static_cast<float>(T(static_cast<uint8_t>(i), T::from_bits()));
+            return all;
+        }();
+        step = width;
+        if (static_cast<int64_t>(room.size()) < n * width) room.resize(n * width);
+        for (int64_t j = 0; j < n; ++j)
+            for (int64_t i = 0; i < width; ++i) room[j * width + i] = table[kept[j * stride + i].x];
+        return room.data();
+    }
+}
 
 // Vector i of an array of SIZE floats; lanes behind its end are zero.
 template <int64_t SIZE>
@@ -94,12 +128,13 @@ inline void weigh(float* scores, int64_t count, float scale, float softcap, floa
 // slots[T]: row of the block table; lengths[T]: keys that the token sees, itself included, or 0: only store its key and value;
 // mapping[T]: its place in the cache, or -1 for padding. Strides are in elements; the last dimension is contiguous, the cache and
 // out are contiguous.
-extern "C" void kernel(const float* q, const float* k, const float* v, float* out, float* k_cache, float* v_cache,
+extern "C" void kernel(const float* q, const float* k, const float* v, float* out, void* k_kept, void* v_kept,
                        const float* sinks, const int32_t* slots, const int32_t* lengths, const int64_t* mapping,
                        const int32_t* block_table, int64_t tokens, int64_t kv_heads, int64_t q_token, int64_t q_head,
                        int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head, int64_t max_blocks,
                        int64_t block_size, int64_t window, int64_t chunk, int64_t has_sinks, int64_t threads, float scale,
-                       float softcap) {
+                       float softcap, float k_scale, float v_scale) {
+    Kept *k_cache = static_cast<Kept*>(k_kept), *v_cache = static_cast<Kept*>(v_kept);
     const int64_t key_stride = kv_heads * HEAD_DIM, value_stride = kv_heads * VALUE_DIM;
     const int64_t share = tokens < 4 * threads ? 1 : kv_heads;  // key heads of a token that one thread takes
     const int64_t shares = tokens * (kv_heads / share);
@@ -109,11 +144,14 @@ extern "C" void kernel(const float* q, const float* k, const float* v, float* ou
         for (int64_t t = 0; t < tokens; ++t) {
             if (mapping[t] < 0) continue;
             for (int64_t h = 0; h < kv_heads; ++h) {
-                std::copy_n(k + t * k_token + h * k_head, HEAD_DIM, k_cache + mapping[t] * key_stride + h * HEAD_DIM);
-                std::copy_n(v + t * v_token + h * v_head, VALUE_DIM, v_cache + mapping[t] * value_stride + h * VALUE_DIM);
+                const float *key = k + t * k_token + h * k_head, *value = v + t * v_token + h * v_head;
+                Kept *key_at = k_cache + mapping[t] * key_stride + h * HEAD_DIM;
+                Kept *value_at = v_cache + mapping[t] * value_stride + h * VALUE_DIM;
+                std::transform(key, key + HEAD_DIM, key_at, [&](float x) { return keep(x, k_scale); });
+                std::transform(value, value + VALUE_DIM, value_at, [&](float x) { return keep(x, v_scale); });
             }
         }
-        std::vector<float> scores, sums(share * GROUP * padded(VALUE_DIM));
+        std::vector<float> scores, room, sums(share * GROUP * padded(VALUE_DIM));
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < shares; ++i) {
             const int64_t t = i * share / kv_heads, head = i * share % kv_heads * GROUP, heads = share * GROUP;
@@ -129,22 +167,29 @@ extern "C" void kernel(const float* q, const float* k, const float* v, float* ou
             if (static_cast<int64_t>(scores.size()) < heads * width) scores.resize(heads * (width + 16 * WIDTH));
 
             for_stretches(blocks, block_size, first, count, [&](int64_t from, int64_t place, int64_t n) {
+                int64_t step;
+                const Kept* at = k_cache + place * key_stride + head / GROUP * HEAD_DIM;
+                const float* keys = recall(at, key_stride, share * HEAD_DIM, n, room, step);
                 for (int64_t h = 0; h < heads; ++h)
-                    score(q + t * q_token + (head + h) * q_head, k_cache + place * key_stride + (head + h) / GROUP * HEAD_DIM,
-                          key_stride, n, scores.data() + h * width + from);
+                    score(q + t * q_token + (head + h) * q_head, keys + h / GROUP * HEAD_DIM, step, n,
+                          scores.data() + h * width + from);
             });
             std::fill(sums.begin(), sums.end(), 0.0f);
             for (int64_t h = 0; h < heads; ++h) {
                 const float sink = has_sinks ? sinks[head + h] : -std::numeric_limits<float>::infinity();
-                weigh(scores.data() + h * width, count, scale, softcap, sink);
+                weigh(scores.data() + h * width, count, scale * k_scale, softcap, sink);
             }
             for_stretches(blocks, block_size, first, count, [&](int64_t from, int64_t place, int64_t n) {
+                int64_t step;
+                const Kept* at = v_cache + place * value_stride + head / GROUP * VALUE_DIM;
+                const float* values = recall(at, value_stride, share * VALUE_DIM, n, room, step);
                 for (int64_t h = 0; h < heads; ++h)
-                    mix(scores.data() + h * width + from, v_cache + place * value_stride + (head + h) / GROUP * VALUE_DIM,
-                        value_stride, n, sums.data() + h * padded(VALUE_DIM));
+                    mix(scores.data() + h * width + from, values + h / GROUP * VALUE_DIM, step, n,
+                        sums.data() + h * padded(VALUE_DIM));
             });
             for (int64_t h = 0; h < heads; ++h)
-                std::copy_n(sums.data() + h * padded(VALUE_DIM), VALUE_DIM, result + h * VALUE_DIM);
+                for (int64_t i = 0; i < VALUE_DIM; ++i)
+                    result[h * VALUE_DIM + i] = sums[h * padded(VALUE_DIM) + i] * v_scale;
         }
     }
 }

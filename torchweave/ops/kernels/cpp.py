@@ -15,17 +15,18 @@ def has_compiler() -> bool:
 
 
 @functools.cache
-def attention(head_dim: int, value_dim: int, group: int) -> Callable[..., None]:
-    """`kernel` of attention_cpu.cpp for layers of these sizes; `group` query heads share a key head. Kept on disk once built."""
+def attention(head_dim: int, value_dim: int, group: int, cache: int) -> Callable[..., None]:
+    """`kernel` of attention_cpu.cpp for layers of these sizes; `group` query heads share a key head, and `cache` says what the
+    cache keeps. Kept on disk once built."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    sizes = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "GROUP": group}
+    sizes = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "GROUP": group, "CACHE": cache}
     source = "".join(f"constexpr long {name} = {size};\n" for name, size in sizes.items())
     source += resources.files(__package__).joinpath("attention_cpu.cpp").read_text(encoding="utf-8")
     return CppPythonBindingsCodeCache.load_pybinding(_ATTENTION_ARGUMENTS, source)
 
 
 _ATTENTION_ARGUMENTS = (
-    *["const float*"] * 3, *["float*"] * 3, "const float*", "const int32_t*", "const int32_t*", "const int64_t*",
-    "const int32_t*", *["int64_t"] * 14, "float", "float",
+    *["const float*"] * 3, "float*", *["void*"] * 2, "const float*", "const int32_t*", "const int32_t*", "const int64_t*",
+    "const int32_t*", *["int64_t"] * 14, *["float"] * 4,
 )  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from torchweave.ops.kernels.dependent import enter, leave
 from torchweave.ops.kernels.fp8_quant import FP8_MAX, TINY
+from torchweave.ops.kernels.kv_format import as_kept
 from torchweave.ops.kernels.rope import load_turned
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -125,13 +126,14 @@ def _combine(
 @triton.jit
 def _new_token(
     query, token, head, k_new, v_new, k_cache, v_cache, slot_mapping, sinks, scale, softcap,
-    k_stride, k_head_stride, v_stride, v_head_stride, k_weight, cos, sin, eps, offset,
+    k_stride, k_head_stride, v_stride, v_head_stride, k_weight, cos, sin, eps, offset, k_scale, v_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     STORE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax (maximum, total, sum of values) after the sinks and the new token; STORE: also cache the token."""
+    """The running softmax (maximum, total, sum of values) after the sinks and the new token; STORE: also cache the token.
+    It is taken as later steps will read it from the cache."""
     group = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
@@ -140,6 +142,8 @@ def _new_token(
     key = load_turned(key_row, first == 0, k_weight, cos, sin, eps, offset, HEAD_DIM, HEAD_PAD, HALF, NORM, WIDE)
     key = tl.reshape(key, [HEAD_PAD])
     value = tl.load(v_new + token * v_stride + head * v_head_stride + value_dim, mask=value_dim < VALUE_DIM, other=0.0)
+    key = as_kept(key, k_scale, k_cache.dtype.element_ty, LIMIT)
+    value = as_kept(value, v_scale, v_cache.dtype.element_ty, LIMIT)
     if STORE:
         place = tl.load(slot_mapping + token)
         there = place >= 0
@@ -179,14 +183,14 @@ def _cached_tokens(
         v_mask = seen[:, None] if VALUE_PAD == VALUE_DIM else seen[:, None] & (value_dim < VALUE_DIM)[None, :]
         k = tl.load(k_cache + places * HEAD_DIM + dim[None, :], mask=k_mask, other=0.0)
         v = tl.load(v_cache + places * VALUE_DIM + value_dim[None, :], mask=v_mask, other=0.0)
-        scores = _scores(query, k, DOT) * scale
+        scores = _scores(query, k.to(query.dtype), DOT) * scale
         scores = softcap_log2(scores, softcap) if SOFTCAP else scores * LOG2_E
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         faded = tl.exp2(maximum - higher)
         total = total * faded + tl.sum(weights, 1)
-        acc = acc * faded[:, None] + _weighted(weights, v, DOT)
+        acc = acc * faded[:, None] + _weighted(weights, v.to(query.dtype), DOT)
         maximum = higher
     return maximum, total, acc
 
@@ -196,19 +200,20 @@ def paged_decode(
     q, k_new, v_new, out, k_cache, v_cache,
     slots, query_start, seq_lens, block_table, slot_mapping, sinks,
     partial, maxima, sums, counters, q_weight, k_weight, cos, sin, written, given,
-    scale, softcap, window, chunk, num_splits, min_tiles, eps, offset, num_tokens,
+    scale, softcap, window, chunk, num_splits, min_tiles, eps, offset, k_scale, v_scale, num_tokens,
     table_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr,
     DECODE_ONLY: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DOT: tl.constexpr,
     HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr, QUANT: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     """One row, one key head, one split. DECODE_ONLY: row i is token i, padding rows are zeroed and K/V are written here;
     otherwise rows that do not have exactly one token are left to the prefill kernel, and K/V are in the cache already.
     HALF: half of the numbers of a head that rotary embedding turns here, after the norm if NORM; 0: it has been done.
     SPLITS_PAD: a power of two, at least `num_splits`; 1 leaves the combining out. DEPENDENT: see `dependent.py`.
-    QUANT: see `_store`."""
+    QUANT: see `_store`. LIMIT: see `as_kept`; `scale` is then that of scores with keys as they are kept."""
     enter(DEPENDENT)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + row).to(tl.int64)
@@ -254,14 +259,16 @@ def paged_decode(
     if split == 0:
         maximum, total, acc = _new_token(
             query, token, head, k_new, v_new, k_cache, v_cache, slot_mapping, sinks, scale, softcap,
-            k_stride, k_head_stride, v_stride, v_head_stride, k_weight, cos, sin, eps, offset,
+            k_stride, k_head_stride, v_stride, v_head_stride, k_weight, cos, sin, eps, offset, k_scale, v_scale,
             KV_HEADS, GROUP, GROUP_PAD, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, DECODE_ONLY, SOFTCAP, SINKS,
-            HALF, NORM, WIDE,
+            HALF, NORM, WIDE, LIMIT,
         )  # fmt: skip
     maximum, total, acc = _cached_tokens(
         maximum, total, acc, query, block_table + slot * table_stride, k_cache, v_cache, head, lowest, begin, end,
         scale, softcap, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N, SOFTCAP, DOT,
     )  # fmt: skip
+    if LIMIT > 0:
+        acc *= v_scale
 
     if SPLITS_PAD == 1 or used == 1:
         leave(DEPENDENT)

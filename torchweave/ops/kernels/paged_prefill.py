@@ -12,16 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchweave.ops.kernels.kv_format import as_kept
 from torchweave.ops.kernels.paged_decode import LOG2_E, LOWEST, cache_places, load_blocks, lowest_key, softcap_log2
 
 
 @triton.jit
 def write_kv(
     k, v, k_cache, v_cache, slot_mapping,
-    k_stride, k_head_stride, v_stride, v_head_stride,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    k_stride, k_head_stride, v_stride, v_head_stride, k_scale, v_scale,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Copy token `program_id(0)`'s key and value, BLOCK numbers at a time, to its place in the cache; -1 has none."""
+    """Copy token `program_id(0)`'s key and value, BLOCK numbers at a time, to its place in the cache; -1 has none.
+    LIMIT: see `as_kept`."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(slot_mapping + token)
     if place < 0:
@@ -29,10 +31,12 @@ def write_kv(
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < KV_HEADS * HEAD_DIM
     source = k + token * k_stride + offset // HEAD_DIM * k_head_stride + offset % HEAD_DIM
-    tl.store(k_cache + place * (KV_HEADS * HEAD_DIM) + offset, tl.load(source, mask=mask), mask=mask)
+    key = as_kept(tl.load(source, mask=mask), k_scale, k_cache.dtype.element_ty, LIMIT)
+    tl.store(k_cache + place * (KV_HEADS * HEAD_DIM) + offset, key, mask=mask)
     mask = offset < KV_HEADS * VALUE_DIM
     source = v + token * v_stride + offset // VALUE_DIM * v_head_stride + offset % VALUE_DIM
-    tl.store(v_cache + place * (KV_HEADS * VALUE_DIM) + offset, tl.load(source, mask=mask), mask=mask)
+    value = as_kept(tl.load(source, mask=mask), v_scale, v_cache.dtype.element_ty, LIMIT)
+    tl.store(v_cache + place * (KV_HEADS * VALUE_DIM) + offset, value, mask=mask)
 
 
 @triton.jit
@@ -73,7 +77,7 @@ def _attend_tiles(
             k = tl.load(k_at)
         else:
             k = tl.load(k_at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-        scores = tl.dot(query, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(query, tl.trans(k.to(query.dtype)), input_precision="ieee")
         scores = softcap_log2(scores * scale, softcap) if SOFTCAP else scores * (scale * LOG2_E)
         if MASKED:
             seen = keys[None, :] <= positions[:, None]
@@ -90,6 +94,7 @@ def _attend_tiles(
             v = tl.load(v_at)
         else:
             v = tl.load(v_at, mask=(value_dim < VALUE_DIM)[None, :], other=0.0)
+        v = v.to(query.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * faded[:, None], input_precision="ieee")
         maximum = higher
     return acc, maximum, total
@@ -98,13 +103,14 @@ def _attend_tiles(
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "window", "chunk"])
 def paged_prefill(
     q, out, k_cache, v_cache, slots, query_start, seq_lens, block_table, sinks,
-    num_rows, num_tokens, scale, softcap, window, chunk, table_stride, q_stride, q_head_stride,
+    num_rows, num_tokens, scale, v_scale, softcap, window, chunk, table_stride, q_stride, q_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `BLOCK_M // GROUP` tokens of one row, for one key head. Rows with one token are the decode kernel's."""
+    """One tile of `BLOCK_M // GROUP` tokens of one row, for one key head. Rows with one token are the decode kernel's.
+    scale, v_scale: of scores with keys as the cache keeps them, and of its values."""
     BQ: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first: a row's last tiles see the most keys
@@ -169,4 +175,4 @@ def paged_prefill(
         scale, softcap, window, chunk, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
         SOFTCAP, LOCAL, True,
     )  # fmt: skip
-    tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=out_mask)
+    tl.store(out_at, (acc / total[:, None] * v_scale).to(out.dtype.element_ty), mask=out_mask)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.dependent import enter, options, takes_part
+from torchweave.ops.kernels.kv_format import as_kept
 from torchweave.ops.kernels.norm import scale_rows
 
 
@@ -24,12 +25,16 @@ class Norm(NamedTuple):
 
 
 class CacheWrite(NamedTuple):
-    """Where the step's keys and values go: values `[T, KH, Dv]`, one layer's paged cache, and the place of each token."""
+    """Where the step's keys and values go: values `[T, KH, Dv]`, one layer's paged cache, the place of each token, and the
+    scales of a cache in FP8, whose largest number is `limit` (0: it keeps them as they are)."""
 
     v: Tensor
     k_cache: Tensor
     v_cache: Tensor
     slot_mapping: Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    limit: float = 0.0
 
 
 @triton.jit
@@ -115,29 +120,31 @@ def _turned_heads(
 
 @triton.jit
 def _store_heads(
-    out, low, high, remaining, block, num_heads, row,
+    out, low, high, remaining, block, num_heads, row, scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """What `_turned_heads` gave, into row `row` of out [rows, num_heads, DIM]."""
+    """What `_turned_heads` gave, into row `row` of out [rows, num_heads, DIM]. LIMIT: see `as_kept`."""
     head = block * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, HALF_PAD)
     rest = 2 * HALF + tl.arange(0, REST_PAD)
     real = (head < num_heads)[:, None]
     dtype = out.dtype.element_ty
     target = out + (row * num_heads + head[:, None]) * DIM
-    tl.store(target + half[None, :], low.to(dtype), mask=real & (half < HALF)[None, :])
-    tl.store(target + HALF + half[None, :], high.to(dtype), mask=real & (half < HALF)[None, :])
+    turned = real & (half < HALF)[None, :]
+    tl.store(target + half[None, :], as_kept(low, scale, dtype, LIMIT), mask=turned)
+    tl.store(target + HALF + half[None, :], as_kept(high, scale, dtype, LIMIT), mask=turned)
     if 2 * HALF < DIM:
-        tl.store(target + rest[None, :], remaining.to(dtype), mask=real & (rest < DIM)[None, :])
+        tl.store(target + rest[None, :], as_kept(remaining, scale, dtype, LIMIT), mask=real & (rest < DIM)[None, :])
 
 
 @triton.jit
 def rope_kernel(
-    q, k, v, q_weight, k_weight, cos, sin, q_out, k_out, k_cache, v_cache, slot_mapping, eps, offset,
+    q, k, v, q_weight, k_weight, cos, sin, q_out, k_out, k_cache, v_cache, slot_mapping, eps, offset, k_scale, v_scale,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, cos_stride, sin_stride,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
-    NORM: tl.constexpr, WIDE: tl.constexpr, CACHE: tl.constexpr, DEPENDENT: tl.constexpr,
+    NORM: tl.constexpr, WIDE: tl.constexpr, CACHE: tl.constexpr, DEPENDENT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, blocks of query heads, then blocks of key heads). CACHE: keys and values also go into the paged cache."""
     enter(DEPENDENT)
@@ -148,22 +155,27 @@ def rope_kernel(
             q, q_weight, cos, sin, block, Q_HEADS, token, q_stride, q_head_stride, eps, offset,
             HEADS, DIM, HALF, HALF_PAD, REST_PAD, NORM, WIDE,
         )  # fmt: skip
-        _store_heads(q_out, low, high, rest, block, Q_HEADS, token, HEADS, DIM, HALF, HALF_PAD, REST_PAD)
+        _store_heads(q_out, low, high, rest, block, Q_HEADS, token, 1.0, HEADS, DIM, HALF, HALF_PAD, REST_PAD, 0.0)
     else:
         block -= Q_BLOCKS
         low, high, rest = _turned_heads(
             k, k_weight, cos, sin, block, K_HEADS, token, k_stride, k_head_stride, eps, offset,
             HEADS, DIM, HALF, HALF_PAD, REST_PAD, NORM, WIDE,
         )  # fmt: skip
-        _store_heads(k_out, low, high, rest, block, K_HEADS, token, HEADS, DIM, HALF, HALF_PAD, REST_PAD)
+        _store_heads(k_out, low, high, rest, block, K_HEADS, token, 1.0, HEADS, DIM, HALF, HALF_PAD, REST_PAD, 0.0)
         if CACHE:
             place = tl.load(slot_mapping + token)
             if place >= 0:
-                _store_heads(k_cache, low, high, rest, block, K_HEADS, place, HEADS, DIM, HALF, HALF_PAD, REST_PAD)
+                seen: tl.constexpr = k_out.dtype.element_ty  # the cache keeps what readers of k_out see
+                _store_heads(
+                    k_cache, low.to(seen), high.to(seen), rest.to(seen), block, K_HEADS, place, k_scale,
+                    HEADS, DIM, HALF, HALF_PAD, REST_PAD, LIMIT,
+                )  # fmt: skip
                 head = (block * HEADS + tl.arange(0, HEADS))[:, None]
                 dim = tl.arange(0, VALUE_PAD)[None, :]
                 there = (head < K_HEADS) & (dim < VALUE_DIM)
                 value = tl.load(v + token * v_stride + head * v_head_stride + dim, mask=there)
+                value = as_kept(value, v_scale, v_cache.dtype.element_ty, LIMIT)
                 tl.store(v_cache + (place * K_HEADS + head) * VALUE_DIM + dim, value, mask=there)
 
 
@@ -179,17 +191,18 @@ def launch_rope(
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if not tokens:
         return q_out, k_out
-    v, k_cache, v_cache, slot_mapping = CacheWrite(k, k, k, k) if cache is None else cache
+    v, k_cache, v_cache, slot_mapping, k_scale, v_scale, limit = CacheWrite(k, k, k, k) if cache is None else cache
     together = max(1, min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(max(heads, kv_heads))))
     q_blocks, dependent = triton.cdiv(heads, together), takes_part(q.device)
     rope_kernel[(tokens, q_blocks + triton.cdiv(kv_heads, together))](
         q, k, v, q if norm is None else norm.q_weight, k if norm is None else norm.k_weight, cos, sin, q_out, k_out,
         k_cache, v_cache, slot_mapping, 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
+        k_scale, v_scale,
         q.stride(-3), q.stride(-2), k.stride(-3), k.stride(-2), v.stride(-3), v.stride(-2), cos.shape[-1], sin.shape[-1],
         Q_HEADS=heads, K_HEADS=kv_heads, Q_BLOCKS=q_blocks, HEADS=together, DIM=dim,
         VALUE_DIM=v.shape[-1], VALUE_PAD=triton.next_power_of_2(v.shape[-1]),
         HALF=half, HALF_PAD=max(2, triton.next_power_of_2(half)), REST_PAD=max(2, triton.next_power_of_2(dim - 2 * half)),
         NORM=norm is not None, WIDE=norm is not None and norm.wide, CACHE=cache is not None,
-        DEPENDENT=dependent, num_warps=4, enable_fp_fusion=False, **options(dependent),
+        DEPENDENT=dependent, LIMIT=limit, num_warps=4, enable_fp_fusion=False, **options(dependent),
     )  # fmt: skip
     return q_out, k_out
