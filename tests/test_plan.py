@@ -46,6 +46,25 @@ def test_defaults_on_a_gpu():
     assert plan.decode_graphs and plan.piecewise_graphs and plan.whole_mixed_graphs and plan.inductor and plan.fullgraph
 
 
+def test_B11_a_kv_cache_in_fp8():
+    fa3 = AttentionFacts("fa3", 128, (128,), no_fp8_cache="fa3 cannot")
+    gpu = DeviceFacts("cuda:0", "NVIDIA H100", (9, 0), (fa3, TRITON, TORCH))
+    assert plan_of(gpu).attention_backend == "fa3" and plan_of(gpu).kv_cache_dtype == "bfloat16"
+    for asked in ({}, {"attention_backend": "fa3"}):
+        plan = plan_of(gpu, kv_cache_dtype="fp8", **asked)
+        assert (plan.kv_cache_dtype, plan.attention_backend, plan.block_size) == ("fp8_e4m3", "triton", 16)
+        assert entry(plan, "attention_backend").why == "fa3 cannot" and "e4m3" in entry(plan, "kv_cache_dtype").why
+    assert plan_of(gpu, kv_cache_dtype="fp8_e5m2", attention_backend="torch").attention_backend == "torch"
+    stored = ModelFacts("llama", 4096, "bfloat16", None, "fp8_e4m3")
+    assert entry(plan_of(model=stored), "kv_cache_dtype").why == "the checkpoint's"
+    assert plan_of(model=stored).kv_cache_dtype == plan_of(CPU, stored).kv_cache_dtype == "fp8_e4m3"
+    old = DeviceFacts("cuda:0", "NVIDIA A100", (8, 0), (TRITON,))
+    assert plan_of(old, stored).kv_cache_dtype == "bfloat16"
+    assert plan_of(old, kv_cache_dtype="fp8_e5m2").kv_cache_dtype == "fp8_e5m2"
+    with pytest.raises(ValueError, match="compute capability 8.9.*fp8_e5m2"):
+        plan_of(old, kv_cache_dtype="fp8")
+
+
 def test_defaults_on_a_cpu():
     plan = plan_of(CPU)
     assert (plan.dtype, plan.max_batch_size, plan.max_num_tokens, plan.device) == ("float32", 32, 2048, "cpu")

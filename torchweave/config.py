@@ -14,6 +14,7 @@ from typing import Literal
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 AttentionName = Literal["auto", "triton", "torch", "fa3", "cpp"]
 CapacityPolicy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
@@ -111,6 +112,8 @@ class EngineConfig:
         enable_chunked_context: a prompt may be read in several steps. Off: a prompt longer than the budget is refused.
         block_size: tokens in one block of the paged KV cache. None: what the attention backend prefers.
         num_kv_blocks: blocks of the KV cache; None sizes it from the memory that is free once all else is in place.
+        kv_cache_dtype: numbers in which keys and values are kept: auto takes the model's dtype, or FP8 where the checkpoint says
+            so; `fp8` (`fp8_e4m3`) and `fp8_e5m2` keep twice as many tokens in the same memory.
         gpu_memory_utilization: part of the GPU's memory that the engine may use, weights and graphs included.
         cpu_kv_cache_gib: memory for the KV cache on a CPU.
         attention_backend: auto takes what measured fastest on this kind of device.
@@ -139,6 +142,7 @@ class EngineConfig:
     enable_chunked_context: bool = True
     block_size: int | None = None
     num_kv_blocks: int | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
     gpu_memory_utilization: float = 0.9
     cpu_kv_cache_gib: float = 1.0
     attention_backend: AttentionName = "auto"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from torchweave.config import EngineConfig
+from torchweave.engine.build import _kept
 from torchweave.engine.memory import GIB, MemoryUse, blocks_that_fit, bytes_per_block
 from torchweave.ops.attention import LayerSpec
 from torchweave.plan import AttentionFacts, DeviceFacts, ModelFacts, Plan, resolve
@@ -22,6 +23,14 @@ def plan(device: str = "cuda:0", **options: object) -> Plan:
 
 def test_bytes_per_block_counts_keys_and_values_of_all_layers() -> None:
     assert bytes_per_block(LAYERS, 64, torch.bfloat16) == 64 * 16 * 8 * (64 + 64) * 2
+
+
+def test_B11_an_fp8_cache_holds_twice_as_many_blocks() -> None:
+    block = bytes_per_block(LAYERS, 64, torch.bfloat16)
+    kept = _kept(LAYERS, plan(kv_cache_dtype="fp8"))
+    assert [layer.cache_dtype for layer in kept] == [torch.float8_e4m3fn] * 16
+    assert bytes_per_block(kept, 64, torch.bfloat16) * 2 == block
+    assert blocks_that_fit(plan(kv_cache_dtype="fp8"), block // 2, USE) // 2 == blocks_that_fit(plan(), block, USE)
 
 
 def test_a_gpu_gives_what_is_left_of_its_share() -> None:

@@ -69,7 +69,9 @@ def fill(into: Built, source: Built) -> None:
     for field in ("slots", "query_start", "seq_lens", "block_table", "slot_mapping"):
         getattr(into.meta, field).copy_(getattr(source.meta, field))
     for mine, theirs in zip(
-        (into.q, into.k, into.v, *into.cache.tensors), (source.q, source.k, source.v, *source.cache.tensors), strict=True
+        (into.q, into.k, into.v, *into.cache.tensors),
+        (source.q, source.k, source.v, *source.cache.tensors),
+        strict=True,
     ):
         mine.copy_(theirs)
     into.out.fill_(float("nan"))

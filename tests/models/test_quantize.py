@@ -251,6 +251,41 @@ def test_a_checkpoint_is_read(form: str, tmp_path: Path) -> None:
     check_against_dequantized(loaded)
 
 
+CACHE_SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
+
+
+def test_B11_a_checkpoint_brings_scales_of_its_kv_cache(tmp_path: Path) -> None:
+    """compressed-tensors' `kv_cache_scheme` with and without quantised linears, and the names that scales had before."""
+    write("ct-tensor", tmp_path)
+    ct = FORMS["ct-tensor"][0]
+    file, layer = tmp_path / "model.safetensors", "model.layers.{}.self_attn."
+    tensors = load_file(file)
+    plain = {name: tensor for name, tensor in tensors.items() if "proj" not in name and not name.endswith("k_scale")}
+    plain |= {name: tensors[name].float() for name in tensors if name.endswith("proj.weight")}
+    scales = {
+        layer.format(0) + "k_scale": torch.tensor([0.5]),
+        layer.format(0) + "v_scale": torch.tensor(0.25).bfloat16(),
+        layer.format(1) + "kv_scale": torch.tensor([2.0]),
+    }
+    save_file(plain | scales, file)
+    change_config(tmp_path, ct | {"config_groups": {}, "kv_cache_scheme": CACHE_SCHEME})
+    facts, loaded = model_facts(tmp_path), load(tmp_path)
+    assert (facts.quantization, facts.kv_cache_dtype) == (None, "fp8_e4m3")
+    found = [(spec.k_scale, spec.v_scale) for spec in loaded.module.attention_layers]
+    assert found[:2] == [(0.5, 0.25), (2.0, 2.0)] and set(found[2:]) <= {(1.0, 1.0)}
+
+    older = {layer.format(1) + "k_proj.output_scale": torch.tensor([3.0])}
+    save_file(tensors | older, file)
+    change_config(tmp_path, ct | {"kv_cache_scheme": CACHE_SCHEME | {"strategy": "attn_head"}})
+    assert model_facts(tmp_path).kv_cache_dtype is None
+    found = [(spec.k_scale, spec.v_scale) for spec in load(tmp_path).module.attention_layers]
+    assert found[:2] == [(1.0, 1.0), (3.0, 1.0)]
+
+    save_file(tensors | {layer.format(1) + "k_scale": torch.tensor([0.0])}, file)
+    with pytest.raises(ValueError, match="finite number above 0"):
+        load(tmp_path)
+
+
 def test_dummy_weights_of_a_static_checkpoint(tmp_path: Path) -> None:
     write("ct-tensor", tmp_path)
     loaded = load(tmp_path, load_format="dummy")

@@ -69,7 +69,6 @@ class Built:
             else:  # a norm adds up in another order
                 torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
-
     def _check_kept(self, got: Tensor, wanted: Tensor) -> None:
         """A cache in FP8: bit for bit, but where a norm adds up in another order, neighbours of a number are right too."""
         steps = (got.view(torch.uint8).int() - wanted.view(torch.uint8).int()).abs()

@@ -59,6 +59,14 @@ BUILT = {
     "deepseek": (LayerSpec(4, 192, 128, 4), torch.bfloat16, 64),
     "llama4_chunks": (LayerSpec(2, 128, 128, 10, chunk=8192), torch.bfloat16, 64),
     "float32": (LayerSpec(2, 80, 80, 4), torch.float32, 64),
+    "llama_1b_fp8": (LayerSpec(8, 64, 64, 32, cache_dtype=torch.float8_e4m3fn), torch.bfloat16, 64),
+    "llama_8b_fp8": (LayerSpec(8, 128, 128, 32, cache_dtype=torch.float8_e4m3fn), torch.bfloat16, 64),
+    "llama_8b_e5m2": (LayerSpec(8, 128, 128, 32, cache_dtype=torch.float8_e5m2), torch.float16, 64),
+    "gpt_oss_fp8": (
+        LayerSpec(8, 64, 64, 64, window=128, sinks=True, cache_dtype=torch.float8_e4m3fn),
+        torch.bfloat16,
+        16,
+    ),
 }
 
 
@@ -79,7 +87,15 @@ def test_a_decode_step_is_one_launch() -> None:
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("spec", [LayerSpec(8, 64, 64, 32), LayerSpec(8, 128, 128, 32)])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LayerSpec(8, 64, 64, 32),
+        LayerSpec(8, 128, 128, 32),
+        LayerSpec(8, 128, 128, 32, cache_dtype=torch.float8_e4m3fn),
+        LayerSpec(8, 64, 64, 32, cache_dtype=torch.float8_e5m2),
+    ],
+)
 def test_turning_queries_and_keys_takes_no_launch_of_its_own(spec: LayerSpec, norm: bool) -> None:
     rotary = {"rotary": spec.head_dim, "norm": norm, "dtype": torch.bfloat16, "block_size": 64}
     decode, mixed = launches(Case(DECODE, spec, **rotary)), launches(Case(MIXED, spec, **rotary))
@@ -129,4 +145,6 @@ def test_fa3_refuses_what_its_wheel_does_not_hold() -> None:
     assert refusal(LayerSpec(8, 128, 128, 32), torch.bfloat16) is None
     assert "bfloat16" in (refusal(LayerSpec(8, 128, 128, 32), torch.float16) or "")
     assert "heads of 64 or 128" in (refusal(LayerSpec(8, 96, 96, 32), torch.bfloat16) or "")
+    in_fp8 = LayerSpec(8, 128, 128, 32, cache_dtype=torch.float8_e4m3fn)
+    assert "queries in FP8" in (refusal(in_fp8, torch.bfloat16) or "")
     assert "windows" in (refusal(LayerSpec(8, 64, 64, 64, window=128), torch.bfloat16) or "")

@@ -25,6 +25,7 @@ from torchweave.engine.weaving import effective, forward_of, weave_model
 from torchweave.log import Report
 from torchweave.models.load import LoadedModel, load, model_facts
 from torchweave.ops.attention import AttentionBackend, KVLayer, LayerSpec, get_backend
+from torchweave.ops.kv_format import FP8_DTYPES
 from torchweave.ops.state import SlotState
 from torchweave.plan import ModelFacts, Plan, resolve
 
@@ -102,7 +103,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
         loaded = load(
             config.model, dtype, plan.device, config.load_format, trust, report, plan.max_model_len, plan.quantization
         )
-    layers = loaded.module.attention_layers
+    layers = _kept(loaded.module.attention_layers, plan)
     backend, plan = _attention(plan, layers, dtype)
     block_bytes = bytes_per_block(layers, plan.block_size, dtype)
     if not plan.device.startswith("cuda"):
@@ -124,7 +125,9 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
     plan = _settle(plan, blocks, use)
     with report.stage("allocating the KV cache"):
         runner = Runner(plan, forward, backend, allocate(blocks), state, report)
-    report.event("kv_cache", blocks=blocks, block_size=plan.block_size, bytes=blocks * block_bytes)
+    report.event(
+        "kv_cache", blocks=blocks, block_size=plan.block_size, bytes=blocks * block_bytes, dtype=plan.kv_cache_dtype
+    )
     if plan.device.startswith("cuda"):
         _record(runner, plan, report)
     else:
@@ -155,6 +158,11 @@ def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts
         )
     dtype = str(loaded.dtype).removeprefix("torch.")
     return ModelFacts(loaded.name, loaded.max_model_len, dtype, loaded.quantization)
+
+
+def _kept(layers: Sequence[LayerSpec], plan: Plan) -> list[LayerSpec]:
+    """The layers with caches as the plan wants them."""
+    return [replace(layer, cache_dtype=FP8_DTYPES.get(plan.kv_cache_dtype)) for layer in layers]
 
 
 def _attention(plan: Plan, layers: Sequence[LayerSpec], dtype: torch.dtype) -> tuple[AttentionBackend, Plan]:

@@ -13,6 +13,7 @@ from torchweave.plan import AttentionFacts, DeviceFacts, choose_device
 # In the order of preference on each kind of device; figures in bench/results.
 _PREFERENCE = {"cuda": ("fa3", "triton", "torch", "cpp"), "cpu": ("cpp", "torch", "triton", "fa3")}
 _ONLY_BLOCK_SIZES = {"fa3": (128,)}
+_NO_FP8_CACHE = {"fa3": "FlashAttention 3 reads a cache in FP8 only with queries in FP8"}
 
 
 def device_facts(asked: str) -> DeviceFacts:
@@ -34,7 +35,13 @@ def _attention_facts(name: str, device: torch.device) -> AttentionFacts:
     if refusal is not None:
         return AttentionFacts(name, 0, refusal=refusal)
     backend = get_backend(name, device)
-    return AttentionFacts(name, backend.block_size, _ONLY_BLOCK_SIZES.get(name, ()), backend.captures_mixed)
+    return AttentionFacts(
+        name,
+        backend.block_size,
+        _ONLY_BLOCK_SIZES.get(name, ()),
+        backend.captures_mixed,
+        _NO_FP8_CACHE.get(name, ""),
+    )
 
 
 def _inductor_refusal(is_gpu: bool) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,8 @@ class StandIn:
 
     def __init__(self, module: nn.Module, layers: Sequence[LayerSpec], vocab_size: int, dtype: torch.dtype) -> None:
         self._module = module
-        self._layers = {layer: index for index, layer in reversed(list(enumerate(layers)))}
+        alike = [replace(layer, k_scale=1.0, v_scale=1.0) for layer in layers]
+        self._layers = {layer: index for index, layer in reversed(list(enumerate(alike)))}
         self._vocab_size = vocab_size
         self._dtype = dtype
         self._fp8 = [each.detached() for each in distinct(module)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,14 @@ from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.hooks import freeze_rope
 from torchweave.models.quantize import Quantizer, Scheme
-from torchweave.models.quantized_checkpoint import check_dtypes, scheme_for, stored_scheme, take_scales
+from torchweave.models.quantized_checkpoint import (
+    check_dtypes,
+    scheme_for,
+    stored_cache_dtype,
+    stored_scheme,
+    take_cache_scales,
+    take_scales,
+)
 from torchweave.models.resolve import Source, read_json, resolve
 from torchweave.models.tokenizer import Tokenizer
 from torchweave.ops.attention import LayerSpec
@@ -119,6 +126,7 @@ def load(
         model = build_on_meta(config, chosen, trust_remote_code)
         specs = adapt(model, report)
     length = _max_model_len(model.config, max_model_len)
+    specs = _with_cache_scales(specs, stored, report)
     if stored is None:
         quantizer = None if how is None else Quantizer(model, how)
         weights.fill_random(model, device, report, placer=quantizer)
@@ -146,6 +154,7 @@ def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code:
         _max_model_len(config, None),
         None if stored is None else str(stored).removeprefix("torch."),
         None if how is None else how.name,
+        stored_cache_dtype(source),
     )
 
 
@@ -238,6 +247,19 @@ def _max_model_len(config: Any, asked: int | None) -> int:
     if limit is not None and asked > limit:
         raise ValueError(f"max_model_len is {asked}, but the model has positions for {limit} tokens; ask for no more.")
     return asked
+
+
+def _with_cache_scales(
+    specs: list[LayerSpec], stored: dict[str, weights.Stored] | None, report: Report
+) -> list[LayerSpec]:
+    """The layers with what the checkpoint knows of how large their keys and values get; `stored` loses it."""
+    scales = take_cache_scales(stored) if stored is not None else {}
+    if scales:
+        report.event("kv_cache_scales", layers=len(scales), largest=max(map(max, scales.values())))
+    return [
+        replace(spec, k_scale=k_scale, v_scale=v_scale)
+        for spec, (k_scale, v_scale) in ((spec, scales.get(layer, (1.0, 1.0))) for layer, spec in enumerate(specs))
+    ]
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ is not one of these is refused with what it is.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,12 @@ from torchweave.ops.fp8 import GROUP
 
 WEIGHT_SCALES = (".weight_scale", ".weight_scale_inv")
 INPUT_SCALE = ".input_scale"
+_CACHE_SCALES = {
+    "k": (".k_scale", ".k_proj.output_scale", ".kv_scale"),
+    "v": (".v_scale", ".v_proj.output_scale", ".kv_scale"),
+}
+"""Endings of the scales of a layer's keys and values: today's, those of the first llm-compressor, those of AutoFP8."""
+_LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
 def quantization_config(source: Source) -> dict[str, Any] | None:
@@ -48,6 +56,38 @@ def stored_scheme(source: Source) -> Scheme | None:
     if method == "fp8":
         return _fine_grained(config)
     raise _refused(f"by {method}")
+
+
+def stored_cache_dtype(source: Source) -> str | None:
+    """What a checkpoint wants keys and values kept in; None where it says nothing, or something that there is not."""
+    cache = (quantization_config(source) or {}).get("kv_cache_scheme")
+    if not isinstance(cache, dict) or cache.get("dynamic") or cache.get("strategy", "tensor") != "tensor":
+        return None
+    return "fp8_e4m3" if (cache.get("type"), cache.get("num_bits")) == ("float", 8) else None
+
+
+def take_cache_scales(stored: dict[str, Stored]) -> dict[int, tuple[float, float]]:
+    """Take the scales of keys and values out of a checkpoint's tensors: one of each a layer, 1.0 where there is none.
+
+    Raises:
+        ValueError: a scale that cannot be one.
+    """
+    found: dict[int, dict[str, float]] = {}
+    taken: set[str] = set()
+    for kind, endings in _CACHE_SCALES.items():
+        for name in [name for ending in endings for name in stored if name.endswith(ending)]:
+            layer = _LAYER_NUMBER.search(name)
+            taken.add(name)
+            if layer is None or stored[name].shape not in ((), (1,)):
+                continue  # a scale for each head: there is no such cache
+            with safe_open(stored[name].file, framework="pt") as tensors:
+                scale = float(tensors.get_tensor(name))
+            if not (math.isfinite(scale) and scale > 0):
+                raise ValueError(f"{stored[name].file} has {name}={scale}: a scale is a finite number above 0.")
+            found.setdefault(int(layer[1]), {}).setdefault(kind, scale)
+    for name in taken:
+        del stored[name]
+    return {layer: (scales.get("k", 1.0), scales.get("v", 1.0)) for layer, scales in found.items()}
 
 
 def scheme_for(source: Source, asked: str | None) -> Scheme | None:
@@ -85,8 +125,10 @@ def _fine_grained(config: Mapping[str, Any]) -> Scheme:
     return Scheme("block")
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
+def _compressed_tensors(config: Mapping[str, Any]) -> Scheme | None:
     schemes = {_group(group) for group in (config.get("config_groups") or {}).values()}
+    if not schemes and config.get("kv_cache_scheme"):
+        return None
     if len(schemes) != 1:
         raise _refused(f"by compressed-tensors in {len(schemes)} different ways")
     (found,) = schemes
@@ -119,7 +161,7 @@ def take_scales(stored: dict[str, Stored], renamed: Mapping[str, str]) -> tuple[
     """Take the scales out of a checkpoint's tensors: (weight scales, input scales) by the name of the model's linear.
 
     Args:
-        stored: loses them, and scales of a KV cache, which stays unquantised.
+        stored: loses them.
         renamed: checkpoint name -> model name, of weights.
     """
     weights: dict[str, Tensor] = {}

@@ -347,7 +347,5 @@ def turn_and_write(
     norm = None
     if rotary.q_weight is not None and rotary.k_weight is not None:
         norm = Norm(rotary.q_weight, rotary.k_weight, rotary.eps, rotary.offset, rotary.wide)
-    target = CacheWrite(
-        v, cache.k, cache.v, meta.slot_mapping, cache.k_scale, cache.v_scale, limit(cache.k.dtype)
-    )
+    target = CacheWrite(v, cache.k, cache.v, meta.slot_mapping, cache.k_scale, cache.v_scale, limit(cache.k.dtype))
     return launch_rope(q, k, rotary.cos, rotary.sin, norm, target)

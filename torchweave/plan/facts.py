@@ -14,6 +14,7 @@ class AttentionFacts:
         block_size: the KV block that it prefers, in tokens.
         block_sizes: the only ones that it takes; empty: any.
         captures_mixed: mixed steps may be recorded whole in one CUDA graph.
+        no_fp8_cache: why it cannot read a KV cache in FP8, as a clause; empty when it can.
         refusal: why it cannot serve here, as a clause ("it needs a GPU"); empty when it can.
     """
 
@@ -21,6 +22,7 @@ class AttentionFacts:
     block_size: int
     block_sizes: tuple[int, ...] = ()
     captures_mixed: bool = False
+    no_fp8_cache: str = ""
     refusal: str = ""
 
 
@@ -56,12 +58,14 @@ class ModelFacts:
         max_model_len: its longest context in tokens.
         dtype: its checkpoint's; None where that names none.
         quantization: how its checkpoint keeps linears (`fp8_per_block`); None: unquantised.
+        kv_cache_dtype: what its checkpoint wants keys and values kept in (`fp8_e4m3`); None: it says nothing.
     """
 
     name: str
     max_model_len: int
     dtype: str | None = None
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
 
 
 def choose_device(asked: str, num_gpus: int) -> str:

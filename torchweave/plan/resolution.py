@@ -59,6 +59,7 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
     entries.note("device", device.device, "" if config.device == device.device else f"{device.title}")
     dtype = entries.note("dtype", *_dtype(config, device, model))
     quantization = entries.note("quantization", *_quantization(config, device, model))
+    kv_cache_dtype = entries.note("kv_cache_dtype", *_kv_cache_dtype(config, device, model, dtype))
     max_model_len = entries.note("max_model_len", *_max_model_len(config, model))
     max_batch_size, max_num_tokens = _step_limits(config, device, entries)
     if config.torch_compile_config.dynamic_shapes == "backed" and max_batch_size < 2:
@@ -66,7 +67,7 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
             "torch_compile_config.dynamic_shapes=backed builds for sizes from 2, to which a step of one token is padded: raise "
             "max_batch_size to 2, or use backed_size_oblivious"
         )
-    attention = _attention(config, device, entries)
+    attention = _attention(config, device, kv_cache_dtype, entries)
     block_size = entries.note("block_size", *_block_size(config, attention))
     graphs = _graphs(config, device, attention, max_batch_size, max_num_tokens, entries)
     memory_why = "the memory that is left decides" if config.num_kv_blocks is None else ""
@@ -78,6 +79,7 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
         device=device.device,
         dtype=dtype,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
         max_model_len=max_model_len,
@@ -114,6 +116,21 @@ def _quantization(config: EngineConfig, device: DeviceFacts, model: ModelFacts) 
             f"{effective} needs compute capability 8.9, and {device.title} has none; use an unquantised model"
         )
     return effective, "the checkpoint's" if stored else "fp8 is per tensor" if asked == "fp8" else ""
+
+
+def _kv_cache_dtype(config: EngineConfig, device: DeviceFacts, model: ModelFacts, dtype: str) -> tuple[str, str]:
+    asked = config.kv_cache_dtype
+    lacks_e4m3 = device.capability is not None and device.capability < (8, 9)
+    if asked == "auto":
+        if model.kv_cache_dtype is None or lacks_e4m3:
+            return dtype, "the model's dtype"
+        return model.kv_cache_dtype, "the checkpoint's"
+    effective = "fp8_e4m3" if asked == "fp8" else asked
+    if effective == "fp8_e4m3" and lacks_e4m3:
+        raise ValueError(
+            f"kv_cache_dtype={asked} needs compute capability 8.9, and {device.title} has none; use fp8_e5m2 or auto"
+        )
+    return effective, "fp8 is e4m3" if asked == "fp8" else ""
 
 
 def _max_model_len(config: EngineConfig, model: ModelFacts) -> tuple[int, str]:
@@ -155,8 +172,14 @@ def _step_limits(config: EngineConfig, device: DeviceFacts, entries: _Entries) -
     return batch, tokens
 
 
-def _attention(config: EngineConfig, device: DeviceFacts, entries: _Entries) -> AttentionFacts:
+def _attention(config: EngineConfig, device: DeviceFacts, kv_cache_dtype: str, entries: _Entries) -> AttentionFacts:
     able = [facts for facts in device.attention if not facts.refusal]
+    if kv_cache_dtype.startswith("fp8"):
+        found = next((facts for facts in able if config.attention_backend in ("auto", facts.name)), None)
+        reading = [facts for facts in able if not facts.no_fp8_cache]
+        if found is not None and found.no_fp8_cache and reading:
+            entries.note("attention_backend", reading[0].name, found.no_fp8_cache)
+            return reading[0]
     others = "; ".join(f"{facts.name}: {facts.refusal}" for facts in device.attention if facts.refusal)
     if config.attention_backend == "auto":
         if not able:
