@@ -32,7 +32,7 @@ def gpu_rounding() -> Iterator[None]:
     numbers = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
     before = interpreter._convert_float
 
-    def convert(data, source, target, rounding):  # noqa: ANN001, ANN202
+    def convert(data, source, target, rounding):
         if str(target) not in numbers:
             return before(data, source, target, rounding)
         assert source == tl.float32

@@ -169,7 +169,7 @@ class LayerSpec:
 
 
 class KVLayer(NamedTuple):
-    """One layer's cache: `k` is `[num_blocks, block_size, KH, D]`, `v` is `[num_blocks, block_size, KH, Dv]`; in FP8 with scales."""
+    """One layer's cache: `k` is `[num_blocks, block_size, KH, D]`, `v` is `[num_blocks, block_size, KH, Dv]`; FP8 has scales."""
 
     k: Tensor
     v: Tensor
