@@ -206,8 +206,7 @@ def paged_decode(
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr,
     DECODE_ONLY: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DOT: tl.constexpr,
-    HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr, QUANT: tl.constexpr,
-    LIMIT: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr, QUANT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """One row, one key head, one split. DECODE_ONLY: row i is token i, padding rows are zeroed and K/V are written here;
     otherwise rows that do not have exactly one token are left to the prefill kernel, and K/V are in the cache already.
@@ -269,15 +268,13 @@ def paged_decode(
     )  # fmt: skip
     if LIMIT > 0:
         acc *= v_scale
-
+    leave(DEPENDENT)
     if SPLITS_PAD == 1 or used == 1:
-        leave(DEPENDENT)
         _store(
             acc / total[:, None], query_head, group < GROUP, out, written, given, token, num_tokens,
             q.dtype.element_ty, HEADS, VALUE_DIM, VALUE_PAD, QUANT,
         )  # fmt: skip
         return
-    leave(DEPENDENT)
     first = (row * KV_HEADS + head) * num_splits
     index = (first + split) * GROUP + group
     out_mask = (group < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
