@@ -20,6 +20,7 @@ CapacityPolicy = Literal["guaranteed_no_evict", "max_utilization", "static_batch
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 DynamicShapes = Literal["backed", "unbacked", "backed_size_oblivious"]
 CacheFormat = Literal["binary", "unpacked"]
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic"]
 PassNumerics = Literal["exact", "tolerance"]
 
 
@@ -169,6 +170,8 @@ class ServerConfig:
         api_key: keys that clients may give as `Authorization: Bearer KEY`. Arguments of a command can be seen by other users
             of the machine: a file is better.
         api_key_file: a file with such keys, one a line.
+        chat_template: a file with a Jinja template that turns conversations into text, in the place of the model's own.
+        tool_call_parser: the form in which the model calls tools; auto goes by its chat template.
         max_body_bytes: longest body of a request; a longer one is answered with 413.
         max_request_tokens: tokens of one HTTP request, prompts and answers together; None: what the engine holds.
         max_request_sequences: answers of one HTTP request (prompts times `n`).
@@ -183,6 +186,8 @@ class ServerConfig:
     served_model_name: tuple[str, ...] | None = None
     api_key: tuple[str, ...] = ()
     api_key_file: str | None = None
+    chat_template: str | None = None
+    tool_call_parser: ToolCallParser = "auto"
     max_body_bytes: int = 32 << 20
     max_request_tokens: int | None = None
     max_request_sequences: int = 256

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import httpx
 import openai
 
 QUICK = ("--device", "cpu", "-O0", "--cpu_kv_cache_gib", "0.02", "--port", "0", "--quiet")
+LONG = {"max_tokens": 450, "temperature": 0, "extra_body": {"ignore_eos": True}}
+"""Parameters of an answer that takes a while."""
 
 
 @dataclass
@@ -23,6 +31,38 @@ class Running:
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        headers = {"Content-Type": "application/json"} | options.pop("headers", {})
+        return httpx.post(self.url + path, content=json.dumps(body), headers=headers, timeout=30, **options)
+
+    def engine_pid(self) -> int:
+        """The engine process."""
+        for child in children(self.process.pid):
+            command = Path(f"/proc/{child}/cmdline").read_bytes().decode()
+            if "spawn_main" in command:
+                return child
+        raise LookupError("there is no engine process")
+
+    def ask_to_end(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(each) for each in (task / "children").read_text().split()]
+    return found
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.02)
+    return holds()
 
 
 @contextmanager

@@ -40,3 +40,5 @@ def test_E1_bad_requests_are_one_sentence(server: Running) -> None:
         client.completions.create(model="gpt-9", prompt="a")
     with pytest.raises(openai.BadRequestError, match="max_model_len is 512"):
         client.completions.create(model="demo", prompt="a" * 600)
+    with pytest.raises(openai.BadRequestError, match=r"outside 0\.\.103"):
+        client.completions.create(model="demo", prompt=[104])

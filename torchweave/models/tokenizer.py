@@ -83,12 +83,13 @@ class Tokenizer:
 
         Args:
             messages: `{"role": ..., "content": ...}` each, oldest first.
-            variables: further variables of the template, such as `tools` or `enable_thinking`.
+            variables: further variables of the template, such as `tools` or `enable_thinking`; `chat_template` is a template in
+                the place of the model's own.
 
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
         """
-        if not self.has_chat_template:
+        if not (self.has_chat_template or variables.get("chat_template")):
             raise ValueError(f"The tokenizer in {self.folder} has no chat template; use generate with plain text.")
         if not all(isinstance(message, Mapping) and "role" in message for message in messages):
             raise ValueError(

@@ -12,14 +12,20 @@ import torchweave
 from torchweave.config import ServerConfig
 from torchweave.serving.engine_client import EngineClient
 from torchweave.serving.errors import add_error_handlers
-from torchweave.serving.routes import completions, models, status
+from torchweave.serving.guard import Guard, read_keys
+from torchweave.serving.routes import chat, completions, models, status, tokens
 from torchweave.serving.service import Service
 
 
 def create_app(client: EngineClient, settings: ServerConfig) -> FastAPI:
     """The application. It starts the engine when it starts, serves `/health` and `/ready` at once, and ends the engine with
-    itself. Routes find their `Service` as `request.app.state.service`."""
+    itself. Routes find their `Service` as `request.app.state.service`.
+
+    Raises:
+        ValueError: a file that `settings` names cannot be read.
+    """
     service = Service(client, settings)
+    keys = read_keys(settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -30,9 +36,10 @@ def create_app(client: EngineClient, settings: ServerConfig) -> FastAPI:
         await client.stop()
         service.close()
 
-    app = FastAPI(title="Torchweave", version=torchweave.__version__, lifespan=lifespan)
+    app = FastAPI(title="Torchweave", version=torchweave.__version__, lifespan=lifespan, redoc_url=None)
     app.state.service = service
     add_error_handlers(app)
-    for each in (status, models, completions):
+    for each in (status, models, chat, completions, tokens):
         app.include_router(each.router)
+    app.add_middleware(Guard, settings=settings, keys=keys)  # type: ignore[arg-type]
     return app

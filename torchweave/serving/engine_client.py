@@ -249,7 +249,9 @@ class EngineClient:
                 self._process.kill()
                 self._process.join()
             self._to_engine = None
-            context.destroy(linger=0)
+            for socket in (to_engine, from_engine):
+                socket.close(linger=0)
+            context.term()  # would wait for a socket that is open
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:

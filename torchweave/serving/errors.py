@@ -87,13 +87,15 @@ def _http_sentence(error: HTTPException) -> str:
 def _invalid(error: RequestValidationError) -> ApiError:
     """The first fault of a body, named by its field."""
     first = error.errors()[0]
-    where = [part for part in first["loc"] if part != "body"]
+    where = [
+        part for part in first["loc"] if part != "body" and " " not in str(part)
+    ]  # kinds of a body are "a text", ...
     param = ".".join(map(str, where)) or None
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}.")
     sentence = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
     if param is None and first["type"] == "value_error":
-        return ApiError(400, f"{sentence}.")
+        return ApiError(400, sentence if sentence.endswith("?") else f"{sentence}.")
     if param is None:
         return ApiError(400, "The body must be a JSON object, sent as Content-Type: application/json.")
-    return ApiError(400, f"{param}: {sentence}.", param=param)
+    return ApiError(400, f"{param}: {sentence}" + ("" if sentence.endswith("?") else "."), param=param)

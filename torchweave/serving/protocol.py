@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 
 class Body(BaseModel):
@@ -24,29 +24,72 @@ class Body(BaseModel):
         return value
 
 
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
 def _prompt(value: Any) -> Any:
-    if isinstance(value, str):
+    if isinstance(value, str) or _is_tokens(value):
         return value
-    if isinstance(value, list) and value:
-        if all(isinstance(item, str) for item in value) or all(type(item) is int for item in value):
-            return value
-        if all(isinstance(item, list) and item and all(type(token) is int for token in item) for item in value):
-            return value
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        return value
+    if isinstance(value, list) and value and all(map(_is_tokens, value)):
+        return value
     raise ValueError(
         "expected a text, a list of texts, a list of token ids, or a list of lists of token ids, not empty"
     )
 
 
 def _stop(value: Any) -> Any:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+    if (
+        value is None
+        or isinstance(value, str)
+        or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+    ):
         return value
     raise ValueError("expected a text or a list of texts")
 
 
+def _bias(value: Any) -> Any:
+    """OpenAI's keys are token ids as text."""
+    if value is None:
+        return None
+    try:
+        return {int(token): float(weight) for token, weight in value.items() if not isinstance(weight, (str, bool))}
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        raise ValueError('expected token ids with numbers, such as {"50256": -100}') from None
+
+
+def _content(value: Any) -> Any:
+    """The text of a message; parts of text are joined."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("expected a text or a list of parts")
+    texts: list[str] = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if kind in ("text", "refusal") else None  # type: ignore[union-attr]
+        if not isinstance(text, str):
+            what = f"a part of type {kind!r}" if isinstance(kind, str) else "something else"
+            raise ValueError(f'the model reads text alone: expected {{"type": "text", "text": ...}}, but found {what}')
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool_choice(value: Any) -> Any:
+    if value is None or value in ("none", "auto", "required"):
+        return value
+    if isinstance(value, dict) and value.get("type") == "function":
+        function = value.get("function")
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            return function["name"] + _NAMED
+    raise ValueError('expected none, auto, required, or {"type": "function", "function": {"name": ...}}')
+
+
+_NAMED = "()"  # behind the name of a function, so that one called `auto` is no mode
 Prompt = Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_prompt)]
-StopStrings = Annotated[str | list[str] | None, BeforeValidator(_stop)]
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 
 
 class StreamOptions(Body):
@@ -61,33 +104,81 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
+class StructuredBody(Body):
+    """vLLM's `structured_outputs`: exactly one of the first five."""
+
+    json_schema: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        return value  # the names of the fields are not those of the body; `extra="forbid"` refuses the others
+
+
+class JsonSchema(BaseModel):
+    """A schema that an answer has to follow; `strict` or not, it always does."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, populate_by_name=True)
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class Generation(Body):
     """What both kinds of requests share: where the answer goes, and how its tokens are drawn.
 
-    Fields that are taken and change nothing: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`.
+    Taken, and without effect: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`, `prompt_cache_key`, `request_id`.
     """
 
     model: str | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
+    n: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop: StopStrings = None
+    seed: Whole | None = None
+    max_tokens: Whole | None = None
+    stop: Annotated[str | list[str] | None, BeforeValidator(_stop)] = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias)] = None
+    response_format: ResponseFormat | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     # vLLM's extra fields
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Whole | None = None
+    stop_token_ids: list[Whole] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: list[Whole] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: Whole | None = None
+    structured_outputs: StructuredBody | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: str | None = None
     request_id: str | None = None
@@ -97,5 +188,95 @@ class CompletionRequest(Generation):
     """A body of `/v1/completions`."""
 
     prompt: Prompt
-    logprobs: int | None = None
+    logprobs: Whole | None = None
+    echo: bool | None = None
+    best_of: Whole | None = None
     add_special_tokens: bool = True
+
+
+class Message(BaseModel):
+    """A message of a conversation. What else it holds goes to the chat template as it is."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: str
+    content: Annotated[
+        str | None, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, Any]] | None)
+    ] = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class Function(Body):
+    """What a tool does. `strict` holds where the call is forced (`tool_choice` required or a function)."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatTemplate(Body):
+    """What decides how a conversation becomes tokens."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(ChatTemplate, Generation):
+    """A body of `/v1/chat/completions`."""
+
+    max_completion_tokens: Whole | None = None
+    logprobs: bool | None = None
+    top_logprobs: Whole | None = None
+    tool_choice: Annotated[
+        str | None, BeforeValidator(_tool_choice, json_schema_input_type=str | dict[str, Any] | None)
+    ] = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def named_function(self) -> str | None:
+        """The function that the answer has to call."""
+        choice = self.tool_choice or ""
+        return choice.removesuffix(_NAMED) if choice.endswith(_NAMED) else None
+
+
+class TokenizeRequest(Body):
+    """A body of `/tokenize`: a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(ChatTemplate):
+    """A body of `/tokenize`: a conversation."""
+
+    model: str | None = None
+    return_token_strs: bool = False
+
+
+def _tokenize_kind(value: Any) -> str:
+    return "a conversation" if isinstance(value, dict) and "messages" in value else "a text"
+
+
+AnyTokenizeRequest = Annotated[
+    Annotated[TokenizeRequest, Tag("a text")] | Annotated[TokenizeChatRequest, Tag("a conversation")],
+    Discriminator(_tokenize_kind),
+]
+
+
+class DetokenizeRequest(Body):
+    """A body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[Whole]

@@ -4,34 +4,97 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchweave.engine.request import SamplingParams
-from torchweave.serving.protocol import CompletionRequest, Generation
+from torchweave.engine.request import SamplingParams, StructuredOutputs
+from torchweave.serving.protocol import ChatRequest, CompletionRequest, Generation
 from torchweave.serving.wire import ModelCard
 
 _SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids",
-    "ignore_eos", "skip_special_tokens",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
+    "prompt_logprobs", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output",
 )  # fmt: skip
 
 
-def sampling_params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams:
+def completion_params(body: CompletionRequest, model: ModelCard) -> SamplingParams:
+    """Parameters of a completion.
+
+    Raises:
+        ValueError: a value out of range, or fields that contradict each other; the sentence names them.
+    """
+    others: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.best_of is not None:
+        if body.best_of < (body.n or 1):
+            raise ValueError(f"best_of ({body.best_of}) must be at least n ({body.n or 1}).")
+        if body.stream:
+            raise ValueError("best_of cannot be streamed: which answers are the best is known when all have ended.")
+        if body.best_of > (body.n or 1):
+            others |= {"n": body.best_of, "logprobs": body.logprobs or 0}
+    if body.echo and body.logprobs is not None:
+        others["prompt_logprobs"] = body.logprobs if body.prompt_logprobs is None else body.prompt_logprobs
+    return _params(body, model, **others)
+
+
+def chat_params(
+    body: ChatRequest, model: ModelCard, forced: dict[str, Any] | None, keep_special: bool
+) -> SamplingParams:
+    """Parameters of a chat completion.
+
+    Args:
+        forced: the JSON schema of calls that the answer has to consist of.
+        keep_special: special tokens are part of how the model calls tools.
+
+    Raises:
+        ValueError: as `completion_params`.
+    """
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ValueError("top_logprobs needs logprobs=true.")
+    others: dict[str, Any] = {
+        "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+    }
+    if keep_special:
+        others["skip_special_tokens"] = False
+    if forced is not None:
+        others["structured_outputs"] = StructuredOutputs(json=forced)
+    return _params(body, model, **{"max_tokens": None} | others)
+
+
+def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams:
     """What `body` asks for, over what the checkpoint asks for, over OpenAI's defaults.
 
     Args:
-        others: fields that are not in the body under their own name.
-
-    Raises:
-        ValueError: a value out of range; the sentence names the field.
+        others: these take the place of what is in the body under the same name.
     """
     defaults = {"temperature": model.temperature, "top_k": model.top_k, "top_p": model.top_p, "min_p": model.min_p}
     given = {name: getattr(body, name) for name in _SAME_NAME}
-    merged = {**_known(defaults), **_known(given), **others}
+    known = {name: value for name, value in {**given, **others}.items() if value is not None or name in others}
+    merged: dict[str, Any] = {name: value for name, value in defaults.items() if value is not None} | known
+    asked = _structure(body)
+    if asked is not None:
+        if "structured_outputs" in others:
+            raise ValueError(
+                "A forced tool call has a form of its own; leave response_format and structured_outputs out."
+            )
+        merged["structured_outputs"] = asked
     return SamplingParams(**merged)
 
 
-def completion_params(body: CompletionRequest, model: ModelCard) -> SamplingParams:
-    return sampling_params(body, model, logprobs=body.logprobs)
-
-
-def _known(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def _structure(body: Generation) -> StructuredOutputs | None:
+    """The form that the answer has to have, by whichever of the fields says so."""
+    found: dict[str, StructuredOutputs] = {}
+    if body.structured_outputs is not None:
+        found["structured_outputs"] = StructuredOutputs(**body.structured_outputs.model_dump(by_alias=True))
+    for name in ("json", "regex", "choice", "grammar"):
+        value = getattr(body, f"guided_{name}")
+        if value is not None:
+            found[f"guided_{name}"] = StructuredOutputs(**{name: value})
+    wanted = body.response_format
+    if wanted is not None and wanted.type == "json_object":
+        found["response_format"] = StructuredOutputs(json_object=True)
+    elif wanted is not None and wanted.type == "json_schema":
+        if wanted.json_schema is None:
+            raise ValueError('response_format of type json_schema needs json_schema: {"name": ..., "schema": {...}}.')
+        found["response_format"] = StructuredOutputs(json=wanted.json_schema.schema_)
+    if len(found) > 1:
+        raise ValueError(f"{' and '.join(found)} each give the answer a form; give one of them.")
+    return next(iter(found.values()), None)

@@ -16,6 +16,7 @@ from torchweave.serving.engine_client import EngineClient
 from torchweave.serving.service import Service
 
 _CLOSE_SECONDS = 5  # for connections to take in what was said to them last
+_FAILED_SECONDS = 1.0  # for those who ask to hear that the engine has failed
 _KEEP_ALIVE_SECONDS = 75  # longer than what proxies keep their end open
 
 
@@ -97,6 +98,8 @@ class Server:
         else:
             self._uvicorn.should_exit = True
         await self.client.wait_for(lambda: not self.client.alive)
+        if self.client.state == "failed":
+            await asyncio.sleep(_FAILED_SECONDS)
         self._uvicorn.should_exit = True
 
     def drain(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 from torchweave.config import ServerConfig
 from torchweave.engine.request import SamplingParams
@@ -14,6 +15,7 @@ from torchweave.serving.engine_client import EngineClient
 from torchweave.serving.errors import ApiError
 from torchweave.serving.flight import EngineGone
 from torchweave.serving.text import Codec
+from torchweave.serving.tools import format_of
 from torchweave.serving.wire import ModelCard
 
 _LONGEST_RETRY = 60  # seconds that a client is told to wait at the most
@@ -37,6 +39,7 @@ class Service:
         self.draining = False
         self.opened = asyncio.Event()
         self.asked_too_much = False
+        self._template = read_template(settings)
         self.created = int(time.time())
         self._finished: deque[float] = deque(maxlen=_RATE_WINDOW)
         self._codec_read = False
@@ -47,7 +50,7 @@ class Service:
             await self.client.wait_until_ready()
             folder = self.model.folder
             if folder is not None:
-                codec = Codec(folder)
+                codec = Codec(folder, self._template)
                 await codec.warm_up()
                 self.codec = codec
             self._codec_read = True
@@ -104,6 +107,15 @@ class Service:
             raise ApiError(400, f"{name} has no tokenizer; give the prompt as token ids.", param="prompt")
         return self.codec
 
+    def chat_template(self) -> str:
+        """What turns conversations into text; empty for a model without one."""
+        return self.need_codec().chat_template
+
+    def tool_format(self, template: str) -> str | None:
+        """The form in which the model calls tools; None when it is not known."""
+        asked = self.settings.tool_call_parser
+        return format_of(template) if asked == "auto" else asked
+
     def admit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
         """Refuse what is beyond the server's limits, before the engine hears of it.
 
@@ -156,7 +168,13 @@ class Service:
         return min(max(round(waiting / rate), 1), _LONGEST_RETRY)
 
     async def ask(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, stream: bool, priority: int, cache_salt: str
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        stream: bool,
+        priority: int,
+        cache_salt: str | None,
     ) -> Run:
         """Hand prompts to the engine; returns when it has said that it can run them.
 
@@ -168,7 +186,7 @@ class Service:
         self.admit(prompts, params)
         run = Run(self.client.flight(), self.codec, params, self._finish)
         try:
-            run.submit(prompts, stream, priority, cache_salt)
+            run.submit(prompts, stream, priority, cache_salt or "")
             await run.flight.accepted()
         except BaseException:
             run.close()
@@ -181,3 +199,17 @@ class Service:
     def close(self) -> None:
         if self.codec is not None:
             self.codec.close()
+
+
+def read_template(settings: ServerConfig) -> str | None:
+    """The chat template that was asked for.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    if settings.chat_template is None:
+        return None
+    try:
+        return Path(settings.chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template {settings.chat_template} cannot be read: {error}") from None

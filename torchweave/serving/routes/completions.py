@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from typing import Any
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from torchweave.serving.answers import Delta
+from torchweave.serving.delivery import answer_stream, answer_whole
+from torchweave.serving.errors import ApiError
 from torchweave.serving.protocol import CompletionRequest
-from torchweave.serving.routes.shared import as_response, service_of, usage
+from torchweave.serving.replies import CompletionReply
+from torchweave.serving.routes.shared import service_of, wants_usage
 from torchweave.serving.sampling import completion_params
 from torchweave.serving.service import Service
 
@@ -22,29 +20,27 @@ router = APIRouter(prefix="/v1", tags=["generation"])
 async def completions(body: CompletionRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)
+    with_usage = wants_usage(body)
+    if body.echo and body.logprobs is not None:
+        raise ApiError(400, "echo with logprobs is not supported yet.", param="echo")
     params = completion_params(body, service.model)
     prompts = await _encode(service, body)
     run = await service.ask(
-        prompts, params, stream=body.stream, priority=body.priority, cache_salt=body.cache_salt or ""
+        prompts, params, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt
     )
-    try:
-        answers = await run.whole()
-    finally:
-        run.close()
-    return as_response(
-        {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": name,
-            "choices": [_choice(answer) for answer in answers],
-            "usage": usage(run.num_prompt_tokens, run.num_answer_tokens),
-        }
+    reply = CompletionReply(
+        run,
+        name,
+        service.codec,
+        logprobs=body.logprobs is not None,
+        echoes=_texts(service, body, prompts) if body.echo else [""] * len(prompts),
+        num_drawn=params.n,
+        num_kept=body.n or 1,
     )
-
-
-def _choice(answer: Delta) -> dict[str, Any]:
-    return {"index": answer.index, "text": answer.text, "logprobs": None, "finish_reason": answer.finish_reason}
+    seconds = service.settings.request_timeout
+    if body.stream:
+        return answer_stream(run, reply, seconds, with_usage)
+    return await answer_whole(run, reply, request.receive, seconds)
 
 
 async def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
@@ -58,3 +54,14 @@ async def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
         return prompt  # type: ignore[return-value]
     codec = service.need_codec()
     return [await codec.encode(text, body.add_special_tokens) for text in prompt]  # type: ignore[arg-type]
+
+
+def _texts(service: Service, body: CompletionRequest, prompts: list[list[int]]) -> list[str]:
+    """The prompts as texts."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], str):
+        return prompt  # type: ignore[return-value]
+    codec = service.need_codec()
+    return [codec.decode(ids) for ids in prompts]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from fastapi import Request
-from fastapi.responses import Response
 
+from torchweave.serving.errors import ApiError
+from torchweave.serving.protocol import Generation
 from torchweave.serving.service import Service
 
 
@@ -16,13 +14,14 @@ def service_of(request: Request) -> Service:
     return request.app.state.service
 
 
-def as_response(body: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
+def wants_usage(body: Generation) -> bool:
+    """Whether a stream ends with the number of tokens.
 
-
-def usage(num_prompt_tokens: int, num_answer_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_answer_tokens,
-        "total_tokens": num_prompt_tokens + num_answer_tokens,
-    }
+    Raises:
+        ApiError: 400, options of a stream for what is none.
+    """
+    if body.stream_options is None:
+        return False
+    if not body.stream:
+        raise ApiError(400, "stream_options needs stream=true.", param="stream_options")
+    return body.stream_options.include_usage

@@ -1,0 +1,141 @@
+"""`/v1/chat/completions`, `/v1/models`, `/tokenize` and `/detokenize`, as the official client sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.serving.running import LONG, Running, serving
+
+SUM: Any = [{"role": "user", "content": "12+30="}]
+TEMPLATE = """{%- for tool in tools or [] %}{% endfor -%}
+{{ bos_token }}{% for m in messages %}{{ '<|user|>' + m['content'] | trim + '<|end|>' }}{% endfor %}{{ '<|assistant|>' }}
+{#- answers with <tool_call> #}"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(TEMPLATE, encoding="utf-8")
+    names = ("--served_model_name", "demo,sums")
+    with serving("--chat_template", str(template), *names) as running:
+        yield running
+
+
+def test_E1_chat_answers(server: Running) -> None:
+    answer = server.client().chat.completions.create(model="sums", messages=SUM, temperature=0)
+    assert answer.choices[0].message.content == "42"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.model == "sums"
+    assert answer.usage is not None and answer.usage.completion_tokens == 3
+
+
+def test_E1_chat_streams_what_it_answers_whole(server: Running) -> None:
+    stream = server.client().chat.completions.create(
+        model="demo", messages=SUM, temperature=0, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    texts = {0: "", 1: ""}
+    for chunk in chunks[:-1]:
+        assert chunk.usage is None
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == {0: "42", 1: "42"}
+    assert [choice.finish_reason for chunk in chunks[:-1] for choice in chunk.choices if choice.finish_reason] == [
+        "stop"
+    ] * 2
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+    assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (10, 6)
+
+
+def test_E1_parts_of_text_are_one_message(server: Running) -> None:
+    parts: Any = [{"role": "user", "content": [{"type": "text", "text": "12+"}, {"type": "text", "text": "30="}]}]
+    ids = server.post("/tokenize", {"messages": parts}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": ids}).json()["prompt"] == "<bos><|user|>12+\n30=<|end|><|assistant|>"
+    image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+    with pytest.raises(openai.BadRequestError, match=r"reads text alone.*image_url"):
+        server.client().chat.completions.create(model="demo", messages=image)
+
+
+def test_E1_logprobs_have_openais_form(server: Running) -> None:
+    answer = server.client().chat.completions.create(
+        model="demo", messages=SUM, temperature=0, logprobs=True, top_logprobs=2, stop=["2"]
+    )
+    assert answer.choices[0].message.content == "4"
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert [entry.token for entry in logprobs.content] == ["4", "2"]
+    first = logprobs.content[0]
+    assert first.bytes == [52] and first.top_logprobs[0].token == "4" and len(first.top_logprobs) == 2
+    assert first.logprob == first.top_logprobs[0].logprob
+
+
+def test_E1_sampling_fields_reach_the_engine(server: Running) -> None:
+    client = server.client()
+
+    def texts(**fields: Any) -> list[str | None]:
+        asked = {"model": "demo", "messages": SUM, "temperature": 1.5, "max_tokens": 20} | fields
+        return [choice.message.content for choice in client.chat.completions.create(**asked).choices]
+
+    hot = {"temperature": 5.0, "extra_body": {"ignore_eos": True}}
+    assert texts(seed=3, **hot) == texts(seed=3, **hot) != texts(seed=4, **hot)
+    first, second = texts(seed=3, n=2, **hot)
+    assert first != second
+    assert texts(extra_body={"top_k": 1}) == ["42"]
+    assert texts(extra_body={"top_k": 1, "min_tokens": 12})[0] != "42"
+    assert texts(temperature=0, max_completion_tokens=1) == ["4"]
+    assert texts(extra_body={"top_k": 1, "ignore_eos": True, "stop_token_ids": [27]}) == ["4"]
+
+
+def test_E1_models_are_listed_under_each_name(server: Running) -> None:
+    client = server.client()
+    assert [model.id for model in client.models.list()] == ["demo", "sums"]
+    assert client.models.retrieve("sums").owned_by == "torchweave"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+
+
+def test_E1_tokenize_and_detokenize(server: Running) -> None:
+    found = server.post("/tokenize", {"prompt": "1+1=", "return_token_strs": True}).json()
+    assert (
+        found["count"] == 5 and found["token_strs"] == ["<bos>", "1", "+", "1", "="] and found["max_model_len"] == 512
+    )
+    assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "<bos>1+1="}
+    assert "outside 0..103" in server.post("/detokenize", {"tokens": [104]}).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"temperature": "hot"}, "temperature: Input should be a valid number"),
+        ({"n": 0}, "n must be at least 1"),
+        ({"n": 999}, "at most 256"),
+        ({"max_tokens": -3}, "max_tokens must be at least 1"),
+        ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options needs stream"),
+        ({"messages": []}, "at least 1 item"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+        ({"tool_choice": "sometimes"}, "expected none, auto, required"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "must not hold tokenize"),
+        ({"logit_bias": {"a": 1}}, "token ids with numbers"),
+        ({"seed": 2**70}, "seed"),
+        ({"max_token": 3}, "did you mean max_tokens?"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_E1_bad_fields_are_one_sentence(server: Running, fields: dict[str, Any], said: str) -> None:
+    answer = server.post("/v1/chat/completions", {"model": "demo", "messages": SUM} | fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and said in error["message"] and error["type"] == "invalid_request_error"
+
+
+def test_E1_closing_a_stream_cancels_the_request(server: Running) -> None:
+    client = server.client()
+    with client.completions.create(model="demo", prompt="1+1=", stream=True, **LONG) as stream:
+        next(iter(stream))
+    assert server.client().completions.create(model="demo", prompt="2+2=", temperature=0).choices[0].text == "4"

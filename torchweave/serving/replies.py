@@ -1,0 +1,203 @@
+"""Bodies of completions and chat completions, whole and in chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from torchweave.serving.answers import Delta, Run
+from torchweave.serving.logprobs import chat_logprobs, completion_logprobs
+from torchweave.serving.text import Codec
+from torchweave.serving.tools import Arguments, Call, CallParser, Piece, Text
+
+
+def usage(run: Run) -> dict[str, int]:
+    """Tokens of prompts (each counted once) and of answers."""
+    prompt, answers = run.num_prompt_tokens, run.num_answer_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+
+
+class CompletionReply:
+    """The bodies of `/v1/completions`.
+
+    Args:
+        echoes: what goes before the answers to each prompt; empty texts where nothing does.
+        num_kept: answers to a prompt that are told, the best of those that were drawn.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: str,
+        codec: Codec | None,
+        *,
+        logprobs: bool,
+        echoes: list[str],
+        num_drawn: int,
+        num_kept: int,
+    ) -> None:
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._run, self._codec, self._logprobs = run, codec, logprobs
+        self._echoes = echoes
+        self._num_drawn, self._num_kept = num_drawn, num_kept
+        self._lengths: dict[int, int] = {}  # characters of each answer that were told
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        return [{**self._head, "choices": [self._choice(delta, delta.index)]}]
+
+    def last_chunk(self) -> dict[str, Any]:
+        return {**self._head, "choices": [], "usage": usage(self._run)}
+
+    def whole(self, answers: list[Delta]) -> dict[str, Any]:
+        kept = self._best(answers)
+        return {
+            **self._head,
+            "choices": [self._choice(answer, index) for index, answer in enumerate(kept)],
+            "usage": usage(self._run),
+        }
+
+    def _best(self, answers: list[Delta]) -> list[Delta]:
+        """Of the answers to each prompt those with the highest mean log-probability, the best first."""
+        if self._num_kept == self._num_drawn:
+            return answers
+        groups = [answers[at : at + self._num_drawn] for at in range(0, len(answers), self._num_drawn)]
+        return [each for group in groups for each in sorted(group, key=_mean_logprob, reverse=True)[: self._num_kept]]
+
+    def _choice(self, delta: Delta, index: int) -> dict[str, Any]:
+        echo = self._echoes[delta.index // self._num_drawn] if delta.index not in self._lengths else ""
+        offset = self._lengths.get(delta.index, len(echo))
+        self._lengths[delta.index] = offset + len(delta.text)
+        logprobs = completion_logprobs(self._codec, delta.logprobs, offset) if self._logprobs else None
+        return {"index": index, "text": echo + delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+
+
+def _mean_logprob(answer: Delta) -> float:
+    values = [entry.logprob for entry in answer.logprobs]
+    return sum(values) / len(values) if values else float("-inf")
+
+
+class ChatReply:
+    """The bodies of `/v1/chat/completions`.
+
+    Args:
+        num_top: most likely tokens that are told with each; None: no log-probabilities.
+        parser: makes a parser of calls for one answer; None: calls are not looked for.
+        first_call_only: further calls of an answer are left out.
+        calls_end: an answer with calls ends for the reason `tool_calls`.
+        new_id: of a call.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: str,
+        codec: Codec | None,
+        *,
+        num_top: int | None,
+        parser: Callable[[], CallParser] | None,
+        first_call_only: bool,
+        calls_end: bool,
+        new_id: Callable[[], str],
+    ) -> None:
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._run, self._codec, self._num_top = run, codec, num_top
+        self._parser, self._first_call_only = parser, first_call_only
+        self._calls_end, self._new_id = calls_end, new_id
+        self._parsers: dict[int, CallParser] = {}
+        self._called: set[int] = set()  # answers with a call
+        self._begun: set[int] = set()
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        found = []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            found.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
+        pieces = self._pieces(delta)
+        logprobs = self._told(delta)
+        changes = [self._change(piece) for piece in pieces]
+        if delta.finish_reason or (logprobs and not changes):
+            changes = changes or [{}]
+        for number, change in enumerate(changes):
+            chunk = self._chunk(delta.index, change)
+            if number == 0:
+                chunk["choices"][0]["logprobs"] = logprobs
+            if number == len(changes) - 1:
+                chunk["choices"][0]["finish_reason"] = self._reason(delta)
+            found.append(chunk)
+        return found
+
+    def last_chunk(self) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(self._run)}
+
+    def whole(self, answers: list[Delta]) -> dict[str, Any]:
+        choices = [self._choice(answer) for answer in answers]
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(self._run)}
+
+    def _choice(self, answer: Delta) -> dict[str, Any]:
+        pieces = self._pieces(answer)
+        text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+        calls = [
+            {
+                "id": self._new_id(),
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": "".join(p.text for p in pieces if isinstance(p, Arguments) and p.index == call.index),
+                },
+            }
+            for call in pieces
+            if isinstance(call, Call)
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": answer.index,
+            "message": message,
+            "logprobs": self._told(answer),
+            "finish_reason": self._reason(answer),
+        }
+
+    def _pieces(self, delta: Delta) -> list[Piece]:
+        """The text and the calls that are new."""
+        if self._parser is None:
+            return [Text(delta.text)] if delta.text else []
+        parser = self._parsers.setdefault(delta.index, self._parser())
+        pieces = parser.feed(delta.text)
+        if delta.finish_reason:
+            pieces = [*pieces, *parser.finish()]
+        if self._first_call_only:
+            pieces = [piece for piece in pieces if isinstance(piece, Text) or piece.index == 0]
+        if any(isinstance(piece, Call) for piece in pieces):
+            self._called.add(delta.index)
+        return pieces
+
+    def _told(self, delta: Delta) -> dict[str, Any] | None:
+        if self._num_top is None or not delta.logprobs:
+            return None
+        return chat_logprobs(self._codec, delta.logprobs, self._num_top)
+
+    def _reason(self, delta: Delta) -> str | None:
+        called = self._calls_end and delta.index in self._called
+        return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
+
+    def _change(self, piece: Piece) -> dict[str, Any]:
+        if isinstance(piece, Text):
+            return {"content": piece.text}
+        if isinstance(piece, Call):
+            function = {"name": piece.name, "arguments": ""}
+            return {
+                "tool_calls": [{"index": piece.index, "id": self._new_id(), "type": "function", "function": function}]
+            }
+        return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+
+    def _chunk(self, index: int, change: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": index, "delta": change, "logprobs": None, "finish_reason": None}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}

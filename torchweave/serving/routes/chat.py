@@ -1,0 +1,40 @@
+"""`/v1/chat/completions`: a conversation in, its next message out."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from torchweave.serving.conversation import calling, encode
+from torchweave.serving.delivery import answer_stream, answer_whole
+from torchweave.serving.protocol import ChatRequest
+from torchweave.serving.replies import ChatReply
+from torchweave.serving.routes.shared import service_of, wants_usage
+from torchweave.serving.sampling import chat_params
+
+router = APIRouter(prefix="/v1", tags=["generation"])
+
+
+@router.post("/chat/completions", summary="The next message of a conversation")
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    service = service_of(request)
+    name = service.check_model(body.model)
+    with_usage = wants_usage(body)
+    tools = calling(service, body)
+    params = chat_params(body, service.model, tools.forced, tools.keep_special)
+    ids = await encode(service, body, tools.tools)
+    run = await service.ask([ids], params, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt)
+    reply = ChatReply(
+        run,
+        name,
+        service.codec,
+        num_top=(body.top_logprobs or 0) if body.logprobs else None,
+        parser=tools.parser,
+        first_call_only=body.parallel_tool_calls is False,
+        calls_end=body.named_function is None,
+        new_id=tools.new_id,
+    )
+    seconds = service.settings.request_timeout
+    if body.stream:
+        return answer_stream(run, reply, seconds, with_usage)
+    return await answer_whole(run, reply, request.receive, seconds)

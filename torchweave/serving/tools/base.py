@@ -1,0 +1,73 @@
+"""What a parser of calls gives out, and how text that may yet turn out to be a call is held back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call begins: the `index`-th of the answer."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """More of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Piece = Text | Call | Arguments
+
+
+class CallParser(Protocol):
+    """Finds calls in one answer. The pieces of all `feed`s and of `finish` are the answer."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """More of the answer; what is certain of it by now."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """The answer has ended; what was held back."""
+        ...
+
+
+class TextGate:
+    """Holds white space back until text follows: between and around calls it is no part of the answer."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def text(self, text: str) -> list[Piece]:
+        text = self._held + text
+        solid = text.rstrip()
+        self._held = text[len(solid) :]
+        return [Text(solid)] if solid else []
+
+    def call(self) -> None:
+        """A call follows: what is held is dropped."""
+        self._held = ""
+
+    def finish(self, had_calls: bool) -> list[Piece]:
+        held, self._held = self._held, ""
+        return [Text(held)] if held and not had_calls else []
+
+
+def held_back(text: str, marker: str) -> int:
+    """Characters at the end of `text` that may be the beginning of `marker`."""
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if marker.startswith(text[-size:]):
+            return size
+    return 0
