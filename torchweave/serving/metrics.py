@@ -1,0 +1,227 @@
+"""`/metrics`: what was counted, in Prometheus' format, with the meanings of vLLM's metrics under `torchweave_`.
+
+Nothing is kept here: the collector reads the counts and the engine's last statistics when somebody scrapes. Each server has a
+registry of its own.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+import torchweave
+from torchweave.serving.counting import Distribution
+from torchweave.serving.traffic import Counts, Traffic
+
+PREFIX = "torchweave_"
+_Scope = dict[str, Any]
+
+
+class Engine(Protocol):
+    """What is read of the engine client."""
+
+    restarts: int
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def stats(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric: its name without prefix, what it means, and where its value is."""
+
+    name: str
+    meaning: str
+    value: Callable[[Counts], float | Distribution]
+
+
+# Names, units and meanings of vLLM's metrics where it has one; docs/operations.md tells them to people.
+COUNTERS = (
+    Family("prompt_tokens", "Prompt tokens of requests that had their first token", lambda c: c.prompt_tokens),
+    Family("generation_tokens", "Tokens that were generated", lambda c: c.generation_tokens),
+    Family("requests_refused", "Requests that the engine said it can never run", lambda c: c.refused),
+    Family("iterations", "Iterations of the engine", lambda c: c.iterations),
+    Family("compiles_after_ready", "Compiles after the engine was ready: there should be none", lambda c: c.compiles_after_ready),
+)
+HISTOGRAMS = (
+    Family("time_to_first_token_seconds", "From a request's arrival to its first token", lambda c: c.first_token),
+    Family("inter_token_latency_seconds", "Between two responses with tokens of a streamed request", lambda c: c.inter_token),
+    Family(
+        "time_per_output_token_seconds",
+        "Mean time between tokens of a finished request, without the first",
+        lambda c: c.per_output_token,
+    ),
+    Family("e2e_request_latency_seconds", "From a request's arrival to its end", lambda c: c.latency),
+    Family("request_queue_time_seconds", "From a request's arrival to the step that begins to read its prompt", lambda c: c.queue),
+    Family("request_prompt_tokens", "Prompt tokens of a finished request", lambda c: c.request_prompt),
+    Family("request_generation_tokens", "Generated tokens of a finished request", lambda c: c.request_generation),
+    Family("iteration_tokens", "Tokens of an iteration, read and drawn", lambda c: c.iteration_tokens),
+    Family("iteration_seconds", "Wall-clock time of an iteration", lambda c: c.iteration_seconds),
+)
+
+
+class HttpCounts:
+    """HTTP requests by method, path (the route's, so that there are few) and status; counts them as ASGI middleware."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str, str]] = Counter()
+
+    def count(self, scope: _Scope, status: int) -> None:
+        route = scope.get("route")
+        path = getattr(route, "path", None) or "other"
+        self.requests[str(scope["method"]), path, str(status)] += 1
+
+
+class HttpMeter:
+    """ASGI middleware around an application: counts each request when its answer begins, or when there is none."""
+
+    def __init__(self, app: Any, counts: HttpCounts) -> None:
+        self._app = app
+        self._counts = counts
+
+    async def __call__(self, scope: _Scope, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+
+        async def sent(message: dict[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sent)
+        finally:
+            self._counts.count(scope, status or 500)
+
+
+class Metrics(Collector):
+    """The metrics of one server.
+
+    Args:
+        engine: the engine client.
+        traffic: what it was watched to do.
+        http: the HTTP requests.
+        model_name: the label of everything about the model.
+    """
+
+    def __init__(self, engine: Engine, traffic: Traffic, http: HttpCounts, model_name: str) -> None:
+        self._engine, self._traffic, self._http = engine, traffic, http
+        self._labels = {"model_name": model_name}
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """The metrics as text, and its content type, for a request's `Accept` header."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+    def describe(self) -> list[Metric]:
+        return []  # nothing else is in the registry that a name could collide with
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._of_engine()
+        counts = self._traffic.counts
+        for family in COUNTERS:
+            yield self._counter(family.name, family.meaning, family.value(counts))
+        for family in HISTOGRAMS:
+            yield self._histogram(family, family.value(counts))
+        ended = CounterMetricFamily(
+            PREFIX + "request_success", "Requests that ended, by reason", labels=[*self._labels, "finished_reason"]
+        )
+        for reason, count in counts.reasons.items():
+            ended.add_metric([*self._labels.values(), reason], count)
+        yield ended
+        yield self._of_http()
+        build = {"version": torchweave.__version__, "python": platform.python_version()}
+        info = GaugeMetricFamily(PREFIX + "build_info", "What runs; always 1", labels=list(build))
+        info.add_metric(list(build.values()), 1)
+        yield info
+
+    def _of_engine(self) -> Iterator[Metric]:
+        now = EngineNow.of(self._engine.stats)
+        yield self._gauge("engine_up", "1 while the engine takes requests, else 0", float(self._engine.state == "ready"))
+        yield self._counter("engine_restarts", "Times that the engine was started again", self._engine.restarts)
+        yield self._gauge("num_requests_running", "Requests that take part in steps", now.running)
+        yield self._gauge("num_requests_waiting", "Requests that wait for their first step", now.waiting)
+        yield self._gauge("num_requests_paused", "Requests that ran, gave their blocks back, and wait to go on", now.paused)
+        yield self._gauge("kv_cache_usage_perc", "Part of the KV cache's blocks that requests hold; 1 is all", now.usage)
+        yield self._gauge("kv_cache_blocks", "Blocks of the KV cache", now.blocks)
+        yield self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache", now.queries)
+        yield self._counter("prefix_cache_hits", "Prompt tokens that were found there, and not read again", now.hits)
+
+    def _of_http(self) -> Metric:
+        found = CounterMetricFamily(
+            PREFIX + "http_requests", "HTTP requests that were answered", labels=["method", "path", "status"]
+        )
+        for labels, count in sorted(self._http.requests.items()):
+            found.add_metric(labels, count)
+        return found
+
+    def _gauge(self, name: str, meaning: str, value: float) -> Metric:
+        found = GaugeMetricFamily(PREFIX + name, meaning, labels=list(self._labels))
+        found.add_metric(list(self._labels.values()), value)
+        return found
+
+    def _counter(self, name: str, meaning: str, value: Any) -> Metric:
+        found = CounterMetricFamily(PREFIX + name, meaning, labels=list(self._labels))
+        found.add_metric(list(self._labels.values()), value)
+        return found
+
+    def _histogram(self, family: Family, values: Any) -> Metric:
+        found = HistogramMetricFamily(PREFIX + family.name, family.meaning, labels=list(self._labels))
+        found.add_metric(list(self._labels.values()), values.cumulative(), values.sum)
+        return found
+
+
+@dataclass(frozen=True)
+class EngineNow:
+    """The engine's last statistics as few numbers; all 0 before the first.
+
+    Attributes:
+        queries, hits: tokens of whole prompt blocks that were looked up among kept ones, and found.
+    """
+
+    running: int
+    waiting: int
+    paused: int
+    blocks: int
+    used: int
+    tokens_per_block: int
+    queries: int
+    hits: int
+
+    @classmethod
+    def of(cls, stats: dict[str, Any]) -> EngineNow:
+        """From a record with the batch manager's keys."""
+        cache = stats.get("kvCacheStats", {})
+        size = cache.get("tokensPerBlock", 0)
+        hits = cache.get("reusedBlocks", 0) * size
+        paused = stats.get("inflightBatchingStats", {}).get("numPausedRequests", 0)
+        return cls(
+            running=stats.get("numRunningRequests", 0),
+            waiting=max(stats.get("numQueuedRequests", 0) - paused, 0),
+            paused=paused,
+            blocks=stats.get("Max KV cache blocks", 0),
+            used=stats.get("Used KV cache blocks", 0),
+            tokens_per_block=size,
+            queries=hits + cache.get("missedBlocks", 0) * size,
+            hits=hits,
+        )
+
+    @property
+    def usage(self) -> float:
+        return self.used / self.blocks if self.blocks else 0.0

@@ -1,0 +1,167 @@
+"""What goes between the HTTP process and the engine, watched from the HTTP side: each request's times, and each iteration.
+
+The engine client calls `Traffic` as things happen; `metrics.py` and `live.py` read it. Prompts and answers are not kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchweave.serving.counting import (
+    BETWEEN_TOKENS_SECONDS,
+    FIRST_TOKEN_SECONDS,
+    ITERATION_TOKENS,
+    REQUEST_SECONDS,
+    REQUEST_TOKENS,
+    Distribution,
+    History,
+)
+
+HISTORY_SECONDS = 180
+_KEPT_REQUESTS = 40
+_KEPT_VALUES = 1000  # of which percentiles of now are taken
+_MAX_OPEN_SHOWN = 40
+
+
+@dataclass(slots=True)
+class Record:
+    """One answer in the making; times by the traffic's clock, 0 where it has not come to that.
+
+    Attributes:
+        started: when the engine began to read the prompt, as it says itself.
+        reason: why it ended; empty while it has not.
+    """
+
+    id: int
+    num_prompt: int
+    arrived: float
+    streaming: bool
+    started: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    num_tokens: int = 0
+    ended: float = 0.0
+    reason: str = ""
+
+
+@dataclass
+class Counts:
+    """What was counted since the server began, over all lives of the engine."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    reasons: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "cancelled", "error"), 0))
+    refused: int = 0
+    iterations: int = 0
+    compiles_after_ready: int = 0
+    first_token: Distribution = field(default_factory=lambda: Distribution(FIRST_TOKEN_SECONDS, _KEPT_VALUES))
+    inter_token: Distribution = field(default_factory=lambda: Distribution(BETWEEN_TOKENS_SECONDS, _KEPT_VALUES))
+    per_output_token: Distribution = field(default_factory=lambda: Distribution(BETWEEN_TOKENS_SECONDS))
+    latency: Distribution = field(default_factory=lambda: Distribution(REQUEST_SECONDS))
+    queue: Distribution = field(default_factory=lambda: Distribution(REQUEST_SECONDS))
+    request_prompt: Distribution = field(default_factory=lambda: Distribution(REQUEST_TOKENS))
+    request_generation: Distribution = field(default_factory=lambda: Distribution(REQUEST_TOKENS))
+    iteration_tokens: Distribution = field(default_factory=lambda: Distribution(ITERATION_TOKENS))
+    iteration_seconds: Distribution = field(default_factory=lambda: Distribution(BETWEEN_TOKENS_SECONDS, _KEPT_VALUES))
+
+
+class Traffic:
+    """Watches one engine client. Belongs to its event loop.
+
+    Attributes:
+        open: answers that are not finished, by id.
+        recent: those that ended last, newest first.
+        history: tokens and step times by second.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.began = clock()
+        self.counts = Counts()
+        self.open: dict[int, Record] = {}
+        self.recent: deque[Record] = deque(maxlen=_KEPT_REQUESTS)
+        self.history = History(HISTORY_SECONDS, ("generated", "read", "ended"))
+
+    # -- what the client tells -----------------------------------------------------------------------------------------
+
+    def submitted(self, request_id: int, num_prompt: int, streaming: bool) -> None:
+        """A request goes to the engine."""
+        self.open[request_id] = Record(request_id, num_prompt, self.clock(), streaming)
+
+    def refused(self, request_id: int) -> None:
+        """The engine said that it can never run it."""
+        if self.open.pop(request_id, None) is not None:
+            self.counts.refused += 1
+
+    def answered(self, request_id: int, num_tokens: int, reason: str | None, times: Sequence[float] | None = None) -> None:
+        """A response came; `reason` where it is the last.
+
+        `times` is known with the last one, in seconds as the engine took them: from taking the request in to beginning to read
+        its prompt, and from there to its first token; a time that it never came to is negative.
+        """
+        record = self.open.get(request_id)
+        if record is None:
+            return
+        now = self.clock()
+        if num_tokens:
+            self._tokens(record, num_tokens, now)
+        if reason is not None:
+            del self.open[request_id]
+            self._ended(record, reason, now, times)
+
+    def iterated(self, seconds: Sequence[float], read: Sequence[int], generated: Sequence[int]) -> None:
+        """Iterations since the last call: how long each took, prompt tokens that it read, tokens that it drew."""
+        counts = self.counts
+        counts.iterations += len(seconds)
+        for value in seconds:
+            counts.iteration_seconds.observe(value)
+        for a, b in zip(read, generated, strict=True):
+            counts.iteration_tokens.observe(a + b)
+        self.history.add(self.clock(), seconds, read=sum(read), generated=sum(generated))
+
+    def event(self, kind: str, facts: dict[str, Any]) -> None:
+        """An event of the engine's report."""
+        if kind == "compile_after_ready":
+            self.counts.compiles_after_ready += 1
+
+    # -- what is read --------------------------------------------------------------------------------------------------
+
+    def shown(self) -> Iterable[Record]:
+        """Answers for people: those under way, the newest first, then those that ended last."""
+        yield from list(reversed(self.open.values()))[:_MAX_OPEN_SHOWN]
+        yield from self.recent
+
+    def _tokens(self, record: Record, num_tokens: int, now: float) -> None:
+        counts = self.counts
+        record.num_tokens += num_tokens
+        counts.generation_tokens += num_tokens
+        if record.last:
+            counts.inter_token.observe(now - record.last)
+        else:
+            counts.prompt_tokens += record.num_prompt
+            if record.streaming:  # else the only response comes at the end, and the engine tells of the first token
+                record.first = now
+                counts.first_token.observe(now - record.arrived)
+        record.last = now
+
+    def _ended(self, record: Record, reason: str, now: float, times: Sequence[float] | None) -> None:
+        counts = self.counts
+        record.ended, record.reason = now, reason
+        self.recent.appendleft(record)
+        self.history.add(now, ended=1)
+        counts.reasons[reason] = counts.reasons.get(reason, 0) + 1
+        counts.latency.observe(now - record.arrived)
+        counts.request_prompt.observe(record.num_prompt)
+        counts.request_generation.observe(record.num_tokens)
+        if times is not None and times[0] >= 0:
+            record.started = record.arrived + times[0]
+            counts.queue.observe(times[0])
+            if times[1] >= 0 and not record.streaming:
+                record.first = record.started + times[1]
+                counts.first_token.observe(times[0] + times[1])
+        if record.num_tokens > 1 and record.first:
+            counts.per_output_token.observe((now - record.first) / (record.num_tokens - 1))
