@@ -14,6 +14,7 @@ from torchweave.engine.loop import (
     Callbacks,
     GenerationLoop,
     GetRequests,
+    Iteration,
     PollStop,
     ReturnStats,
     SendResponse,
@@ -126,3 +127,8 @@ class BatchManager:
     def timings(self) -> deque[Timing]:
         """Host time of the last iterations."""
         return self._loop.timings
+
+    @property
+    def iterations(self) -> deque[Iteration]:
+        """The last iterations. Who counts them takes them away (`popleft`), on any one thread."""
+        return self._loop.iterations

@@ -49,6 +49,14 @@ class Timing(NamedTuple):
         return self.form + self.launch + self.absorb
 
 
+class Iteration(NamedTuple):
+    """One iteration as it is counted: wall-clock seconds, prompt tokens that were read, tokens that were drawn."""
+
+    seconds: float
+    num_read: int
+    num_drawn: int
+
+
 class StepRunner(Protocol):
     """Carries out steps, several in flight. What `launch` returns is the runner's own affair."""
 
@@ -101,6 +109,7 @@ class GenerationLoop:
         failure: what ended the loop, if it did not end as it should.
         counts: steps by the way they ran.
         timings: of the last iterations.
+        iterations: the last ones; who counts them takes them away.
     """
 
     def __init__(
@@ -118,6 +127,7 @@ class GenerationLoop:
         self.failure: BaseException | None = None
         self.counts: dict[str, int] = {}
         self.timings: deque[Timing] = deque(maxlen=_KEPT_TIMINGS)
+        self.iterations: deque[Iteration] = deque(maxlen=_KEPT_TIMINGS)
         self._batch = batch
         self._runner = runner
         self._callbacks = callbacks
@@ -239,6 +249,8 @@ class GenerationLoop:
         num_active = self._batch.num_active + responses.num_final
         self._answer(responses)
         self._poll_stop()
+        seconds = time.perf_counter() - self._iteration_began
+        self.iterations.append(Iteration(seconds, step.num_context_tokens, int(np.count_nonzero(step.emits))))
         if self._callbacks.return_stats is not None:
             self._tell_stats(step, num_active)
         ended = time.perf_counter()

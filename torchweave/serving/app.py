@@ -13,7 +13,9 @@ from torchweave.config import ServerConfig
 from torchweave.serving.engine_client import EngineClient
 from torchweave.serving.errors import add_error_handlers
 from torchweave.serving.guard import Guard, read_keys
-from torchweave.serving.routes import chat, completions, models, status, tokens
+from torchweave.serving.live import Live
+from torchweave.serving.metrics import HttpCounts, HttpMeter, Metrics
+from torchweave.serving.routes import chat, completions, live, metrics, models, status, tokens
 from torchweave.serving.service import Service
 
 
@@ -39,7 +41,11 @@ def create_app(client: EngineClient, settings: ServerConfig) -> FastAPI:
     app = FastAPI(title="Torchweave", version=torchweave.__version__, lifespan=lifespan, redoc_url=None)
     app.state.service = service
     add_error_handlers(app)
-    for each in (status, models, chat, completions, tokens):
+    for each in (status, models, chat, completions, tokens, metrics, live):
         app.include_router(each.router)
+    http = HttpCounts()
+    app.state.metrics = Metrics(client, client.traffic, http, service.names[0])
+    app.state.live = Live(service)
     app.add_middleware(Guard, settings=settings, keys=keys)  # type: ignore[arg-type]
+    app.add_middleware(HttpMeter, counts=http)  # around the guard: what it refuses is counted too
     return app

@@ -29,6 +29,7 @@ from torchweave.engine.request import InferenceRequest, Output, SamplingParams
 from torchweave.engine.responses import Response, refusal
 from torchweave.serving import wire
 from torchweave.serving.flight import EngineGone, Flight
+from torchweave.serving.traffic import Traffic
 
 State = Literal["starting", "ready", "failed", "stopped"]
 Listener = Callable[[str, dict[str, Any]], None]
@@ -50,6 +51,7 @@ class EngineClient:
         model: what is served, once ready.
         explanation: passes, graphs, plan, as `torchweave explain --json` shows them, once ready.
         restarts: how often the engine was started again.
+        traffic: every request and iteration, as they were seen here.
     """
 
     def __init__(self, config: EngineConfig, restart: bool = False) -> None:
@@ -60,6 +62,7 @@ class EngineClient:
         self.model: wire.ModelCard | None = None
         self.explanation: dict[str, Any] = {}
         self.restarts = 0
+        self.traffic = Traffic()
         self._restart = restart
         self._ids = itertools.count()
         self._flights: dict[int, Flight] = {}
@@ -162,6 +165,7 @@ class EngineClient:
             raise EngineGone(self.failure or "The engine is starting; see /ready.")
         request = InferenceRequest(next(self._ids), prompt, params, streaming, priority, cache_salt)
         self._flights[request.id] = flight
+        self.traffic.submitted(request.id, len(prompt), streaming)
         self._send(wire.submit(request))
         return request.id
 
@@ -266,6 +270,7 @@ class EngineClient:
             self._settle(message.id, message.refusal)
         elif isinstance(message, wire.Stats):
             self._stats = json.loads(message.record)
+            self.traffic.iterated(message.iterations)
         elif isinstance(message, wire.Happened):
             self._note(message.at, message.kind, message.facts)
         elif isinstance(message, wire.Ready):
@@ -283,12 +288,15 @@ class EngineClient:
         if response.final:
             del self._flights[response.id]
             self._changed.set()
+        reason = (response.output.finish_reason or "error") if response.final else None
+        self.traffic.answered(response.id, len(response.output.token_ids), reason)
         flight.hear(response)
 
     def _settle(self, request_id: int, refusal: str) -> None:
         """The engine has said whether it can run a request."""
         flight = self._flights.pop(request_id, None) if refusal else self._flights.get(request_id)
         if refusal:
+            self.traffic.refused(request_id)
             self._changed.set()
         if flight is not None:
             flight.accept(request_id, refusal)
@@ -298,12 +306,14 @@ class EngineClient:
             self._bars[str(facts.get("title"))] = {**facts, "at": at}
         else:
             self._events.append((at, kind, facts))
+        self.traffic.event(kind)
         for listener in self._listeners:
             listener(kind, facts)
 
     def _refuse_all(self, why: str) -> None:
         flights, self._flights = self._flights, {}
         for request_id, flight in flights.items():
+            self.traffic.answered(request_id, 0, "error")
             flight.hear(refusal(request_id, why))
         self._changed.set()
 

@@ -75,7 +75,7 @@ def _serve(engine: Engine, config: EngineConfig, addresses: wire.Addresses, outb
         engine.runner,
         inbox.get_requests,
         poll_stop=inbox.poll_stop,
-        return_stats=lambda record: outbox.put(wire.Stats(_live(record, engine))),
+        return_stats=lambda record: outbox.put(_stats(record, engine, manager)),
         send_responses=outbox.put,
         run_ahead=engine.plan.run_ahead,
         idle_seconds=None,
@@ -145,10 +145,11 @@ def _card(engine: Engine) -> wire.ModelCard:
     )
 
 
-def _live(record: str, engine: Engine) -> str:
+def _stats(record: str, engine: Engine, manager: BatchManager) -> wire.Stats:
     """An iteration's record, with what holds behind it: the iteration itself counts those who left in it."""
-    batch = engine.batch
-    return json.dumps(json.loads(record) | {"numRunningRequests": batch.num_active - batch.num_waiting})
+    batch, iterations = engine.batch, manager.iterations
+    now = json.loads(record) | {"numRunningRequests": batch.num_active - batch.num_waiting}
+    return wire.Stats(json.dumps(now), [iterations.popleft() for _ in range(len(iterations))])
 
 
 class Inbox:

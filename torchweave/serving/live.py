@@ -42,7 +42,7 @@ class Live:
         engine = EngineNow.of(client.stats)
         return {
             "state": "draining" if self._service.draining else self._state(),
-            "failure": client.failure or self._service.failure,
+            "failure": client.failure,
             "version": torchweave.__version__,
             "uptime": now - traffic.began,
             "model": self._model(),
@@ -80,7 +80,15 @@ class Live:
         card = client.model
         found: dict[str, Any] = {"name": self._service.names[0]}
         if card is not None:
-            names = ("architecture", "dtype", "device", "quantization", "num_parameters", "max_model_len", "max_batch_size")
+            names = (
+                "architecture",
+                "dtype",
+                "device",
+                "quantization",
+                "num_parameters",
+                "max_model_len",
+                "max_batch_size",
+            )
             found |= {name: getattr(card, name) for name in names} | {"text": card.folder is not None}
         return found
 
@@ -92,7 +100,9 @@ class Live:
         return {
             "stages": [{"name": event["name"], "seconds": event["seconds"]} for event in stages],
             "bars": [
-                {name: bar[name] for name in ("title", "done", "total", "note")} for bar in client.progress if bar["title"] not in done
+                {name: bar[name] for name in ("title", "done", "total", "note")}
+                for bar in client.progress
+                if bar["title"] not in done
             ],
         }
 
@@ -121,7 +131,9 @@ def _compiled(explanation: dict[str, Any]) -> dict[str, Any]:
         graphs.setdefault((graph["step"], graph["kind"]), []).append(graph["key"])
     return {
         "passes": [
-            {"name": each["name"], "matches": each["matches"]} for each in explanation["passes"] if each["enabled"] and each["matches"]
+            {"name": each["name"], "matches": each["matches"]}
+            for each in explanation["passes"]
+            if each["enabled"] and each["matches"]
         ],
         "pieces": sum(piece["shared_by"] for piece in explanation["pieces"]),
         "distinct_pieces": len(explanation["pieces"]),

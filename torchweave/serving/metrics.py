@@ -52,18 +52,30 @@ COUNTERS = (
     Family("generation_tokens", "Tokens that were generated", lambda c: c.generation_tokens),
     Family("requests_refused", "Requests that the engine said it can never run", lambda c: c.refused),
     Family("iterations", "Iterations of the engine", lambda c: c.iterations),
-    Family("compiles_after_ready", "Compiles after the engine was ready: there should be none", lambda c: c.compiles_after_ready),
+    Family(
+        "compiles_after_ready",
+        "Compiles after the engine was ready: there should be none",
+        lambda c: c.compiles_after_ready,
+    ),
 )
 HISTOGRAMS = (
     Family("time_to_first_token_seconds", "From a request's arrival to its first token", lambda c: c.first_token),
-    Family("inter_token_latency_seconds", "Between two responses with tokens of a streamed request", lambda c: c.inter_token),
+    Family(
+        "inter_token_latency_seconds",
+        "Between two responses with tokens of a streamed request",
+        lambda c: c.inter_token,
+    ),
     Family(
         "time_per_output_token_seconds",
         "Mean time between tokens of a finished request, without the first",
         lambda c: c.per_output_token,
     ),
     Family("e2e_request_latency_seconds", "From a request's arrival to its end", lambda c: c.latency),
-    Family("request_queue_time_seconds", "From a request's arrival to the step that begins to read its prompt", lambda c: c.queue),
+    Family(
+        "request_queue_time_seconds",
+        "From a request's arrival to the step that begins to read its prompt",
+        lambda c: c.queue,
+    ),
     Family("request_prompt_tokens", "Prompt tokens of a finished request", lambda c: c.request_prompt),
     Family("request_generation_tokens", "Generated tokens of a finished request", lambda c: c.request_generation),
     Family("iteration_tokens", "Tokens of an iteration, read and drawn", lambda c: c.iteration_tokens),
@@ -72,14 +84,17 @@ HISTOGRAMS = (
 
 
 class HttpCounts:
-    """HTTP requests by method, path (the route's, so that there are few) and status; counts them as ASGI middleware."""
+    """HTTP requests by method, path (the route's, so that there are few) and status."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str, str]] = Counter()
 
     def count(self, scope: _Scope, status: int) -> None:
-        route = scope.get("route")
-        path = getattr(route, "path", None) or "other"
+        """An answer has begun. What was refused before a route was found has the path that it asked for, if that is one."""
+        path = getattr(scope.get("route"), "path", None)
+        if path is None:
+            known = {getattr(route, "path", None) for route in scope["app"].routes} if "app" in scope else set()
+            path = scope["path"] if scope["path"] in known else "other"
         self.requests[str(scope["method"]), path, str(status)] += 1
 
 
@@ -153,14 +168,22 @@ class Metrics(Collector):
 
     def _of_engine(self) -> Iterator[Metric]:
         now = EngineNow.of(self._engine.stats)
-        yield self._gauge("engine_up", "1 while the engine takes requests, else 0", float(self._engine.state == "ready"))
+        yield self._gauge(
+            "engine_up", "1 while the engine takes requests, else 0", float(self._engine.state == "ready")
+        )
         yield self._counter("engine_restarts", "Times that the engine was started again", self._engine.restarts)
         yield self._gauge("num_requests_running", "Requests that take part in steps", now.running)
         yield self._gauge("num_requests_waiting", "Requests that wait for their first step", now.waiting)
-        yield self._gauge("num_requests_paused", "Requests that ran, gave their blocks back, and wait to go on", now.paused)
-        yield self._gauge("kv_cache_usage_perc", "Part of the KV cache's blocks that requests hold; 1 is all", now.usage)
+        yield self._gauge(
+            "num_requests_paused", "Requests that ran, gave their blocks back, and wait to go on", now.paused
+        )
+        yield self._gauge(
+            "kv_cache_usage_perc", "Part of the KV cache's blocks that requests hold; 1 is all", now.usage
+        )
         yield self._gauge("kv_cache_blocks", "Blocks of the KV cache", now.blocks)
-        yield self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache", now.queries)
+        yield self._counter(
+            "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache", now.queries
+        )
         yield self._counter("prefix_cache_hits", "Prompt tokens that were found there, and not read again", now.hits)
 
     def _of_http(self) -> Metric:

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torchweave.serving.counting import (
     BETWEEN_TOKENS_SECONDS,
@@ -97,7 +96,9 @@ class Traffic:
         if self.open.pop(request_id, None) is not None:
             self.counts.refused += 1
 
-    def answered(self, request_id: int, num_tokens: int, reason: str | None, times: Sequence[float] | None = None) -> None:
+    def answered(
+        self, request_id: int, num_tokens: int, reason: str | None, times: Sequence[float] | None = None
+    ) -> None:
         """A response came; `reason` where it is the last.
 
         `times` is known with the last one, in seconds as the engine took them: from taking the request in to beginning to read
@@ -113,17 +114,21 @@ class Traffic:
             del self.open[request_id]
             self._ended(record, reason, now, times)
 
-    def iterated(self, seconds: Sequence[float], read: Sequence[int], generated: Sequence[int]) -> None:
-        """Iterations since the last call: how long each took, prompt tokens that it read, tokens that it drew."""
+    def iterated(self, iterations: Sequence[tuple[float, int, int]]) -> None:
+        """Iterations since the last call: seconds, prompt tokens that were read, tokens that were drawn."""
         counts = self.counts
-        counts.iterations += len(seconds)
-        for value in seconds:
-            counts.iteration_seconds.observe(value)
-        for a, b in zip(read, generated, strict=True):
-            counts.iteration_tokens.observe(a + b)
-        self.history.add(self.clock(), seconds, read=sum(read), generated=sum(generated))
+        counts.iterations += len(iterations)
+        for seconds, read, drawn in iterations:
+            counts.iteration_seconds.observe(seconds)
+            counts.iteration_tokens.observe(read + drawn)
+        self.history.add(
+            self.clock(),
+            [each[0] for each in iterations],
+            read=sum(each[1] for each in iterations),
+            generated=sum(each[2] for each in iterations),
+        )
 
-    def event(self, kind: str, facts: dict[str, Any]) -> None:
+    def event(self, kind: str) -> None:
         """An event of the engine's report."""
         if kind == "compile_after_ready":
             self.counts.compiles_after_ready += 1

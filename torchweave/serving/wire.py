@@ -137,9 +137,13 @@ class Outputs(msgspec.Struct, tag=True, array_like=True):
 
 
 class Stats(msgspec.Struct, tag=True, array_like=True):
-    """Statistics of an iteration, as the batch manager's callback gets them, as JSON."""
+    """Statistics of an iteration, as the batch manager's callback gets them, as JSON.
+
+    `iterations`: all since the last such message: seconds, prompt tokens that were read, tokens that were drawn.
+    """
 
     record: str
+    iterations: list[tuple[float, int, int]] = []
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):

@@ -1,0 +1,151 @@
+"""The live page and its data."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from tests.serving.watched import STATS, asking, some_traffic, watched
+from torchweave.serving.routes.live import page
+from torchweave.serving.traffic import HISTORY_SECONDS
+
+EXPLANATION = {
+    "passes": [
+        {"name": "merge_linears", "enabled": True, "matches": 10},
+        {"name": "rope", "enabled": True, "matches": 0},
+        {"name": "route", "enabled": False, "matches": 0},
+    ],
+    "pieces": [{"shared_by": 1}, {"shared_by": 15}],
+    "graphs": [
+        {"step": "decode", "kind": "whole", "key": 2}, {"step": "decode", "kind": "whole", "key": 1},
+        {"step": "mixed", "kind": "piecewise", "key": 64},
+    ],
+    "fallbacks": [{"what": "piece x", "why": "y"}],
+}  # fmt: skip
+
+
+def live(app) -> dict[str, Any]:
+    async def ask() -> dict[str, Any]:
+        async with asking(app) as http:
+            answer = await http.get("/live")
+            assert answer.headers["cache-control"] == "no-store"
+            return answer.json()
+
+    return asyncio.run(ask())
+
+
+def fields_that_the_page_reads() -> set[str]:
+    """`live.requests.running` and the like, as they stand in the script."""
+    script = page().partition("<script>")[2]
+    names = set(re.findall(r"\blive\.((?:[a-z_]\w*)(?:\.[a-z_]\w*)*)", script))
+    arrays = ("slice", "map", "length", "reduce", "flatMap", "append")
+    return {re.sub(rf"\.({'|'.join(arrays)})\b.*", "", name) for name in names}
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_E_live_has_all_that_the_page_reads(ready: bool):
+    app, client, clock = watched(state="ready" if ready else "starting")
+    if ready:
+        client._stats, client.explanation = STATS, EXPLANATION
+        some_traffic(client.traffic, clock)
+    found, read = live(app), fields_that_the_page_reads()
+    assert len(read) > 40
+    optional = set() if ready else {name for name in read if name.startswith("model.")}  # not known before
+    optional |= {f"model.{name}" for name in ("architecture", "num_parameters", "dtype", "device", "max_model_len")}
+    optional |= {"model.quantization", "model.max_batch_size"}
+    for name in read - optional:
+        at: Any = found
+        for part in name.split("."):
+            assert isinstance(at, dict) and part in at, f"the page reads live.{name}"
+            at = at[part]
+    assert "model.name" in read and found["model"]["name"] == "demo"
+
+
+def test_live_tells_what_happened():
+    app, client, clock = watched(state="ready", explanation=EXPLANATION)
+    client._stats = STATS
+    some_traffic(client.traffic, clock)
+    clock.now += 1.0
+    found = live(app)
+    assert found["requests"] == {
+        "running": 3, "waiting": 5, "paused": 2, "open": 1, "refused": 1,
+        "ended": {"stop": 1, "length": 1, "cancelled": 1, "error": 0},
+    }  # fmt: skip
+    assert found["blocks"] == {"total": 100, "used": 25, "tokens_per_block": 16, "hit_rate": 0.75}
+    assert found["steps"] == {"count": 3, "p50_ms": 3.0, "p99_ms": 4.0}
+    assert [len(found["history"][name]) for name in ("generated", "read", "step_p50_ms")] == [HISTORY_SECONDS] * 3
+    assert found["history"]["generated"][-1] == 6 and found["history"]["read"][-1] == 60
+    states = {each["id"]: each["state"] for each in found["recent"]}
+    assert states == {4: "answering", 2: "cancelled", 1: "stop", 0: "length"}
+    first = next(each for each in found["recent"] if each["id"] == 0)
+    assert (first["prompt"], first["tokens"], first["first_token_ms"], first["seconds"]) == (10, 5, 50.0, 0.1)
+    assert found["compiled"] == {
+        "passes": [{"name": "merge_linears", "matches": 10}], "pieces": 16, "distinct_pieces": 2,
+        "graphs": [{"step": "decode", "kind": "whole", "sizes": [1, 2]}, {"step": "mixed", "kind": "piecewise", "sizes": [64]}],
+        "fallbacks": ["piece x"], "compiles_after_ready": 0,
+    }  # fmt: skip
+
+
+def test_F_live_shows_how_far_the_start_is():
+    app, client, _ = watched(state="starting")
+    client._note(0.5, "progress", {"title": "building pieces", "done": 1, "total": 3, "note": "0814"})
+    client._note(0.7, "stage", {"name": "weights", "seconds": 0.7})
+    client._note(0.8, "progress", {"title": "weights", "done": 3, "total": 3, "note": ""})
+    found = live(app)
+    assert found["state"] == "starting"
+    assert found["startup"] == {
+        "stages": [{"name": "weights", "seconds": 0.7}],
+        "bars": [{"title": "building pieces", "done": 1, "total": 3, "note": "0814"}],
+    }
+
+
+def test_however_many_ask_it_is_made_a_few_times_a_second():
+    app, client, clock = watched()
+    service = app.state.live
+    made = []
+    snapshot = service.snapshot
+    service.snapshot = lambda now: made.append(now) or snapshot(now)
+    for _ in range(100):
+        clock.now += 0.01
+        service.text()
+    assert 3 <= len(made) <= 5
+    assert json.loads(service.text())["state"] == client.state
+
+
+class References(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [
+            value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data", "poster")
+        ]
+
+
+def test_the_page_needs_nothing_from_elsewhere():
+    text = page()
+    references = References()
+    references.feed(text)
+    assert all(re.fullmatch(r"data:.*|[a-z.]+", each, re.DOTALL) for each in references.found), references.found
+    outside = re.findall(r"(?:https?:)?//[a-z][\w.]+", text.replace("http://www.w3.org/2000/svg", ""))
+    assert not outside and "@import" not in text and "url(" not in text
+    assert len(text.encode()) < 60_000
+
+
+def test_the_browser_is_told_to_load_nothing_from_elsewhere():
+    app, _, _ = watched()
+
+    async def ask() -> None:
+        async with asking(app) as http:
+            answer = await http.get("/")
+            assert answer.headers["content-type"].startswith("text/html")
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+
+    asyncio.run(ask())

@@ -1,0 +1,151 @@
+"""`/metrics`: read by Prometheus' own parser, and compared with traffic that is known."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
+from prometheus_client.parser import text_string_to_metric_families as families
+
+from tests.serving.running import serving
+from tests.serving.watched import STATS, asking, some_traffic, watched
+from torchweave.serving.counting import FIRST_TOKEN_SECONDS
+
+# What vLLM calls them (docs.vllm.ai, "Production Metrics"), under our prefix.
+OF_VLLM = {
+    "num_requests_running": "gauge", "num_requests_waiting": "gauge", "kv_cache_usage_perc": "gauge",
+    "prefix_cache_queries": "counter", "prefix_cache_hits": "counter", "prompt_tokens": "counter",
+    "generation_tokens": "counter", "request_success": "counter", "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram", "e2e_request_latency_seconds": "histogram",
+    "request_queue_time_seconds": "histogram", "request_prompt_tokens": "histogram",
+    "request_generation_tokens": "histogram", "iteration_tokens": "histogram", "time_per_output_token_seconds": "histogram",
+}  # fmt: skip
+OURS = {
+    "num_requests_paused": "gauge", "engine_up": "gauge", "build_info": "gauge", "http_requests": "counter",
+    "compiles_after_ready": "counter", "iteration_seconds": "histogram", "kv_cache_blocks": "gauge",
+    "engine_restarts": "counter", "iterations": "counter", "requests_refused": "counter",
+}  # fmt: skip
+Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def values_of(text: str) -> Values:
+    """Every sample by its name without prefix and its labels without the model's."""
+    found = {}
+    for family in families(text):
+        for sample in family.samples:
+            labels = tuple(sorted(pair for pair in sample.labels.items() if pair[0] != "model_name"))
+            found[sample.name.removeprefix("torchweave_"), labels] = sample.value
+    return found
+
+
+def get(path: str, app, **headers: str):
+    async def ask():
+        async with asking(app) as http:
+            return await http.get(path, headers=headers)
+
+    return asyncio.run(ask())
+
+
+def test_E1_metrics_have_vllms_meanings():
+    app, client, clock = watched(state="ready")
+    client._stats = STATS
+    some_traffic(client.traffic, clock)
+    answer = get("/metrics", app)
+    assert answer.headers["content-type"].startswith("text/plain")
+    kinds = {family.name.removeprefix("torchweave_"): family.type for family in families(answer.text)}
+    assert kinds == {**OF_VLLM, **OURS} and all(family.documentation for family in families(answer.text))
+    of = {name: value for (name, labels), value in values_of(answer.text).items() if not labels}
+    assert (of["num_requests_running"], of["num_requests_waiting"], of["num_requests_paused"]) == (3, 5, 2)
+    assert of["kv_cache_usage_perc"] == 0.25 and of["engine_up"] == 1
+    assert (of["prefix_cache_queries_total"], of["prefix_cache_hits_total"]) == (640, 480)
+    assert of["prompt_tokens_total"] == 10 + 20 + 50 and of["generation_tokens_total"] == 5 + 8 + 1
+    assert of["requests_refused_total"] == 1
+    assert of["time_to_first_token_seconds_count"] == 2
+    assert of["time_to_first_token_seconds_sum"] == pytest.approx(0.05 + 0.10)
+    assert of["inter_token_latency_seconds_count"] == 3
+    assert of["inter_token_latency_seconds_sum"] == pytest.approx(0.05)
+    assert of["time_per_output_token_seconds_sum"] == pytest.approx(0.05 / 4)
+    assert of["e2e_request_latency_seconds_count"] == 3 and of["request_prompt_tokens_sum"] == 60
+    assert of["request_generation_tokens_sum"] == 13
+    assert of["iteration_tokens_count"] == 3 and of["iteration_tokens_sum"] == 66
+    assert of["iteration_seconds_sum"] == pytest.approx(0.009)
+
+
+def test_reasons_and_buckets():
+    app, client, clock = watched()
+    some_traffic(client.traffic, clock)
+    found = values_of(get("/metrics", app).text)
+    ended = {
+        dict(labels)["finished_reason"]: value
+        for (name, labels), value in found.items()
+        if name == "request_success_total"
+    }
+    assert ended == {"stop": 1, "length": 1, "cancelled": 1, "error": 0}
+    buckets = {
+        dict(labels)["le"]: value
+        for (name, labels), value in found.items()
+        if name == "time_to_first_token_seconds_bucket"
+    }
+    assert list(map(float, buckets)) == [*FIRST_TOKEN_SECONDS, float("inf")]
+    assert buckets["0.04"] == 0 and buckets["0.06"] == 1 and buckets["+Inf"] == 2
+
+
+def test_http_requests_are_counted_by_route_and_status():
+    app, _, _ = watched()
+    for path in ("/metrics", "/health", "/v1/models/demo", "/v1/models/other", "/nowhere/1", "/nowhere/2"):
+        get(path, app)
+    found = values_of(get("/metrics", app).text)
+    http = {
+        tuple(dict(labels).values()): value for (name, labels), value in found.items() if name == "http_requests_total"
+    }
+    assert http == {
+        ("GET", "/metrics", "200"): 1, ("GET", "/health", "503"): 1, ("GET", "/v1/models/{name:path}", "503"): 1,
+        ("GET", "/v1/models/{name:path}", "404"): 1, ("GET", "other", "404"): 2,
+    }  # fmt: skip
+
+
+def test_two_servers_count_apart():
+    (first, one, clock), (second, _, _) = watched(), watched()
+    some_traffic(one.traffic, clock)
+    assert values_of(get("/metrics", first).text)["generation_tokens_total", ()] == 14
+    assert values_of(get("/metrics", second).text)["generation_tokens_total", ()] == 0
+
+
+def test_open_metrics_too():
+    app, client, clock = watched()
+    some_traffic(client.traffic, clock)
+    answer = get("/metrics", app, accept="application/openmetrics-text; version=1.0.0")
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert {family.name for family in open_metrics(answer.text)} == {
+        f"torchweave_{name}" for name in {**OF_VLLM, **OURS}
+    }
+
+
+def test_E1_metrics_count_what_was_asked():
+    """Known traffic through a real server, read back from its metrics."""
+    import httpx
+
+    with serving() as server:
+        client = server.client()
+        for prompt in ("12+30=", "1+1=", "copy: a b"):
+            client.completions.create(model="demo", prompt=prompt, temperature=0, max_tokens=6)
+        answer = client.completions.create(
+            model="demo", prompt=[5] * 40, max_tokens=9, temperature=0, n=2, extra_body={"ignore_eos": True}
+        )
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="demo", prompt=[5] * 4000)
+        found = values_of(httpx.get(f"{server.url}/metrics").text)
+        live = httpx.get(f"{server.url}/live").json()
+    assert answer.usage is not None and answer.usage.completion_tokens == 18
+    assert found["engine_up", ()] == 1
+    assert found["generation_tokens_total", ()] >= 18 + 3 and found["request_generation_tokens_count", ()] == 5
+    assert found["request_success_total", (("finished_reason", "length"),)] >= 2
+    assert found["requests_refused_total", ()] == 1
+    assert found["http_requests_total", (("method", "POST"), ("path", "/v1/completions"), ("status", "200"))] == 4
+    assert found["http_requests_total", (("method", "POST"), ("path", "/v1/completions"), ("status", "400"))] == 1
+    assert found["num_requests_running", ()] == found["num_requests_waiting", ()] == 0
+    assert found["iteration_tokens_sum", ()] >= found["generation_tokens_total", ()]
+    assert live["tokens"]["generated"] == found["generation_tokens_total", ()]
+    assert live["blocks"]["used"] == 0 and live["blocks"]["total"] > 0 and live["requests"]["open"] == 0

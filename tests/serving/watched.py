@@ -1,0 +1,67 @@
+"""An application over an engine client that is only looked at: what it said is given, no engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from torchweave.config import EngineConfig, ServerConfig
+from torchweave.serving.app import create_app
+from torchweave.serving.engine_client import EngineClient
+from torchweave.serving.traffic import Traffic
+
+
+class Clock:
+    """A clock that stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watched(**facts: Any) -> tuple[FastAPI, EngineClient, Clock]:
+    """An application, its client with `facts` as attributes, and the clock of its traffic."""
+    client, clock = EngineClient(EngineConfig(model="demo")), Clock()
+    client.traffic = Traffic(clock)
+    for name, value in facts.items():
+        setattr(client, name, value)
+    return create_app(client, ServerConfig()), client, clock
+
+
+@asynccontextmanager
+async def asking(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        yield http
+
+
+STATS = {
+    "Max KV cache blocks": 100, "Used KV cache blocks": 25, "numRunningRequests": 3, "numQueuedRequests": 7,
+    "kvCacheStats": {"tokensPerBlock": 16, "reusedBlocks": 30, "missedBlocks": 10},
+    "inflightBatchingStats": {"numPausedRequests": 2},
+}  # fmt: skip
+
+
+def some_traffic(traffic: Traffic, clock: Clock) -> None:
+    """Five answers: one streamed to its length, one whole, one cancelled while it waited, one refused, one still open."""
+    traffic.submitted(0, num_prompt=10, streaming=True)
+    traffic.submitted(1, num_prompt=20, streaming=False)
+    traffic.submitted(2, num_prompt=30, streaming=True)
+    traffic.submitted(3, num_prompt=40, streaming=True)
+    traffic.submitted(4, num_prompt=50, streaming=True)
+    traffic.refused(3)
+    for seconds, tokens in ((0.05, 1), (0.02, 1), (0.02, 2)):
+        clock.now += seconds
+        traffic.answered(0, tokens, None)
+    clock.now += 0.01
+    traffic.answered(0, 1, "length")
+    traffic.answered(1, 8, "stop")
+    traffic.answered(2, 0, "cancelled")
+    traffic.answered(4, 1, None)
+    traffic.iterated([(0.004, 60, 2), (0.002, 0, 2), (0.003, 0, 2)])
