@@ -17,7 +17,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/docs", "/openapi.json"})
 """Asked by those who have no key."""
 _BODY_SECONDS = 60.0  # in which a body has to arrive
 

@@ -22,6 +22,7 @@ from torchweave.serving.counting import Distribution
 from torchweave.serving.traffic import Counts, Traffic
 
 PREFIX = "torchweave_"
+_CLIENT_LEFT = 499
 _Scope = dict[str, Any]
 
 
@@ -99,7 +100,8 @@ class HttpCounts:
 
 
 class HttpMeter:
-    """ASGI middleware around an application: counts each request when its answer begins, or when there is none."""
+    """ASGI middleware around an application: counts each request once it is over. 499 (nginx's number): the client left before
+    there was an answer."""
 
     def __init__(self, app: Any, counts: HttpCounts) -> None:
         self._app = app
@@ -109,7 +111,7 @@ class HttpMeter:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 0
+        status = _CLIENT_LEFT
 
         async def sent(message: dict[str, Any]) -> None:
             nonlocal status
@@ -119,8 +121,11 @@ class HttpMeter:
 
         try:
             await self._app(scope, receive, sent)
+        except Exception:
+            status = 500 if status == _CLIENT_LEFT else status
+            raise
         finally:
-            self._counts.count(scope, status or 500)
+            self._counts.count(scope, status)
 
 
 class Metrics(Collector):
