@@ -117,6 +117,8 @@ class EngineConfig:
             so; `fp8` (`fp8_e4m3`) and `fp8_e5m2` keep twice as many tokens in the same memory.
         gpu_memory_utilization: part of the GPU's memory that the engine may use, weights and graphs included.
         cpu_kv_cache_gib: memory for the KV cache on a CPU.
+        kv_offload_gb: host memory (GiB; pinned on a GPU) for blocks of the KV cache that later requests may use again but the
+            device has no more room for; 0: what is lost there is computed again.
         attention_backend: auto takes what measured fastest on this kind of device.
         capacity_scheduler_policy: which requests a step may run. `guaranteed_no_evict`: those that the KV cache can hold to
             their end; `max_utilization`: those that it can hold now, the last one is paused when blocks run out;
@@ -146,6 +148,7 @@ class EngineConfig:
     kv_cache_dtype: KVCacheDType = "auto"
     gpu_memory_utilization: float = 0.9
     cpu_kv_cache_gib: float = 1.0
+    kv_offload_gb: float = 0.0
     attention_backend: AttentionName = "auto"
     capacity_scheduler_policy: CapacityPolicy = "guaranteed_no_evict"
     context_chunking_policy: ChunkingPolicy = "first_come_first_served"

@@ -14,8 +14,10 @@ import torch
 
 from torchweave.engine.batch import Batch
 from torchweave.engine.buffers import StepBuffers, pack, packed_size
+from torchweave.engine.forming import GRANT_AHEAD
 from torchweave.engine.kv_cache import KVCache
 from torchweave.engine.limits import Limits
+from torchweave.engine.offload import HostPool
 from torchweave.engine.scheduler import POLICIES
 from torchweave.engine.step import Step, StepResult
 from torchweave.ops.state import SlotState
@@ -101,6 +103,47 @@ class FakeRunner:
         return buffers.out[:rows].numpy().copy()
 
 
+class FakeMover:
+    """Copies as late as it may: when somebody has to wait, or as often as `patience` looks found that nothing had landed."""
+
+    def __init__(self, num_places: int, patience: int = 3) -> None:
+        self.num_places = num_places
+        self.patience = patience
+        self.device = np.empty((0, 0), np.int64)
+        self.host: dict[int, np.ndarray] = {}
+        self.queue: list[tuple[int, bool, np.ndarray, np.ndarray]] = []
+        self.begun = self.looks = 0
+
+    def store(self, blocks: np.ndarray, places: np.ndarray) -> int:
+        return self._begin(True, blocks, places)
+
+    def load(self, places: np.ndarray, blocks: np.ndarray) -> int:
+        return self._begin(False, blocks, places)
+
+    def _begin(self, to_host: bool, blocks: np.ndarray, places: np.ndarray) -> int:
+        self.begun += 1
+        self.queue.append((self.begun, to_host, blocks.copy(), places.copy()))
+        return self.begun
+
+    def landed(self, ticket: int) -> bool:
+        self.looks += 1
+        if self.looks % (self.patience + 1) == self.patience and self.queue:
+            self._copy()
+        return not self.queue or ticket < self.queue[0][0]
+
+    def hold(self, ticket: int) -> None:
+        while self.queue and self.queue[0][0] <= ticket:
+            self._copy()
+
+    def _copy(self) -> None:
+        _, to_host, blocks, places = self.queue.pop(0)
+        for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
+            if to_host:
+                self.host[place] = self.device[block].copy()
+            else:
+                self.device[block] = self.host[place]
+
+
 def make(
     *,
     max_batch_size: int = 8,
@@ -112,10 +155,16 @@ def make(
     eos: Sequence[int] = (),
     policy: str = "guaranteed_no_evict",
     reuse: bool = True,
+    mover: FakeMover | None = None,
     **limits_too: Any,
 ) -> tuple[Batch, FakeRunner]:
     limits = Limits(max_batch_size, max_num_tokens, max_model_len, VOCAB, chunked, **limits_too)
     runner = FakeRunner(limits, num_blocks, block_size)
-    kv = KVCache(num_blocks, block_size, max_batch_size, -(-max_model_len // block_size))
+    host = None
+    if mover is not None:
+        mover.device = runner.cache.reshape(num_blocks, block_size)
+        host = HostPool(mover, max_batch_size)
+    width, longest = -(-max_model_len // block_size), max_num_tokens + GRANT_AHEAD
+    kv = KVCache(num_blocks, block_size, max_batch_size, width, longest_step=longest, host=host)
     batch = Batch(limits, kv, POLICIES[policy], runner.state.updates(), eos, reuse)
     return batch, runner

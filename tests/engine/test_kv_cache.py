@@ -11,7 +11,7 @@ from torchweave.engine.kv_cache import KVCache
 def test_grants_fill_the_table_in_order() -> None:
     kv = KVCache(num_blocks=10, block_size=4, max_slots=3, max_blocks_per_slot=5)
     for slot in range(3):
-        kv.reserve(slot, 4)
+        kv.reserve(slot, 64)
     grant = kv.grant(np.array([0, 2]), np.array([5, 9]))
     assert grant.slots.tolist() == [0, 0, 2, 2, 2] and grant.columns.tolist() == [0, 1, 0, 1, 2]
     assert len(set(grant.blocks.tolist())) == 5 and kv.num_free == 5
@@ -34,20 +34,20 @@ def test_random_grants_and_frees_lose_nothing() -> None:
             kv.free(slot)
             lengths[slot] = 0
         else:
-            kv.reserve(slot, 16)
+            kv.reserve(slot, 64)
             kv.grant(np.array([slot]), np.array([wanted]))
             lengths[slot] = wanted
         kv.check()
     for slot in range(8):
         kv.free(slot)
-    assert kv.num_free == 64 and kv.num_unreserved == 64
+    assert kv.num_free == 64 and kv.unreserved_columns == 64
 
 
 def test_check_sees_a_block_that_is_held_twice() -> None:
     kv = KVCache(num_blocks=4, block_size=4, max_slots=2, max_blocks_per_slot=2)
-    kv.reserve(0, 2)
-    kv.reserve(1, 2)
+    kv.reserve(0, 8)
+    kv.reserve(1, 8)
     kv.grant(np.array([0, 1]), np.array([4, 4]))
-    kv.table[1, 0] = kv.table[0, 0]
+    kv.table[0, 1, 0] = kv.table[0, 0, 0]
     with pytest.raises(AssertionError, match="held by more or fewer"):
         kv.check()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchweave.engine.kv_cache import chain
+from torchweave.engine.kv_match import chain
 from torchweave.engine.request import FinishReason, InferenceRequest, TokenLogprobs
 
 

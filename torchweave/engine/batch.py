@@ -81,6 +81,11 @@ class Batch:
         """Requests that ran, were paused, and wait to run again."""
         return sum(not self._slots.done[slot] for slot in self._running.leaving) + self._waiting.num_paused
 
+    @property
+    def is_landing(self) -> bool:
+        """Whether a request waits for what it begins with, on its way from host memory."""
+        return self.kv.host is not None and self.kv.host.waiting
+
     def knows(self, request_id: int) -> bool:
         return request_id in self._slots.of or request_id in self._waiting
 
@@ -119,6 +124,7 @@ class Batch:
                 if decision.resting or decision.paused:
                     generating = self._thin_out(decision)
                 chunks += [(self._start(self._waiting.pop()), size) for size in decision.admitted]
+                chunks = [chunk for chunk in chunks if self.kv.ready(chunk[0])]
             if chunks or generating.size:
                 return self._former.form(generating, chunks)
             if not (decision and decision.paused) or any(running.in_flight(slot) for slot in running.leaving):
@@ -127,7 +133,7 @@ class Batch:
             assert not said, "whoever is done was let go when its last step was taken in"
 
     def _start(self, active: Active) -> int:
-        return self._former.start(active, self._planner.known(active)[0])
+        return self._former.start(active, self._planner.known(active))
 
     def _thin_out(self, decision: Decision) -> np.ndarray:
         """Let the paused requests leave; returns the slots that generate in this step."""

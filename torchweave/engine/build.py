@@ -14,9 +14,12 @@ from torchweave.config import EngineConfig
 from torchweave.engine import warm_up
 from torchweave.engine.batch import Batch
 from torchweave.engine.facts import device_facts
+from torchweave.engine.forming import GRANT_AHEAD
 from torchweave.engine.kv_cache import KVCache
 from torchweave.engine.limits import Limits
-from torchweave.engine.memory import MemoryUse, blocks_that_fit, bytes_per_block
+from torchweave.engine.memory import GIB, MemoryUse, blocks_that_fit, bytes_per_block
+from torchweave.engine.movers import mover_of
+from torchweave.engine.offload import HostPool
 from torchweave.engine.runner import Runner
 from torchweave.engine.scheduler import POLICIES
 from torchweave.engine.threads import release_workers
@@ -142,11 +145,34 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
         batch_wait_timeout_iters=config.batch_wait_timeout_iters,
         batch_wait_max_tokens_ratio=config.batch_wait_max_tokens_ratio,
     )
-    kv = KVCache(blocks, plan.block_size, plan.max_batch_size, state.max_blocks_per_seq)
+    kv = KVCache(
+        blocks,
+        plan.block_size,
+        plan.max_batch_size,
+        state.max_blocks_per_seq,
+        longest_step=plan.max_num_tokens + GRANT_AHEAD,
+        host=_host_pool(runner, plan, report),
+    )
     policy = POLICIES[config.capacity_scheduler_policy]
     reuse = config.enable_prefix_caching
     batch = Batch(limits, kv, policy, state.updates(), loaded.generation.eos_token_ids, reuse)
     return Engine(plan, loaded, batch, runner, report)
+
+
+def _host_pool(runner: Runner, plan: Plan, report: Report) -> HostPool | None:
+    """Host memory behind the KV cache, where it was asked for."""
+    if not plan.kv_offload_gb:
+        return None
+    tensors = {tensor.data_ptr(): tensor for layer in runner.caches for tensor in layer.tensors}
+    block_bytes = sum(tensor[0].nbytes for tensor in tensors.values())
+    if plan.kv_offload_gb * GIB < block_bytes:
+        raise ValueError(
+            f"kv_offload_gb={plan.kv_offload_gb} holds no block of the KV cache, which takes {block_bytes} bytes; give more or 0."
+        )
+    with report.stage("allocating host memory"):
+        mover = mover_of(list(tensors.values()), int(plan.kv_offload_gb * GIB))
+    report.event("kv_offload", blocks=mover.num_places, bytes=mover.num_places * block_bytes)
+    return HostPool(mover, plan.max_batch_size)
 
 
 def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchweave.engine.active import Active
+from torchweave.engine.kv_match import Match
 from torchweave.engine.limits import Limits
 from torchweave.engine.running import NO_SLOTS, Running
 from torchweave.engine.step import Chunk, Step
@@ -35,15 +36,15 @@ class Former:
         self._on_device = NO_SLOTS  # the generating slots as the device knows them
         self._next_index = 0
 
-    def start(self, active: Active, known: list[int]) -> int:
-        """Give a request a slot that begins with the blocks `known`, and tell the device all it has to know about it."""
+    def start(self, active: Active, known: Match) -> int:
+        """Give a request a slot that begins with what is `known`, and tell the device all it has to know about it."""
         last = self._limits.last_position(active.request)
-        slot = self._slots.occupy(active, last, len(known) * self._kv.block_size)
-        if known:
+        slot = self._slots.occupy(active, last, known.columns * self._kv.block_size)
+        if known.columns:
             grant = self._kv.attach(slot, known)
             self._updates.set_blocks(grant.slots, grant.columns, grant.blocks)
-        self._kv.missed_total += active.context_len // self._kv.block_size - len(known)
-        self._kv.reserve(slot, self._kv.blocks_for(last))
+        self._kv.missed_total += active.context_len // self._kv.block_size - known.columns
+        self._kv.reserve(slot, last)
         self._running.context.append(slot)
         self._tell(slot, active)
         self._running.adjustments.start(slot, active)
@@ -81,6 +82,8 @@ class Former:
         emits = np.ones(len(slots), bool)
         for row, (slot, _) in enumerate(chunks, start=len(generating)):
             emits[row] = self._slots.context_left(slot) == 0
+            if emits[row]:
+                self._kv.reserve(slot, int(self._slots.limit[slot]), 1 + GRANT_AHEAD)
             running.publish(slot, int(computed[slot]))
 
         step = Step(
@@ -108,7 +111,7 @@ class Former:
         if not self._kv.lacking(slots, after).any():
             return
         wanted = np.maximum(np.minimum(after + GRANT_AHEAD, self._slots.limit[slots]), after)
-        if self._kv.lacking(slots, wanted).sum() > self._kv.num_free:
+        if self._kv.lacking(slots, wanted).sum() > self._kv.free_columns:
             wanted = after
         grant = self._kv.grant(slots, wanted)
         self._updates.set_blocks(grant.slots, grant.columns, grant.blocks)

@@ -1,46 +1,42 @@
 """Blocks of the paged KV cache: which are free, which sequences hold which, and which can be used again.
 
-The blocks themselves live on the device, one pair of tensors a layer; here are their numbers only. All work is on arrays,
-so that granting blocks to hundreds of sequences costs no more than granting one.
+The blocks themselves live on the device; here are their numbers only. All work is on arrays, so that granting blocks to
+hundreds of sequences costs no more than granting one.
 
-A full block is known by the hash of its tokens and of all tokens before it. Sequences that begin alike hold the same blocks,
-each counted; a block that nobody holds any more keeps its content until its memory is needed, the least recently used first.
+A sequence takes one block in every group of layers (`torchweave.engine.kv_groups`) for each `block_size` tokens: a *column*. Most
+models have one group, where a column is a block. A group with a window gives the blocks of old columns back.
+
+A full block is known by the hash of its tokens and of all tokens before them. Sequences that begin alike hold the same blocks,
+each counted; a block that nobody holds any more keeps its content until its memory is needed, the least recently used first. What
+is lost on the device may be kept in host memory (`torchweave.engine.offload`).
 """
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from torchweave.engine.kv_groups import Sight
+from torchweave.engine.kv_match import NOT_KNOWN, Match
+from torchweave.engine.offload import HostPool
+
+AHEAD = 64  # blocks: where fewer are empty, the next ones to be lost are copied to the host before they are
+
 
 @dataclass(frozen=True)
 class Grant:
-    """Blocks that were just given: entry i says that column `columns[i]` of slot `slots[i]`'s table is `blocks[i]`."""
+    """Blocks that were just given: entry i says that column `columns[i]` of row `slots[i]` of the block tables is `blocks[i]`.
+
+    Group g's row of a slot is `g * max_slots + slot`.
+    """
 
     slots: np.ndarray
     columns: np.ndarray
     blocks: np.ndarray
-
-
-def chain(tokens: np.ndarray, block_size: int, salt: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
-    """One hash a full block of `tokens`, each over the block's tokens and the hash before it.
-
-    Args:
-        tokens: int32, from the sequence's first token on.
-        salt: sequences with different salts share nothing.
-        known: hashes of the first blocks, which are not computed again.
-    """
-    hashes = list(known)
-    last = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=16).digest()
-    flat = np.ascontiguousarray(tokens, np.int32)
-    for start in range(len(hashes) * block_size, len(flat) - block_size + 1, block_size):
-        last = hashlib.blake2b(last + flat[start : start + block_size].tobytes(), digest_size=16).digest()
-        hashes.append(last)
-    return hashes
 
 
 class KVCache:
@@ -51,25 +47,52 @@ class KVCache:
         block_size: tokens in a block.
         max_slots: sequences that can hold blocks at once.
         max_blocks_per_slot: columns of the block table.
+        sights: how far back the layers of each group see.
+        longest_step: most tokens by which a sequence grows in one step.
+        host: keeps what is lost on the device; None: nothing does.
+
+    Attributes:
+        table: int32 `[groups, slots, columns]`.
+        held: columns that a slot covers; the first `first[group, slot]` of them were given back.
+        shared: of these, the first so many were another's before.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, max_slots: int, max_blocks_per_slot: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_slots: int,
+        max_blocks_per_slot: int,
+        sights: Sequence[Sight] = (Sight(),),
+        longest_step: int = 1,
+        host: HostPool | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.table = np.full((max_slots, max_blocks_per_slot), -1, np.int32)
-        self.held = np.zeros(max_slots, np.int64)  # blocks that a slot holds
-        self.shared = np.zeros(max_slots, np.int64)  # of these, the first so many were another's before
-        self.reserved = np.zeros(max_slots, np.int64)  # blocks that a slot may come to hold, those it holds included
+        self.sights = tuple(sights)
+        self.num_groups = len(self.sights)
+        self.longest_step = longest_step
+        self.host = host
+        self.table = np.full((self.num_groups, max_slots, max_blocks_per_slot), NOT_KNOWN, np.int32)
+        self.held = np.zeros(max_slots, np.int64)
+        self.first = np.zeros((self.num_groups, max_slots), np.int64)
+        self.shared = np.zeros(max_slots, np.int64)
+        self.reserved = np.zeros((self.num_groups, max_slots), np.int64)  # most blocks that a slot may come to hold
+        self._windowed = [group for group, sight in enumerate(self.sights) if sight.reach]
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_empty = num_blocks
         self._holders = np.zeros(num_blocks, np.int32)  # slots that hold a block
+        self._num_held = np.zeros(self.num_groups, np.int64)  # blocks that somebody holds
+        self._key_of: dict[int, tuple[int, bytes]] = {}  # group and hash
         self._hashed = np.zeros(num_blocks, bool)
-        self._hash_of: dict[int, bytes] = {}
-        self._block_of: dict[bytes, int] = {}
+        self._block_of: dict[tuple[int, bytes], int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # hashed, held by nobody, least recently used first
         self.allocated_total = 0
         self.reused_total = 0
+        self.restored_total = 0  # of the reused ones, those that the host had
         self.missed_total = 0
+
+    # -- counting ------------------------------------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
@@ -81,109 +104,251 @@ class KVCache:
         return self.num_blocks - self.num_free
 
     @property
-    def num_unreserved(self) -> int:
-        """Free blocks that no running request may come to need; negative where less was promised than may be asked for."""
-        return self.num_free - int((self.reserved - self.held).sum())
+    def free_columns(self) -> int:
+        """Columns that can be granted."""
+        return self.num_free // self.num_groups
+
+    @property
+    def unreserved_columns(self) -> int:
+        """Of these, what no running request may come to need; negative where less was promised than may be asked for."""
+        promised = 0
+        for group, sight in enumerate(self.sights):
+            now = self._num_held[group] if sight.reach else self.held.sum()
+            promised += int(self.reserved[group].sum() - now)
+        return (self.num_free - promised) // self.num_groups
+
+    @property
+    def own_columns(self) -> np.ndarray:
+        """Columns `[slots]` that would come free, at the least, if a slot gave all back."""
+        own = np.maximum(self.held - np.maximum(self.first, self.shared), 0)
+        return own[0] if self.num_groups == 1 else own.sum(0) // self.num_groups
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Columns of a sequence."""
         return -(-num_tokens // self.block_size)
 
-    def reserve(self, slot: int, num_blocks: int) -> None:
-        """Note that a slot may come to hold `num_blocks`."""
-        self.reserved[slot] = num_blocks
+    def most_blocks(self, num_tokens: int, step: int | None = None) -> np.ndarray:
+        """Most blocks of each group that a sequence of `num_tokens` tokens holds at once, if it grows by at most `step`."""
+        step = self.longest_step if step is None else min(step, self.longest_step)
+        columns = self.blocks_for(num_tokens)
+        tokens = (sight.most_tokens(num_tokens, step) for sight in self.sights)
+        return np.array([min(self.blocks_for(each) + 1, columns) for each in tokens])
+
+    def most_columns(self, num_tokens: int, match: Match | None = None) -> int:
+        """Columns' worth of free blocks that a sequence takes up to its very end."""
+        spared = 0 if match is None else match.spared  # what a window gives back is no longer saved by having shared it
+        return -((spared - int(self.most_blocks(num_tokens).sum())) // self.num_groups)
+
+    def reserve(self, slot: int, num_tokens: int, step: int | None = None) -> None:
+        """Note that a slot may come to hold `num_tokens` tokens, of which one step adds at most `step` from here on."""
+        self.reserved[:, slot] = self.most_blocks(num_tokens, step)
 
     # -- granting ------------------------------------------------------------------------------------------------------
 
     def lacking(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Blocks that each of `slots` lacks to hold `num_tokens` tokens."""
+        """Columns that each of `slots` lacks to hold `num_tokens` tokens."""
         return np.maximum(-(-num_tokens // self.block_size) - self.held[slots], 0)
 
     def grant(self, slots: np.ndarray, num_tokens: np.ndarray) -> Grant:
-        """Give each slot the blocks it lacks to hold `num_tokens` tokens. The caller has made sure that they fit."""
+        """Give each slot the columns it lacks to hold `num_tokens` tokens. The caller has made sure that they fit."""
         need = self.lacking(slots, num_tokens)
         total = int(need.sum())
-        assert total <= self.num_free, "a policy let a step run that the KV cache cannot hold"
-        self._empty(total - self._num_empty)
-        blocks = self._free[self._num_empty - total : self._num_empty][::-1].copy()
-        self._num_empty -= total
-        self._holders[blocks] = 1
+        blocks = self._take(total * self.num_groups).reshape(self.num_groups, total)
         owners = np.repeat(slots, need)
         first = np.repeat(np.cumsum(need) - need, need)
         columns = np.arange(total) - first + np.repeat(self.held[slots], need)
-        self.table[owners, columns] = blocks
+        self.table[:, owners, columns] = blocks
         self.held[slots] += need
-        self.reserved[slots] = np.maximum(self.reserved[slots], self.held[slots])
-        self.allocated_total += total
-        return Grant(owners, columns, blocks)
+        self._num_held += total
+        self.reserved[:, slots] = np.maximum(self.reserved[:, slots], self.held[slots] - self.first[:, slots])
+        self.allocated_total += total * self.num_groups
+        if self.host is not None and total:
+            self._copy_ahead(self.host)
+        return self._granted(owners, columns, blocks)
+
+    def _granted(self, owners: np.ndarray, columns: np.ndarray, blocks: np.ndarray) -> Grant:
+        if self.num_groups == 1:
+            return Grant(owners, columns, blocks[0])
+        rows = np.arange(self.num_groups)[:, None] * self.table.shape[1] + owners
+        return Grant(rows.ravel(), np.tile(columns, self.num_groups), blocks.ravel())
+
+    def _take(self, count: int) -> np.ndarray:
+        """So many free blocks, each held once from now on; what the least recently used ones held is lost."""
+        assert count <= self.num_free, "a policy let a step run that the KV cache cannot hold"
+        self._empty(count - self._num_empty)
+        blocks = self._free[self._num_empty - count : self._num_empty][::-1].copy()
+        self._num_empty -= count
+        self._holders[blocks] = 1
+        return blocks
 
     def _empty(self, count: int) -> None:
         """Forget the content of the `count` least recently used blocks that nobody holds."""
-        for _ in range(count):
-            block, _ = self._idle.popitem(last=False)
+        lost = [self._idle.popitem(last=False)[0] for _ in range(count)]
+        if self.host is not None and lost:
+            self.host.keep([self._key_of[block] for block in lost], lost)
+        for block in lost:
             self._forget(block)
             self._free[self._num_empty] = block
             self._num_empty += 1
 
     def _forget(self, block: int) -> None:
-        del self._block_of[self._hash_of.pop(block)]
+        del self._block_of[self._key_of.pop(block)]
         self._hashed[block] = False
 
-    def free(self, slot: int) -> None:
-        """Take back a slot's blocks and its reservation. What is known by a hash keeps its content as long as it can."""
-        blocks = self.table[slot, : int(self.held[slot])]
+    def slide(self, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Take back blocks that no query from `positions` on will see. Steps in flight may read them: later ones write later."""
+        for group in self._windowed:
+            first = np.minimum(self.sights[group].lowest(positions) // self.block_size, self.held[slots])
+            moved = first > self.first[group, slots]
+            for slot, to in zip(slots[moved].tolist(), first[moved].tolist(), strict=True):
+                self._let_go(group, self.table[group, slot, self.first[group, slot] : to])
+                self.first[group, slot] = to
+
+    def _let_go(self, group: int, blocks: np.ndarray) -> None:
+        """One holder less; `blocks`, a part of the table, is cleared. What is known by a hash keeps its content."""
         self._holders[blocks] -= 1
         left = blocks[self._holders[blocks] == 0]
+        self._num_held[group] -= left.size
         hashed = self._hashed[left]
         for block in left[hashed][::-1].tolist():  # the end of a sequence is of less use to others than its beginning
             self._idle[block] = None
         empty = left[~hashed]
         self._free[self._num_empty : self._num_empty + empty.size] = empty
         self._num_empty += empty.size
-        blocks[:] = -1
-        self.held[slot] = self.shared[slot] = self.reserved[slot] = 0
+        blocks[:] = NOT_KNOWN
+
+    def free(self, slot: int) -> None:
+        """Take back a slot's blocks and its reservation."""
+        for group in range(self.num_groups):
+            self._let_go(group, self.table[group, slot, self.first[group, slot] : self.held[slot]])
+        self.held[slot] = self.shared[slot] = 0
+        self.first[:, slot] = self.reserved[:, slot] = 0
+        if self.host is not None:
+            self.host.left(slot)
 
     # -- using blocks again --------------------------------------------------------------------------------------------
 
-    def match(self, hashes: Sequence[bytes]) -> tuple[list[int], int]:
-        """The blocks that hold the longest known beginning of a sequence, and how many of them nobody holds."""
-        blocks: list[int] = []
-        for each in hashes:
-            block = self._block_of.get(each)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks, sum(block in self._idle for block in blocks)
+    def match(self, hashes: Sequence[bytes]) -> Match:
+        """The longest known beginning of a sequence."""
+        columns = self._known_columns(hashes)
+        if not columns:
+            return Match()
+        blocks = np.full((self.num_groups, columns), NOT_KNOWN, np.int32)
+        restored = 0
+        for group in range(self.num_groups):
+            for column in range(self._first_seen(group, columns), columns):
+                block = self._block_of.get((group, hashes[column]))
+                restored += block is None
+                blocks[group, column] = NOT_KNOWN if block is None else block
+        spared = [int((self._holders[row[row >= 0]] > 0).sum()) for row in blocks]
+        revived = int((blocks >= 0).sum()) - sum(spared)
+        kept = sum(spared[group] for group in range(self.num_groups) if group not in self._windowed)
+        return Match(columns, tuple(hashes[:columns]), blocks, revived, restored, kept)
 
-    def attach(self, slot: int, blocks: Sequence[int]) -> Grant:
-        """Let an empty slot begin with blocks that `match` found."""
+    def _first_seen(self, group: int, columns: int) -> int:
+        """First column that a sequence which goes on behind `columns` sees."""
+        sight = self.sights[group]
+        return int(sight.lowest(np.array(columns * self.block_size))) // self.block_size if sight.reach else 0
+
+    def _knows(self, group: int, each: bytes) -> bool:
+        return (group, each) in self._block_of or (self.host is not None and (group, each) in self.host)
+
+    def _known_columns(self, hashes: Sequence[bytes]) -> int:
+        """Length of the longest beginning of which every group knows all that it will look at."""
+        columns = len(hashes)
+        for group in range(self.num_groups):
+            if group not in self._windowed:
+                columns = next((i for i in range(columns) if not self._knows(group, hashes[i])), columns)
+        while columns:
+            gap = self._last_gap(hashes, columns)
+            if gap is None:
+                return columns
+            columns = gap
+        return 0
+
+    def _last_gap(self, hashes: Sequence[bytes], columns: int) -> int | None:
+        """A column within the windows at the end of `columns` that some group does not know, and behind which no shorter
+        beginning may end."""
+        gaps = []
+        for group in self._windowed:
+            seen = range(columns - 1, self._first_seen(group, columns) - 1, -1)
+            gaps += [column for column in seen if not self._knows(group, hashes[column])][:1]
+        return min(gaps, default=None)
+
+    def attach(self, slot: int, match: Match) -> Grant:
+        """Let an empty slot begin with what `match` found; what the host has is on its way into new blocks."""
         assert not self.held[slot], "a slot shares blocks only at its beginning"
-        for block in blocks:
+        assert match.blocks is not None
+        blocks = match.blocks.copy()
+        found = blocks[blocks >= 0]
+        for block in found.tolist():
             self._idle.pop(block, None)
-        numbers = np.array(blocks, np.int32)
-        columns = np.arange(len(blocks))
-        self._holders[numbers] += 1
-        self.table[slot, columns] = numbers
-        self.held[slot] = self.shared[slot] = len(blocks)
-        self.reused_total += len(blocks)
-        return Grant(np.full(len(blocks), slot, np.int64), columns, numbers)
+        for group in range(self.num_groups):
+            mine = blocks[group][blocks[group] >= 0]
+            self._num_held[group] += int((self._holders[mine] == 0).sum())
+            self._holders[mine] += 1
+            self.first[group, slot] = self._first_seen(group, match.columns)
+        self.held[slot] = self.shared[slot] = match.columns
+        if match.restored:
+            self._restore(match, blocks)
+        self.table[:, slot, : match.columns] = blocks
+        self.reused_total += found.size + match.restored
+        if self.host is not None:
+            self.host.attached(slot, blocks[blocks >= 0])
+        groups, columns = np.nonzero(blocks >= 0)
+        return Grant(groups * self.table.shape[1] + slot, columns, blocks[groups, columns])
+
+    def _restore(self, match: Match, blocks: np.ndarray) -> None:
+        """Begin to copy what `match` found on the host into blocks of the device, and enter them."""
+        assert self.host is not None
+        first = np.array([self._first_seen(group, match.columns) for group in range(self.num_groups)])
+        groups, columns = np.nonzero((np.arange(match.columns) >= first[:, None]) & (blocks < 0))
+        keys = [(group, match.hashes[column]) for group, column in zip(groups.tolist(), columns.tolist(), strict=True)]
+        places = self.host.claim(keys)
+        new = self._take(len(keys))
+        self.host.restore(places, new)
+        blocks[groups, columns] = new
+        self._num_held += np.bincount(groups, minlength=self.num_groups)
+        for key, block in zip(keys, new.tolist(), strict=True):
+            self._enter(key, block)
+        self.restored_total += len(keys)
 
     def publish(self, slot: int, hashes: Sequence[bytes], first: int = 0) -> None:
-        """Make a slot's blocks `first`, `first + 1`, ... known by `hashes[first:]`: all their tokens have been read.
+        """Make a slot's columns `first`, `first + 1`, ... known by `hashes[first:]`: all their tokens have been read.
 
         Where two sequences read the same tokens at once, one block is known and the other stays its owner's own.
         """
-        for column in range(first, len(hashes)):
-            block = int(self.table[slot, column])
-            if hashes[column] not in self._block_of and not self._hashed[block]:
-                self._block_of[hashes[column]] = block
-                self._hash_of[block] = hashes[column]
-                self._hashed[block] = True
+        for group in range(self.num_groups):
+            for column in range(max(first, int(self.first[group, slot])), len(hashes)):
+                block = int(self.table[group, slot, column])
+                if (group, hashes[column]) not in self._block_of and not self._hashed[block]:
+                    self._enter((group, hashes[column]), block)
+
+    def _enter(self, key: tuple[int, bytes], block: int) -> None:
+        self._block_of[key] = block
+        self._key_of[block] = key
+        self._hashed[block] = True
+
+    def ready(self, slot: int) -> bool:
+        """Whether all that a slot began with is on the device."""
+        return self.host is None or self.host.ready(slot)
 
     def forget_all(self) -> None:
-        """Make nothing known any more: the blocks that nobody holds become empty."""
+        """Make nothing known any more: the blocks that nobody holds become empty, and the host's as well."""
+        host, self.host = self.host, None
         self._empty(len(self._idle))
-        for block in list(self._hash_of):
+        self.host = host
+        for block in list(self._key_of):
             self._forget(block)
+        if host is not None:
+            host.clear()
+
+    def _copy_ahead(self, host: HostPool) -> None:
+        """Let the host have those that are lost next, so that no step has to wait for that then."""
+        if self._num_empty < AHEAD:
+            some = itertools.islice(self._idle, AHEAD - self._num_empty)
+            next_lost = [block for block in some if self._key_of[block] not in host]
+            host.keep([self._key_of[block] for block in next_lost], next_lost, lost=False)
 
     @property
     def num_known(self) -> int:
@@ -194,14 +359,26 @@ class KVCache:
 
     def check(self) -> None:
         """Raise AssertionError unless every block is empty, known and idle, or held by exactly those slots that count it."""
-        held = np.concatenate([self.table[slot, :count] for slot, count in enumerate(self.held)])
-        holders = np.bincount(held, minlength=self.num_blocks)
-        assert np.array_equal(holders, self._holders), "a block is held by more or fewer slots than are counted"
-        assert (holders[~self._hashed] <= 1).all(), "a block that is known to nobody is held twice"
+        holders = np.zeros((self.num_groups, self.num_blocks), np.int64)
+        for group in range(self.num_groups):
+            parts = [self.table[group, slot, self.first[group, slot] : held] for slot, held in enumerate(self.held)]
+            holders[group] = np.bincount(np.concatenate(parts), minlength=self.num_blocks)
+        assert ((holders > 0).sum(0) <= 1).all(), "a block is held in two groups"
+        assert np.array_equal(holders.sum(0), self._holders), "a block is held by more or fewer slots than are counted"
+        assert np.array_equal((holders > 0).sum(1), self._num_held), (
+            "a group holds more or fewer blocks than are counted"
+        )
+        assert (self._holders[~self._hashed] <= 1).all(), "a block that is known to nobody is held twice"
         empty = self._free[: self._num_empty]
-        every = np.sort(np.concatenate([np.flatnonzero(holders), empty, np.fromiter(self._idle, np.int64)]))
+        every = np.sort(np.concatenate([np.flatnonzero(self._holders), empty, np.fromiter(self._idle, np.int64)]))
         assert np.array_equal(every, np.arange(self.num_blocks)), "a block was lost, or is held and free"
         assert not self._hashed[empty].any() and all(self._hashed[block] for block in self._idle)
-        assert {block: each for each, block in self._block_of.items()} == self._hash_of
-        assert (self.reserved >= self.held).all(), "a slot holds more than was reserved for it"
-        assert (self.shared <= self.held).all()
+        assert {block: key for key, block in self._block_of.items()} == self._key_of
+        for key, block in self._block_of.items():
+            assert not holders[:, block].any() or holders[key[0], block], (
+                "a block is known in another group than holds it"
+            )
+        assert (self.reserved >= self.held - self.first).all(), "a slot holds more than was reserved for it"
+        assert (self.shared <= self.held).all() and (self.first <= self.held).all()
+        if self.host is not None:
+            self.host.check()

@@ -59,8 +59,8 @@ class Limits:
                 f"The prompt has {prompt.size} tokens, but a step holds {self.max_num_tokens} and chunked context is off; "
                 "shorten the prompt, raise max_num_tokens or turn enable_chunked_context on."
             )
-        blocks = kv.blocks_for(self.last_position(request))
-        if blocks > kv.num_blocks:
+        blocks = int(kv.most_blocks(self.last_position(request)).sum())
+        if -(-blocks // kv.num_groups) > kv.num_blocks // kv.num_groups:
             return (
                 f"The request may need {blocks} KV cache blocks, but there are {kv.num_blocks}; lower max_tokens or "
                 "give the KV cache more memory."

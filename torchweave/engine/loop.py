@@ -193,7 +193,7 @@ class GenerationLoop:
     def _idle(self) -> None:
         """Nothing runs: wait for requests."""
         if self._batch.num_active:  # they wait for something that is not in this loop's power
-            self._wait(_RETRY_SECONDS)
+            self._wait(_FIRST_LOOK if self._batch.is_landing else _RETRY_SECONDS)
             return
         self._runner.rest()
         pause = _FIRST_LOOK

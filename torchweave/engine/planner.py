@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from torchweave.engine.active import Active, Queue
+from torchweave.engine.kv_match import Match
 from torchweave.engine.limits import Limits
 from torchweave.engine.running import Running
 from torchweave.engine.scheduler import Context, Decision, Generation, Policy, Snapshot, Waiting
@@ -34,8 +35,12 @@ class Planner:
         """The policy's decision about the running requests and those that wait for a slot; None when there is nothing to
         decide: all generate, and all have the blocks they need."""
         generating = self._running.generating
+        self._kv.slide(generating, self._slots.computed[generating])
+        if self._running.context:
+            context = np.array(self._running.context)
+            self._kv.slide(context, self._slots.computed[context])
         lacking = self._kv.lacking(generating, self._slots.computed[generating] + 1)
-        if not waiting and not self._running.context and lacking.sum() <= self._kv.num_free:
+        if not waiting and not self._running.context and lacking.sum() <= self._kv.free_columns:
             return None
         snapshot = self._snapshot(lacking, waiting)
         decision = self._policy(snapshot)
@@ -43,46 +48,46 @@ class Planner:
             return Decision((0,) * len(snapshot.context), (), decision.resting, decision.paused)
         return decision
 
-    def known(self, active: Active) -> tuple[list[int], int]:
-        """Blocks that hold the beginning of a request's context, all of it but a token at least, and how many are idle."""
+    def known(self, active: Active) -> Match:
+        """What is known of the beginning of a request's context, all of it but a token at least."""
         if not self._running.reuse:
-            return [], 0
+            return Match()
         context = active.context
         hashes = active.hashes(context, self._kv.block_size)
         return self._kv.match(hashes[: (len(context) - 1) // self._kv.block_size])
 
     def _snapshot(self, lacking: np.ndarray, waiting: Queue) -> Snapshot:
         kv, slots, limits, running = self._kv, self._slots, self._limits, self._running
-        own = kv.held - kv.shared
+        own = kv.own_columns
         return Snapshot(
             max_num_tokens=limits.max_num_tokens,
             free_slots=len(slots.free),
             taken_slots=len(slots.of),
             block_size=kv.block_size,
-            free_blocks=kv.num_free,
-            unreserved_blocks=kv.num_unreserved,
+            free_blocks=kv.free_columns,
+            unreserved_blocks=kv.unreserved_columns,
             leaving_blocks=int(own[running.leaving].sum()) if running.leaving else 0,
             generation=Generation(lacking, own[running.generating], slots.started[running.generating]),
-            context=tuple(self._context(slot) for slot in running.context),
+            context=tuple(self._context(slot, int(own[slot])) for slot in running.context),
             waiting=tuple(self._waiting(waiting)),
             chunked_context=limits.chunked_context,
             equal_progress=limits.equal_progress,
         )
 
-    def _context(self, slot: int) -> Context:
+    def _context(self, slot: int, own: int) -> Context:
         kv, slots = self._kv, self._slots
-        left, held = slots.context_left(slot), int(kv.held[slot])
-        room = min(left, held * kv.block_size - int(slots.computed[slot]))
-        return Context(left, room, held - int(kv.shared[slot]), int(slots.started[slot]))
+        left = slots.context_left(slot) if kv.ready(slot) else 0
+        room = min(left, int(kv.held[slot]) * kv.block_size - int(slots.computed[slot]))
+        return Context(left, room, own, int(slots.started[slot]))
 
     def _waiting(self, waiting: Queue) -> Iterator[Waiting]:
         """Those that could start in this step."""
         tokens = self._limits.max_num_tokens
         for active, _ in zip(waiting, self._slots.free, strict=False):
-            blocks, revived = self.known(active)
-            left = active.context_len - len(blocks) * self._kv.block_size
-            most = self._kv.blocks_for(self._limits.last_position(active.request))
-            yield Waiting(left, most - len(blocks) + revived, revived)
+            match = self.known(active)
+            left = active.context_len - match.columns * self._kv.block_size
+            most = self._kv.most_columns(self._limits.last_position(active.request), match)
+            yield Waiting(left, most, -(-(match.revived + match.restored) // self._kv.num_groups))
             tokens -= left
             if tokens <= 0 and not self._limits.equal_progress:
                 return

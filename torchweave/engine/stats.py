@@ -39,13 +39,20 @@ def _static(step: Step, facts: IterationFacts) -> dict[str, int]:
 
 
 def _reuse(kv: KVCache) -> dict[str, int | float]:
-    """Blocks since the engine began: granted (new ones), and of whole prompt blocks those that were known or were not."""
+    """Blocks since the engine began: granted (new ones), and of whole prompt blocks those that were known or were not;
+    `restoredBlocks` are those of the known ones that came from host memory."""
     record: dict[str, int | float] = {
         "allocTotalBlocks": kv.allocated_total + kv.reused_total,
         "allocNewBlocks": kv.allocated_total,
         "reusedBlocks": kv.reused_total,
         "missedBlocks": kv.missed_total,
     }
+    if kv.host is not None:
+        record |= {
+            "restoredBlocks": kv.restored_total,
+            "hostMaxNumBlocks": kv.host.num_places,
+            "hostUsedNumBlocks": kv.host.num_known,
+        }
     if asked := kv.reused_total + kv.missed_total:
         record["cacheHitRate"] = kv.reused_total / asked
     return record

@@ -76,6 +76,8 @@ def check_numbers(config: EngineConfig) -> None:
         raise ValueError(f"gpu_memory_utilization={config.gpu_memory_utilization} must be above 0 and at most 1")
     if not 0 <= config.batch_wait_max_tokens_ratio <= 1:
         raise ValueError(f"batch_wait_max_tokens_ratio={config.batch_wait_max_tokens_ratio} must be from 0 to 1")
+    if not (math.isfinite(config.kv_offload_gb) and config.kv_offload_gb >= 0):
+        raise ValueError(f"kv_offload_gb={config.kv_offload_gb} must be 0 or more")
     if not (math.isfinite(config.cpu_kv_cache_gib) and config.cpu_kv_cache_gib > 0):
         raise ValueError(f"cpu_kv_cache_gib={config.cpu_kv_cache_gib} must be above 0")
 

@@ -26,6 +26,7 @@ class Plan:
     Attributes:
         quantization: how linears are quantised (`fp8_per_tensor`); None: they are not.
         kv_cache_dtype: what keys and values are kept in: `fp8_e4m3`, `fp8_e5m2` or the name of a dtype.
+        kv_offload_gb: host memory for blocks that the device has lost, in GiB; 0: none.
         batch_sizes: decode batch sizes that are recorded as whole-step graphs, ascending; empty when none are.
         token_buckets: token counts that are recorded for context and mixed steps, ascending; empty when none are.
         decode_graphs: the whole decode step is one CUDA graph per batch size.
@@ -43,6 +44,7 @@ class Plan:
     dtype: str
     quantization: str | None
     kv_cache_dtype: str
+    kv_offload_gb: float
     max_batch_size: int
     max_num_tokens: int
     max_model_len: int

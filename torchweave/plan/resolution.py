@@ -80,6 +80,7 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
         dtype=dtype,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        kv_offload_gb=entries.note("kv_offload_gb", *_kv_offload(config)),
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
         max_model_len=max_model_len,
@@ -131,6 +132,12 @@ def _kv_cache_dtype(config: EngineConfig, device: DeviceFacts, model: ModelFacts
             f"kv_cache_dtype={asked} needs compute capability 8.9, and {device.title} has none; use fp8_e5m2 or auto"
         )
     return effective, "fp8 is e4m3" if asked == "fp8" else ""
+
+
+def _kv_offload(config: EngineConfig) -> tuple[float, str]:
+    if config.kv_offload_gb and not config.enable_prefix_caching:
+        return 0.0, "without enable_prefix_caching no block is used again"
+    return config.kv_offload_gb, ""
 
 
 def _max_model_len(config: EngineConfig, model: ModelFacts) -> tuple[int, str]:

@@ -1,0 +1,99 @@
+"""Layers that see equally far back share block numbers: which layers do, and how many blocks a sequence needs of each group.
+
+A model whose layers all see everything is one group, and so is one whose layers all have the same window. In a mix, a block has
+room for the keys and values of some `width` layers, and layers of one kind are dealt into groups of that many; a sequence
+takes a block of every group for each `block_size` tokens, out of one pool, and a group with a window gives back what none
+of its layers can see any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torchweave.ops.attention import LayerSpec
+
+MAX_GROUPS = 8  # each has a block table of its own, which every step reads
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a query sees: the last `window` keys, itself included; those of its own stretch of `chunk`; 0: all."""
+
+    window: int = 0
+    chunk: int = 0
+
+    @property
+    def reach(self) -> int:
+        """Most keys that a query sees; 0: all."""
+        return min((size for size in (self.window, self.chunk) if size), default=0)
+
+    def lowest(self, positions: np.ndarray) -> np.ndarray:
+        """First position that queries at `positions` see, or one before."""
+        lowest = np.zeros_like(positions)
+        if self.window:
+            lowest = np.maximum(positions - self.window + 1, lowest)
+        if self.chunk:
+            lowest = np.maximum(positions // self.chunk * self.chunk, lowest)
+        return lowest
+
+    def most_tokens(self, num_tokens: int, longest_step: int) -> int:
+        """Most tokens of a sequence of `num_tokens` that are held at once, when a step adds up to `longest_step`."""
+        return min(num_tokens, self.reach + longest_step) if self.reach else num_tokens
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the layers' keys and values are.
+
+    Attributes:
+        sights: of each group.
+        groups: of each layer, its group.
+        places: of each layer, its place among those that a block has room for.
+    """
+
+    sights: tuple[Sight, ...]
+    groups: tuple[int, ...]
+    places: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Layers that a block has room for."""
+        return max(self.places) + 1
+
+
+def layout_of(layers: Sequence[LayerSpec], max_model_len: int) -> Layout:
+    """Groups of layers; one group of all where that serves as well, or where layers of different sizes leave no choice."""
+    kinds: dict[Sight, list[int]] = {}
+    for index, layer in enumerate(layers):
+        sight = Sight(layer.window, layer.chunk)
+        kinds.setdefault(sight if 0 < sight.reach < max_model_len else Sight(), []).append(index)
+    sizes = {
+        replace(layer, num_heads=0, window=0, chunk=0, softcap=0.0, sinks=False, k_scale=1.0, v_scale=1.0)
+        for layer in layers
+    }
+    width = _width([len(members) for members in kinds.values()]) if len(sizes) == 1 else 0
+    if len(kinds) == 1:
+        width = len(layers)
+    if not width:
+        return Layout((Sight(),), (0,) * len(layers), tuple(range(len(layers))))
+    sights: list[Sight] = []
+    groups, places = [0] * len(layers), [0] * len(layers)
+    for sight, members in sorted(kinds.items(), key=lambda kind: kind[0].reach):
+        for number, layer in enumerate(members):
+            groups[layer], places[layer] = len(sights) + number // width, number % width
+        sights += [sight] * -(-len(members) // width)
+    return Layout(tuple(sights), tuple(groups), tuple(places))
+
+
+def _width(counts: Sequence[int]) -> int:
+    """Layers of a block for kinds of so many layers: the fewest places left empty, and of these the fewest groups; 0 where
+    there are too many groups, or so much is empty that one group of all layers is better."""
+    best = (sum(counts) * 1.25, MAX_GROUPS, 0)  # a quarter more for full contexts, at the worst
+    for width in range(1, min(counts) + 1):
+        groups = sum(-(-count // width) for count in counts)
+        if groups <= MAX_GROUPS:
+            best = min(best, (groups * width, groups, width))
+    return best[2]
