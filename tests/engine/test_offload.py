@@ -136,4 +136,4 @@ def test_B11_the_demo_model_goes_on_from_host_memory() -> None:
             assert (kv.restored_total > 0) == restored
         assert turns[0] == turns[1]
     (event,) = report.select("kv_offload")
-    assert 16 < event["blocks"] and event["bytes"] <= 0.01 * 2**30
+    assert event["blocks"] > 16 and event["bytes"] <= 0.01 * 2**30
