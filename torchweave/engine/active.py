@@ -10,6 +10,7 @@ import numpy as np
 
 from torchweave.engine.kv_match import chain
 from torchweave.engine.request import FinishReason, InferenceRequest, TokenLogprobs
+from torchweave.engine.structured import Constraint
 
 
 @dataclass
@@ -28,6 +29,8 @@ class Active:
         sent: of these, tokens that were told already.
         paused: it ran before.
         reason: why it ended, once it has.
+        error: what went wrong, where that was the reason.
+        constraint: its grammar, where it asked for a form.
     """
 
     request: InferenceRequest
@@ -42,6 +45,8 @@ class Active:
     paused: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()
     reason: FinishReason | None = None
+    error: str = ""
+    constraint: Constraint | None = None
     _hashes: list[bytes] = field(default_factory=list)
 
     @property

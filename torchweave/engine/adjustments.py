@@ -1,6 +1,6 @@
 """Which running requests have their logits changed, and how: what the host tells the device about them.
 
-Arrays over slots; Python runs for such a request when it starts and when it leaves, never with a step.
+Arrays over slots; Python runs for such a request when it starts and when it leaves, and with a step only where it has a grammar.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 from torchweave.engine.active import Active
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.step import Adjust
+from torchweave.engine.structured import Constraint
 from torchweave.ops.sampling_adjust import (
     BARRED,
     FLAGS,
@@ -32,12 +33,21 @@ from torchweave.ops.sampling_adjust import (
 
 
 class Adjustments:
-    """One record a slot; the requests that keep something on the device have a place there, the lowest that is free."""
+    """One record a slot; the requests that keep something on the device have a place there, the lowest that is free.
+
+    A request with a grammar *rests* from the step that draws a token for it until it is known what may come next.
+
+    Attributes:
+        resting: bool [slots].
+        constraints: the grammars of running requests, by slot.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self._records = np.zeros((NUM_FIELDS, num_slots), np.int32)
         self._records[SLOT] = np.arange(num_slots)
         self._records[MASK] = -1
+        self.resting = np.zeros(num_slots, bool)
+        self.constraints: dict[int, Constraint] = {}
         self._asks = np.zeros(num_slots, bool)
         self._free = list(range(num_slots))
         self._joins: list[Join] = []
@@ -48,11 +58,16 @@ class Adjustments:
         params = active.request.sampling
         flags = flags_of(params)
         self._records[FLAGS, slot] = flags
-        if not flags:
-            return
-        place = heapq.heappop(self._free)
-        self._asks[slot] = True
-        self._count += 1
+        if active.constraint is not None:
+            self.constraints[slot] = active.constraint
+        if flags or active.constraint is not None:
+            self._asks[slot] = True
+            self._count += 1
+        if flags:
+            self._take_place(slot, active, flags)
+
+    def _take_place(self, slot: int, active: Active, flags: int) -> None:
+        params, place = active.request.sampling, heapq.heappop(self._free)
         self._records[PLACE, slot] = place
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         self._records[PRESENCE : REPETITION + 1, slot] = np.array(penalties, np.float32).view(np.int32)
@@ -68,8 +83,11 @@ class Adjustments:
 
     def leave(self, slot: int) -> None:
         if self._asks[slot]:
-            self._asks[slot] = False
+            self._asks[slot] = self.resting[slot] = False
             self._count -= 1
+            self.constraints.pop(slot, None)
+        if self._records[FLAGS, slot]:
+            self._records[FLAGS, slot] = 0
             heapq.heappush(self._free, int(self._records[PLACE, slot]))
 
     def clear(self) -> None:
@@ -77,6 +95,10 @@ class Adjustments:
         for slot in np.flatnonzero(self._asks):
             self.leave(int(slot))
         self._joins.clear()
+
+    def awake(self, slots: np.ndarray) -> np.ndarray:
+        """Of generating slots those that do not rest."""
+        return slots[~self.resting[slots]] if self.constraints else slots
 
     def of(self, slots: np.ndarray, emits: np.ndarray) -> Adjust | None:
         """What a step has to change: None where nobody asked."""
@@ -88,7 +110,19 @@ class Adjustments:
         records = self._records[:, slots[rows]]
         records[ROW] = rows
         joins, self._joins = tuple(self._joins), []
-        return Adjust(records, joins)
+        return Adjust(records, joins, self._masks(records) if self.constraints else None)
+
+    def _masks(self, records: np.ndarray) -> np.ndarray | None:
+        """What the grammars allow, for the records whose MASK then says which; these slots rest."""
+        found = []
+        for record in records.T:
+            slot = int(record[SLOT])
+            if slot in self.constraints:
+                assert self.constraints[slot].ready, "a request with a grammar rests until its mask is there"
+                record[MASK] = len(found)
+                found.append(self.constraints[slot].mask)
+                self.resting[slot] = True
+        return np.stack(found) if found else None
 
 
 def flags_of(params: SamplingParams) -> int:

@@ -25,6 +25,7 @@ from torchweave.engine.running import Running
 from torchweave.engine.scheduler import Decision, Policy, static_batch
 from torchweave.engine.slots import Slots
 from torchweave.engine.step import Step, StepLogprobs, StepResult
+from torchweave.engine.structured import Constraint, Grammars, why_not_together
 from torchweave.ops.state import MAX_STOP_IDS, SlotUpdates
 
 
@@ -38,6 +39,7 @@ class Batch:
         updates: collects what the device has to be told before the next step.
         eos_token_ids: the model's own end tokens.
         reuse: sequences that begin alike share KV cache blocks.
+        grammars: of answers that have to have a form; None where the model has no tokenizer.
 
     Attributes:
         paused_total: how often a running request was paused.
@@ -52,9 +54,11 @@ class Batch:
         updates: SlotUpdates,
         eos_token_ids: Iterable[int] = (),
         reuse: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:
         self.limits = limits
         self.kv = kv
+        self.grammars = grammars
         self.paused_total = 0
         self.static = policy is static_batch
         self._eos = tuple(eos_token_ids)
@@ -63,6 +67,7 @@ class Batch:
         self._planner = Planner(limits, policy, self._running)
         self._former = Former(limits, self._running, updates)
         self._waiting = Queue()
+        self._preparing: list[Active] = []  # their grammars are at work, before they start or after a pause
         self._arrivals = 0
 
     # -- requests in -------------------------------------------------------------------------------------------------
@@ -70,16 +75,17 @@ class Batch:
     @property
     def num_active(self) -> int:
         """Requests that were taken in and not yet finally answered."""
-        return len(self._slots.of) + len(self._waiting)
+        return len(self._slots.of) + self.num_waiting
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._preparing)
 
     @property
     def num_paused(self) -> int:
         """Requests that ran, were paused, and wait to run again."""
-        return sum(not self._slots.done[slot] for slot in self._running.leaving) + self._waiting.num_paused
+        leaving = sum(not self._slots.done[slot] for slot in self._running.leaving)
+        return leaving + self._waiting.num_paused + sum(active.paused for active in self._preparing)
 
     @property
     def is_landing(self) -> bool:
@@ -87,11 +93,15 @@ class Batch:
         return self.kv.host is not None and self.kv.host.waiting
 
     def knows(self, request_id: int) -> bool:
-        return request_id in self._slots.of or request_id in self._waiting
+        if request_id in self._slots.of or request_id in self._waiting:
+            return True
+        return any(active.request.id == request_id for active in self._preparing)
 
     def why_not(self, request: InferenceRequest) -> str:
         """Why a request can never run, in one sentence; empty when it can. Of any thread."""
-        return self.limits.why_not(request, self.kv)
+        if request.sampling.structured_outputs is not None and self.grammars is None:
+            return "structured_outputs needs a tokenizer, and this model has none."
+        return why_not_together(request.sampling) or self.limits.why_not(request, self.kv)
 
     def add(self, request: InferenceRequest, seed: int) -> None:
         """Take in a request for which `why_not` found nothing; `seed` is used when it brings none."""
@@ -107,7 +117,42 @@ class Batch:
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
         )
         self._arrivals += 1
-        self._waiting.add(active)
+        if params.structured_outputs is None:
+            self._waiting.add(active)
+        else:
+            assert self.grammars is not None
+            active.constraint = Constraint(self.grammars, params, stops)
+            self._preparing.append(active)
+
+    def attend(self) -> list[Response]:
+        """Take note of grammars that are ready; returns what there is to say of requests that end with that."""
+        responses, running = [], self._running
+        preparing, self._preparing = self._preparing, []
+        for active in preparing:
+            assert active.constraint is not None
+            if not active.constraint.ready:
+                self._preparing.append(active)
+            elif self._ends(active):
+                responses.append(self._left(active))
+            else:
+                self._waiting.add(active)
+        for slot, constraint in list(running.adjustments.constraints.items()):
+            resting = running.adjustments.resting[slot] and not self._slots.done[slot]
+            if resting and constraint.ready and not running.in_flight(slot):
+                running.adjustments.resting[slot] = False
+                active = self._slots.request_in(slot)
+                if self._ends(active) and active.reason is not None:
+                    self._finish(slot, active.reason)
+        return responses + self._release() if running.leaving else responses
+
+    @staticmethod
+    def _ends(active: Active) -> bool:
+        """Whether a request ends by its grammar, in whatever way."""
+        assert active.constraint is not None
+        active.error = active.constraint.error
+        if active.error or active.constraint.complete:
+            active.reason = "error" if active.error else "complete"
+        return active.reason is not None
 
     # -- steps out ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +160,8 @@ class Batch:
         """The next step, or None when there is nothing to run, or nothing before a step in flight has completed."""
         running = self._running
         if self._former.spare and not self._waiting and not running.context:
-            return self._former.form(running.generating, []) if running.generating.size else None
+            generating = running.adjustments.awake(running.generating)
+            return self._former.form(generating, []) if generating.size else None
         while True:
             decision = self._planner.decide(self._waiting)
             generating, chunks = running.generating, []
@@ -125,6 +171,7 @@ class Batch:
                     generating = self._thin_out(decision)
                 chunks += [(self._start(self._waiting.pop()), size) for size in decision.admitted]
                 chunks = [chunk for chunk in chunks if self.kv.ready(chunk[0])]
+            generating = running.adjustments.awake(generating)
             if chunks or generating.size:
                 return self._former.form(generating, chunks)
             if not (decision and decision.paused) or any(running.in_flight(slot) for slot in running.leaving):
@@ -168,6 +215,9 @@ class Batch:
         ended = stopped | (facts.prompt_len[slots] + facts.count[slots] > facts.limit[slots])
         for slot, by_stop in zip(slots[ended], stopped[ended], strict=True):
             self._finish(int(slot), "stop" if by_stop else "length")
+        for slot, token in zip(slots[special & ~ended], tokens[special & ~ended], strict=True):
+            if (constraint := self._slots.request_in(int(slot)).constraint) is not None:
+                constraint.take(int(token))
 
         told = facts.streaming[slots] & ~ended
         responses = Responses()
@@ -208,9 +258,18 @@ class Batch:
             return self._release()
         active = self._waiting.remove(request_id)
         if active is None:
-            return []
-        left = Output(active.generated[active.sent :], "cancelled", active.logprobs)
-        return [Response(request_id, left, final=True)]
+            active = next((each for each in self._preparing if each.request.id == request_id), None)
+            if active is None:
+                return []
+            self._preparing.remove(active)
+        active.reason = "cancelled"
+        return [self._left(active)]
+
+    @staticmethod
+    def _left(active: Active) -> Response:
+        """The last response to a request that does not run."""
+        left = Output(active.generated[active.sent :], active.reason, active.logprobs)
+        return Response(active.request.id, left, final=True, error=active.error)
 
     def _finish(self, slot: int, reason: FinishReason) -> None:
         self._slots.request_in(slot).reason = reason
@@ -225,7 +284,7 @@ class Batch:
         self._slots.sent[slot] = count
         logprobs, active.logprobs = active.logprobs, ()
         final = active.reason is not None
-        return Response(active.request.id, Output(new, active.reason, logprobs), final)
+        return Response(active.request.id, Output(new, active.reason, logprobs), final, active.error)
 
     def _release(self) -> list[Response]:
         """Give back the slots that no step in flight names. Requests that are done are answered for the last time, paused
@@ -242,15 +301,19 @@ class Batch:
                 active.generated = facts.tokens[slot, :count].copy()
                 active.sent = int(facts.sent[slot])
                 active.paused = True
-                self._waiting.add(active)
+                if active.constraint is None:
+                    self._waiting.add(active)
+                else:
+                    self._preparing.append(active)
             running.leave(slot)
         return responses
 
     def abandon(self, message: str) -> list[Response]:
         """Answer every request with an error and forget it: the device failed, or the engine shuts down."""
-        ids = [*self._slots.of, *(active.request.id for active in self._waiting)]
+        ids = [*self._slots.of, *(active.request.id for active in (*self._waiting, *self._preparing))]
         self._running.clear()
         self.kv.forget_all()  # what the blocks hold is not known when a device has failed
         self._waiting.clear()
+        self._preparing.clear()
         self._former.clear()
         return [refusal(request_id, message) for request_id in ids]

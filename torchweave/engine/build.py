@@ -22,6 +22,7 @@ from torchweave.engine.movers import mover_of
 from torchweave.engine.offload import HostPool
 from torchweave.engine.runner import Runner
 from torchweave.engine.scheduler import POLICIES
+from torchweave.engine.structured import Grammars
 from torchweave.engine.threads import release_workers
 from torchweave.engine.tune import tune_model
 from torchweave.engine.weaving import effective, forward_of, weave_model
@@ -155,7 +156,9 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
     )
     policy = POLICIES[config.capacity_scheduler_policy]
     reuse = config.enable_prefix_caching
-    batch = Batch(limits, kv, policy, state.updates(), loaded.generation.eos_token_ids, reuse)
+    eos, tokenizer = tuple(loaded.generation.eos_token_ids), loaded.tokenizer
+    grammars = None if tokenizer is None else Grammars(tokenizer, limits.vocab_size, eos)
+    batch = Batch(limits, kv, policy, state.updates(), eos, reuse, grammars)
     return Engine(plan, loaded, batch, runner, report)
 
 

@@ -68,7 +68,7 @@ class Limits:
         return ""
 
 
-_NOT_YET = {"prompt_logprobs": None, "structured_outputs": None}
+_NOT_YET = {"prompt_logprobs": None}
 
 
 def _not_yet(params: SamplingParams) -> str:

@@ -16,6 +16,7 @@ from torchweave.engine.build import Engine, build
 from torchweave.engine.client import Client
 from torchweave.engine.flight import Flight
 from torchweave.engine.request import CompletionOutput, InferenceRequest, RequestOutput, SamplingParams
+from torchweave.engine.structured import why_not
 from torchweave.engine.text import in_tokens
 from torchweave.log import Report
 from torchweave.models.load import LoadedModel
@@ -191,6 +192,8 @@ class LLM:
     def _check_all(self, prompts: Sequence[np.ndarray], params: Sequence[SamplingParams]) -> None:
         for number, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
             why = self.engine.batch.why_not(InferenceRequest(0, prompt, settings))
+            if not why and settings.structured_outputs is not None:
+                why = why_not(settings.structured_outputs)
             if why:
                 raise ValueError(why if len(prompts) == 1 else f"Prompt {number}: {why}")
 

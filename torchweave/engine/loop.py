@@ -143,6 +143,8 @@ class GenerationLoop:
         self._wake = threading.Event()
         self._forming = self._launching = 0.0
         self._complained: dict[str, float] = {}
+        if batch.grammars is not None:
+            batch.grammars.on_ready(self._wake.set)
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
@@ -175,6 +177,7 @@ class GenerationLoop:
                 self._drop_in_flight()
                 self._answer(self._batch.abandon("The engine was shut down before the request had finished."))
                 return
+            self._answer(self._batch.attend())
             begin = time.perf_counter()
             step = self._batch.next_step()
             formed = time.perf_counter()
@@ -194,6 +197,7 @@ class GenerationLoop:
         """Nothing runs: wait for requests."""
         if self._batch.num_active:  # they wait for something that is not in this loop's power
             self._wait(_FIRST_LOOK if self._batch.is_landing else _RETRY_SECONDS)
+            self._poll_stop()
             return
         self._runner.rest()
         pause = _FIRST_LOOK

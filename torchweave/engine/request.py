@@ -8,7 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "complete", "cancelled", "error"]
+"""Why an answer ended: a stop token, its limit, the form that it has now, its client, a fault. To users `complete` is `stop`."""
+
 MAX_REQUEST_ID = 2**64 - 1
 
 
@@ -215,7 +217,7 @@ class Output(NamedTuple):
     """Tokens of one request: those new since its last response.
 
     Attributes:
-        token_ids: int32; a stop token that ended the request is its last.
+        token_ids: int32; where the reason is "stop", the stop token is its last.
         finish_reason: None until the final response.
     """
 

@@ -22,7 +22,7 @@ class Slots:
         started: counts starts, so that a smaller one ran earlier.
         done: no more of its tokens count.
         streaming: it is told of every token.
-        special: it needs Python with every token: log-probabilities, or more stop tokens than the device holds.
+        special: it needs Python with every token: log-probabilities, a grammar, or more stop tokens than the device holds.
         last_named: index of the last step that names it.
     """
 
@@ -64,7 +64,7 @@ class Slots:
         self._starts += 1
         self.done[slot] = False
         self.streaming[slot] = active.request.streaming
-        self.special[slot] = active.num_logprobs >= 0 or bool(active.late_stops)
+        self.special[slot] = active.num_logprobs >= 0 or bool(active.late_stops) or active.constraint is not None
         self.last_named[slot] = -1
         return slot
 

@@ -85,7 +85,7 @@ class Answer:
             start = max(len(self.text) - self._hold, 0)
             self.text += self._detokenizer.finish()
             self._cut(start)
-        self.finish_reason = self.finish_reason or reason
+        self.finish_reason = self.finish_reason or ("stop" if reason == "complete" else reason)
         return False
 
     def _read(self, ids: list[int]) -> bool:

@@ -5,6 +5,7 @@ Everything here is lazy: the tokenizer's files are read at the first use, so tha
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -102,6 +103,22 @@ class Tokenizer:
         except Exception as error:
             raise ValueError(f"The chat template in {self.folder} refuses these messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
+
+    def serialized(self) -> str | None:
+        """The tokenizer as JSON, in the form of Hugging Face's tokenizers; None where it is none of theirs."""
+        inner = getattr(self.hugging_face, "backend_tokenizer", None)
+        if inner is None:
+            return None
+        inner = copy.copy(inner)
+        inner.no_padding()
+        inner.no_truncation()
+        return inner.to_str()
+
+    def spelling(self) -> list[bytes | None]:
+        """The text of each token by itself; None for special tokens and parts of characters."""
+        special = set(self.hugging_face.all_special_ids)
+        texts = [None if token in special else self.token_text(token) for token in range(len(self))]
+        return [None if not text or _REPLACEMENT in text else text.encode() for text in texts]
 
     @property
     def eos_token_id(self) -> int | None:

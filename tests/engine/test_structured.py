@@ -1,0 +1,271 @@
+"""Answers of a given form, by the built-in model at any temperature: they parse, they match, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.engine import fake
+from torchweave import LLM, SamplingParams
+from torchweave.config import TorchCompileConfig
+from torchweave.engine.request import InferenceRequest, StructuredOutputs
+from torchweave.engine.structured import why_not
+from torchweave.log import Report
+
+PLAIN = TorchCompileConfig(enable_fullgraph=False)  # starts at once; what is tested is behind the model
+HOT = SamplingParams(temperature=1.5, max_tokens=80)
+PROMPTS = [f"sort: {' '.join(words)}" for words in (["pear", "fig"], ["plum", "apple", "kiwi"], ["olive"])]
+
+pytest.importorskip("llguidance")
+
+
+def engine(**options: Any) -> LLM:
+    return LLM("demo", device="cpu", block_size=16, torch_compile_config=PLAIN, report=Report(show=False), **options)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with engine() as found:
+        yield found
+        batch = found.engine.batch
+        batch.kv.check()
+        assert batch.num_active == 0 and batch.kv.num_free == batch.kv.num_blocks
+
+
+def form(params: SamplingParams = HOT, **how: Any) -> SamplingParams:
+    return replace(params, structured_outputs=StructuredOutputs(**how))
+
+
+def texts(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[str]:
+    outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
+    assert all(output.finish_reason == "stop" for output in outputs), [output.text for output in outputs]
+    return [output.text for output in outputs]
+
+
+# -- forms -------------------------------------------------------------------------------------------------------------
+
+NAMES = st.text(string.ascii_lowercase, min_size=1, max_size=4)
+LEAVES = st.one_of(
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.tuples(st.integers(-50, 50), st.integers(0, 100)).map(
+        lambda two: {"type": "integer", "minimum": two[0], "maximum": two[0] + two[1]}
+    ),
+    st.integers(0, 6).map(lambda most: {"type": "string", "maxLength": most}),
+    st.lists(st.one_of(NAMES, st.integers(-9, 9), st.booleans()), min_size=1, max_size=3).map(
+        lambda some: {"enum": some}
+    ),
+    NAMES.map(lambda text: {"const": text}),
+)
+
+
+def compound(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    arrays = st.tuples(inner, st.integers(0, 2), st.integers(0, 2)).map(
+        lambda it: {"type": "array", "items": it[0], "minItems": it[1], "maxItems": it[1] + it[2]}
+    )
+    objects = st.tuples(st.dictionaries(NAMES, inner, max_size=3), st.sets(NAMES, max_size=1)).map(
+        lambda it: {
+            "type": "object", "properties": it[0], "required": sorted(set(it[0]) - it[1]), "additionalProperties": False
+        }
+    )  # fmt: skip
+    return st.one_of(arrays, objects, st.lists(inner, min_size=1, max_size=2).map(lambda some: {"anyOf": some}))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    schema=st.recursive(LEAVES, compound, max_leaves=3),
+    temperature=st.sampled_from([0.0, 0.7, 1.5, 5.0]),
+    tight=st.booleans(),
+    as_text=st.booleans(),
+)
+def test_D_an_answer_under_a_schema_parses_and_is_valid(
+    llm: LLM, schema: dict[str, Any], temperature: float, tight: bool, as_text: bool
+) -> None:
+    given_as = json.dumps(schema) if as_text else schema
+    settings = replace(HOT, temperature=temperature, max_tokens=200 if tight else 40)
+    for output in llm.generate(PROMPTS[:2], form(settings, json=given_as, disable_any_whitespace=tight)):
+        answer = output.outputs[0]
+        if tight:  # else white space may go on until the tokens are used up
+            assert answer.finish_reason == "stop", answer.text
+        if answer.finish_reason == "stop":
+            jsonschema.validate(json.loads(answer.text), schema)
+
+
+REGEXES = [r"[a-c]{2,5}x?", r"\d{3}-\d{4}", r"(yes|no|maybe)( indeed)?", r"[A-Z][a-z]+ = -?\d+(\.\d{1,3})?", r"(ab)*c"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 4.0])
+def test_D_an_answer_matches_its_regex_as_a_whole(llm: LLM, temperature: float) -> None:
+    params = [form(replace(HOT, temperature=temperature), regex=regex) for regex in REGEXES]
+    for regex, output in zip(REGEXES, llm.generate([PROMPTS[0]] * len(REGEXES), params), strict=True):
+        answer = output.outputs[0]
+        if answer.finish_reason == "stop":
+            assert re.fullmatch(regex, answer.text), (regex, answer.text)
+        else:
+            assert len(answer.token_ids) == HOT.max_tokens and "+" in regex
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    choices=st.lists(st.text([chr(c) for c in range(32, 127)] + ["\n"], min_size=1, max_size=8), min_size=1, max_size=4)
+)
+def test_D_an_answer_is_one_of_the_choices(llm: LLM, choices: list[str]) -> None:
+    assert set(texts(llm, PROMPTS, [form(choice=choices)] * 3)) <= set(choices)
+
+
+def test_D_an_answer_follows_a_lark_grammar(llm: LLM) -> None:
+    grammar = """
+        start: term (("+" | "-") term){1,3} "=" NUMBER
+        term: NUMBER | "(" NUMBER "*" NUMBER ")"
+        NUMBER: /[0-9]{1,3}/
+    """
+    number = r"\d{1,3}"
+    term = rf"({number}|\({number}\*{number}\))"
+    for text in texts(llm, PROMPTS, [form(grammar=grammar)] * 3):
+        assert re.fullmatch(rf"{term}([+-]{term}){{1,3}}={number}", text), text
+
+
+def test_D_any_json_object(llm: LLM) -> None:
+    for output in llm.generate(PROMPTS[:2], form(json_object=True, disable_any_whitespace=True)):
+        answer = output.outputs[0]
+        assert answer.text.startswith("{")
+        if answer.finish_reason == "stop":
+            assert isinstance(json.loads(answer.text), dict)
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+def test_D_the_answer_ends_with_its_form_and_not_before(llm: LLM) -> None:
+    for more in ({}, {"min_tokens": 30}, {"ignore_eos": True}, {"include_stop_str_in_output": True}):
+        answer = llm.generate(PROMPTS[0], form(replace(HOT, **more), regex="[0-9]{7}"))[0].outputs[0]
+        assert re.fullmatch("[0-9]{7}", answer.text) and answer.finish_reason == "stop"
+        assert len(answer.token_ids) == 7, "no end token had to be drawn"
+    for more in ({"min_tokens": 12}, {"ignore_eos": True}):
+        answer = llm.generate(PROMPTS[0], form(replace(HOT, max_tokens=20, **more), regex="[0-9]+"))[0].outputs[0]
+        assert re.fullmatch("[0-9]{12,20}", answer.text)
+
+
+def test_stop_strings_and_limits_end_an_answer_before_its_form_is_complete(llm: LLM) -> None:
+    schema = {"const": "a long enough text"}
+    stopped = llm.generate(PROMPTS[0], form(replace(HOT, stop="enough"), json=schema))[0].outputs[0]
+    assert (stopped.text, stopped.finish_reason) == ('"a long ', "stop")
+    cut = llm.generate(PROMPTS[0], form(replace(HOT, max_tokens=5), json=schema))[0].outputs[0]
+    assert (cut.text, cut.finish_reason) == ('"a lo', "length")
+    token = llm.encode("g")[-1]
+    at_token = llm.generate(PROMPTS[0], form(replace(HOT, stop_token_ids=[token]), json=schema))[0].outputs[0]
+    assert (at_token.text, at_token.finish_reason) == ('"a lon', "stop")
+
+
+def test_barred_words_yield_where_the_form_leaves_no_choice(llm: LLM) -> None:
+    barred = replace(HOT, bad_words=["y", "no"], logit_bias={llm.encode("m")[-1]: -100.0})
+    assert set(texts(llm, PROMPTS, [form(barred, choice=["yes", "no!", "maybe"])] * 3)) <= {"maybe", "no!"}
+    assert texts(llm, PROMPTS, [form(barred, choice=["yes"])] * 3) == ["yes"] * 3
+
+
+# -- beside others -----------------------------------------------------------------------------------------------------
+
+MIXED = [
+    form(
+        json={"type": "array", "items": {"enum": [1, 23, 456]}, "minItems": 6, "maxItems": 6},
+        disable_any_whitespace=True,
+    ),
+    form(regex="[a-z ]{25}"),
+    form(replace(HOT, repetition_penalty=1.5, presence_penalty=0.5, logprobs=1), regex="([a-f]{4}-){4}"),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[list[int]]:
+    """Tokens of each of MIXED alone."""
+    params = [replace(each, seed=5 + number) for number, each in enumerate(MIXED)]
+    return [llm.generate(prompt, each)[0].outputs[0].token_ids for prompt, each in zip(PROMPTS, params, strict=True)]
+
+
+def test_D_others_in_the_batch_are_what_they_are_alone(llm: LLM, expected: list[list[int]]) -> None:
+    plain = [SamplingParams(temperature=0.9, seed=number, max_tokens=40, ignore_eos=True) for number in range(5)]
+    prompts = [*PROMPTS, *PROMPTS[:2]]
+    alone = [llm.generate(prompt, each)[0].outputs[0].token_ids for prompt, each in zip(prompts, plain, strict=True)]
+    params = [replace(each, seed=5 + number) for number, each in enumerate(MIXED)]
+    together = [output.outputs[0].token_ids for output in llm.generate(prompts + PROMPTS, plain + params)]
+    assert together == alone + expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_tokens": 17},
+        {"num_kv_blocks": 8, "capacity_scheduler_policy": "max_utilization", "max_num_tokens": 48},
+        {"run_ahead": 0, "enable_prefix_caching": False},
+        {"capacity_scheduler_policy": "static_batch", "run_ahead": 3},
+    ],
+    ids=["chunked", "paused", "no run-ahead", "static"],
+)
+def test_D_pauses_chunks_and_shared_blocks_change_no_token(expected: list[list[int]], options: dict[str, Any]) -> None:
+    params = [replace(each, seed=5 + number) for number, each in enumerate(MIXED)]
+    with engine(**options) as llm:
+        for _ in range(2):
+            beside = [SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)] * 2
+            found = llm.generate([*PROMPTS, *PROMPTS[:2]], [*params, *beside])
+            assert [output.outputs[0].token_ids for output in found[:3]] == expected
+        if "num_kv_blocks" in options:
+            assert llm.engine.batch.paused_total > 0
+
+
+def test_streamed_text_is_the_whole_text(llm: LLM, expected: list[list[int]]) -> None:
+    pieces = list(llm.stream(PROMPTS[0], replace(MIXED[0], seed=5)))
+    assert [token for piece in pieces for token in piece.token_ids] == expected[0]
+    assert pieces[-1].finish_reason == "stop" and len(json.loads("".join(piece.text for piece in pieces))) == 6
+
+
+def test_a_stream_that_is_left_gives_its_slot_back(llm: LLM) -> None:
+    for _ in range(3):
+        next(iter(llm.stream(PROMPTS[0], form(regex="[a-z]{300}"))))
+    assert texts(llm, PROMPTS, [form(choice=["left"])] * 3) == ["left"] * 3
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "a(b"}, "structured_outputs.regex cannot be used: .*unclosed group"),
+    ({"regex": "(?=a)b"}, "look-around"),
+    ({"json": "{3"}, "structured_outputs.json cannot be used: it is not JSON"),
+    ({"json": "[3]"}, "a JSON schema is an object"),
+    ({"json": {"type": "foo"}}, "Invalid type: foo"),
+    ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+    ({"grammar": "start: b"}, 'unknown name: "b"'),
+    ({"grammar": "b: /x/"}, "no start rule"),
+    ({"regex": "ä"}, "none of the model's tokens can go on here"),
+]
+
+
+@pytest.mark.parametrize(("how", "words"), BAD, ids=[str(how) for how, _ in BAD])
+def test_D_a_form_that_cannot_be_is_refused_in_one_sentence(llm: LLM, how: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=words) as refusal:
+        llm.generate(PROMPTS[0], form(**how))
+    assert "\n" not in str(refusal.value)
+
+
+def test_two_ways_to_say_which_tokens_are_allowed_are_one_too_many(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="give one of them"):
+        llm.generate(PROMPTS[0], form(replace(HOT, allowed_token_ids=[3]), regex="a"))
+
+
+def test_without_llguidance_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "torchweave[structured]" in why_not(StructuredOutputs(regex="a"))
+
+
+def test_a_model_without_a_tokenizer_knows_no_forms() -> None:
+    batch, _ = fake.make()
+    assert "needs a tokenizer" in batch.why_not(InferenceRequest(0, np.arange(3), form(regex="a")))

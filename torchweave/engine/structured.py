@@ -1,0 +1,293 @@
+"""Answers of a given form: a grammar says before each token which ones it allows. By llguidance, on threads beside the loop.
+
+A request's `Constraint` is either at work, on a worker, or ready, and then the loop's. The loop hands it a token when the step that
+drew it has been taken in; meanwhile the request rests and the others run on. So nobody waits for a grammar but who asked for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from torchweave.engine.request import SamplingParams, StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_KEPT_GRAMMARS = 64
+_MOST_THREADS = 8
+_LONGEST_COMPLAINT = 300
+_MISSING = "structured_outputs needs the package llguidance; install torchweave[structured]."
+_DEAD_END = "none of the model's tokens can go on here."
+
+
+class Vocabulary(Protocol):
+    """What a grammar has to know of a tokenizer; `torchweave.models.tokenizer.Tokenizer` is one."""
+
+    def serialized(self) -> str | None:
+        """The tokenizer as JSON, in the form of Hugging Face's tokenizers; None where it has none."""
+        ...
+
+    def spelling(self) -> list[bytes | None]:
+        """The text of each token by itself; None for special tokens and parts of characters."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+
+def why_not(structured: StructuredOutputs) -> str:
+    """Why a form cannot be had, in one sentence; empty when it can. Needs no model; may take a while for a large schema."""
+    if importlib.util.find_spec("llguidance") is None:
+        return _MISSING
+    from llguidance import LLMatcher
+
+    try:
+        complaint = LLMatcher.validate_grammar(_grammar(structured), limits=_limits())
+    except ValueError as error:
+        complaint = str(error)
+    return _sentence(structured, complaint) if complaint else ""
+
+
+def why_not_together(params: SamplingParams) -> str:
+    """What does not go with a form; empty when all does."""
+    if params.structured_outputs is not None and params.allowed_token_ids is not None:
+        return "structured_outputs and allowed_token_ids both say which tokens are allowed; give one of them."
+    return ""
+
+
+def _sentence(structured: StructuredOutputs, complaint: str) -> str:
+    fields = ("json", "regex", "choice", "grammar", "json_object")
+    name = next(name for name in fields if getattr(structured, name) is not None)
+    words = " ".join(complaint.split())
+    words = words if len(words) <= _LONGEST_COMPLAINT else words[: _LONGEST_COMPLAINT - 3] + "..."
+    return f"structured_outputs.{name} cannot be used: {words}"
+
+
+def _limits() -> Any:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(verbose_errors=False)  # what is told of an error must not hold the whole grammar
+
+
+def _grammar(structured: StructuredOutputs) -> str:
+    """A form as llguidance takes it.
+
+    Raises:
+        ValueError: the JSON schema is no JSON object.
+    """
+    from llguidance import LLMatcher
+
+    if structured.regex is not None:
+        return LLMatcher.grammar_from_regex(structured.regex)
+    if structured.choice is not None:
+        choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in structured.choice)
+        return LLMatcher.grammar_from_lark(f"start: {choices}")
+    if structured.grammar is not None:
+        return LLMatcher.grammar_from_lark(structured.grammar)
+    schema = structured.json if structured.json is not None else {"type": "object"}
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise ValueError(f"it is not JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise ValueError(f"a JSON schema is an object, but this is {json.dumps(schema)}")
+    options = {"whitespace_flexible": False} if structured.disable_any_whitespace else None
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+
+
+class Constraint:
+    """One answer's place in its grammar.
+
+    Attributes:
+        ready: nothing is at work; else the other attributes belong to a worker.
+        mask: int32 [ceil(V / 32)], the tokens that may come next, as bits.
+        complete: the answer has its form, and nothing but its end may follow.
+        error: why it cannot go on; empty while it can.
+    """
+
+    def __init__(self, grammars: Grammars, params: SamplingParams, stops: Sequence[int]) -> None:
+        assert params.structured_outputs is not None
+        self.ready = False
+        self.complete = False
+        self.error = ""
+        self.mask = np.zeros(-(-grammars.vocab_size // 32), np.int32)
+        self._grammars = grammars
+        self._structured = params.structured_outputs
+        self._ignore_eos = params.ignore_eos
+        self._min_tokens = params.min_tokens
+        self._stops = list(stops)
+        self._count = 0
+        self._matcher: LLMatcher | None = None
+        grammars.run(self._begin)
+
+    def take(self, token: int) -> None:
+        """The answer goes on with a token. Not ready until it is known what may follow."""
+        assert self.ready
+        self.ready = False
+        self._grammars.run(lambda: self._advance(token))
+
+    def _begin(self) -> None:
+        self._work(self._open)
+
+    def _advance(self, token: int) -> None:
+        self._work(lambda: self._consume(token))
+
+    def _work(self, what: Callable[[], None]) -> None:
+        try:
+            what()
+            self._look_ahead()
+        except ImportError:
+            self.error = _MISSING
+        except Exception as error:
+            self.error = _sentence(self._structured, str(error))
+        self.ready = True
+
+    def _open(self) -> None:
+        self._matcher = self._grammars.matcher(self._structured)
+
+    def _consume(self, token: int) -> None:
+        assert self._matcher is not None
+        self._count += 1
+        if not self._matcher.consume_token(token):
+            raise RuntimeError(self._matcher.get_error())
+
+    def _look_ahead(self) -> None:
+        matcher = self._matcher
+        assert matcher is not None
+        if matcher.is_stopped():
+            self.complete = True
+            return
+        matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
+        if matcher.is_error():
+            complaint = matcher.get_error()
+            raise RuntimeError(_DEAD_END if "NoExtension" in complaint else complaint)
+        without_end = _without(self.mask, self._grammars.eos)
+        if not without_end.any():
+            if not self.mask.any():
+                raise RuntimeError(_DEAD_END)
+            self.complete = True
+            return
+        if self._ignore_eos:
+            self.mask = without_end
+        if self._count < self._min_tokens:
+            self.mask = _without(self.mask, self._stops)
+            self.complete = not self.mask.any()
+
+
+def _without(mask: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+    """A mask less some tokens."""
+    mask = mask.copy()
+    for token in tokens:
+        if token < 32 * len(mask):
+            mask.view(np.uint32)[token // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token % 32))
+    return mask
+
+
+class Grammars:
+    """Grammars of a model, and the threads that work on them. Both are made when the first request asks.
+
+    Args:
+        vocabulary: the model's tokenizer.
+        vocab_size: columns of the logits.
+        eos: the model's own end tokens; the tokenizer's where there are none.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos: Sequence[int]) -> None:
+        self.vocab_size = vocab_size
+        self._vocabulary = vocabulary
+        self._eos = tuple(eos)
+        self._on_ready: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._known: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def on_ready(self, call: Callable[[], None]) -> None:
+        """`call` is called, on a worker, each time that a constraint becomes ready."""
+        self._on_ready = call
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        own = self._vocabulary.eos_token_id
+        return self._eos or (() if own is None else (own,))
+
+    def run(self, work: Callable[[], None]) -> None:
+        """On a worker."""
+        if self._threads is None:
+            count = min(_MOST_THREADS, max((os.cpu_count() or 1) // 2, 1))
+            self._threads = ThreadPoolExecutor(count, thread_name_prefix="torchweave-grammar")
+        self._threads.submit(self._run, work)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        work()
+        self._on_ready()
+
+    def matcher(self, structured: StructuredOutputs) -> LLMatcher:
+        """A form's grammar at its beginning. Grammars are kept, since many requests ask for the same.
+
+        Raises:
+            ValueError: it cannot be used.
+        """
+        from llguidance import LLMatcher
+
+        grammar = _grammar(structured)
+        with self._lock:
+            known = self._known.get(grammar)
+            if known is not None:
+                self._known.move_to_end(grammar)
+                return known.deep_copy()
+            tokenizer = self._open_tokenizer()
+        found = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
+        if found.is_error():
+            raise ValueError(found.get_error())
+        with self._lock:
+            self._known[grammar] = found
+            while len(self._known) > _KEPT_GRAMMARS:
+                self._known.popitem(last=False)
+            return found.deep_copy()
+
+    def _open_tokenizer(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            from llguidance import LLTokenizer, TokenizerWrapper
+
+            if not self.eos:
+                raise ValueError("the model has no end token.")
+            serialized = self._vocabulary.serialized()
+            try:
+                if serialized is None:
+                    raise ValueError("no JSON")
+                self._tokenizer = LLTokenizer(serialized, n_vocab=self.vocab_size, eos_token=list(self.eos))
+            except ValueError:  # a kind of tokenizer that llguidance cannot read: then token by token
+                spelled = TokenizerWrapper(Spelled(self._vocabulary, self.eos[0]))
+                self._tokenizer = LLTokenizer(spelled, n_vocab=self.vocab_size, eos_token=list(self.eos))
+        return self._tokenizer
+
+
+class Spelled:
+    """A tokenizer as llguidance's `TokenizerWrapper` takes it: the text of each token."""
+
+    def __init__(self, vocabulary: Vocabulary, eos: int) -> None:
+        spelling = vocabulary.spelling()
+        self.eos_token_id = eos
+        self.bos_token_id = None
+        self.special_token_ids = [token for token, text in enumerate(spelling) if text is None]
+        # A special token's text starts with a byte that no text holds, so that no grammar asks for it.
+        self.tokens = [b"\xff<%d>" % token if text is None else text for token, text in enumerate(spelling)]
+        self._special = frozenset(self.special_token_ids)
+        self._vocabulary = vocabulary
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        text = text if isinstance(text, str) else text.decode("utf-8", "ignore")
+        return [token for token in self._vocabulary.encode(text, False) if token not in self._special]
