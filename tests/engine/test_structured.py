@@ -23,7 +23,7 @@ from torchweave.engine.structured import why_not
 from torchweave.log import Report
 
 PLAIN = TorchCompileConfig(enable_fullgraph=False)  # starts at once; what is tested is behind the model
-HOT = SamplingParams(temperature=1.5, max_tokens=80)
+HOT = SamplingParams(temperature=1.5, max_tokens=80, seed=1)
 PROMPTS = [f"sort: {' '.join(words)}" for words in (["pear", "fig"], ["plum", "apple", "kiwi"], ["olive"])]
 
 pytest.importorskip("llguidance")
@@ -101,7 +101,13 @@ def test_D_an_answer_under_a_schema_parses_and_is_valid(
             jsonschema.validate(json.loads(answer.text), schema)
 
 
-REGEXES = [r"[a-c]{2,5}x?", r"\d{3}-\d{4}", r"(yes|no|maybe)( indeed)?", r"[A-Z][a-z]+ = -?\d+(\.\d{1,3})?", r"(ab)*c"]
+REGEXES = [
+    r"[a-c]{2,5}x?",
+    r"\d{3}-\d{4}",
+    r"(yes|no|maybe)( indeed)?",
+    r"[A-Z][a-z]{1,9} = -?\d{1,9}(\.\d{1,3})?",
+    r"(ab){0,9}c",
+]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 4.0])
@@ -109,10 +115,7 @@ def test_D_an_answer_matches_its_regex_as_a_whole(llm: LLM, temperature: float) 
     params = [form(replace(HOT, temperature=temperature), regex=regex) for regex in REGEXES]
     for regex, output in zip(REGEXES, llm.generate([PROMPTS[0]] * len(REGEXES), params), strict=True):
         answer = output.outputs[0]
-        if answer.finish_reason == "stop":
-            assert re.fullmatch(regex, answer.text), (regex, answer.text)
-        else:
-            assert len(answer.token_ids) == HOT.max_tokens and "+" in regex
+        assert answer.finish_reason == "stop" and re.fullmatch(regex, answer.text), (regex, answer.text)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
