@@ -136,6 +136,12 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
         _record(runner, plan, report)
     else:
         release_workers()
+    return Engine(plan, loaded, _batch(runner, blocks, loaded, plan, report), runner, report)
+
+
+def _batch(runner: Runner, num_blocks: int, loaded: LoadedModel, plan: Plan, report: Report) -> Batch:
+    """The host's side of the engine."""
+    config, state = plan.config, runner.state
     limits = Limits(
         max_batch_size=plan.max_batch_size,
         max_num_tokens=plan.max_num_tokens,
@@ -147,7 +153,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
         batch_wait_max_tokens_ratio=config.batch_wait_max_tokens_ratio,
     )
     kv = KVCache(
-        blocks,
+        num_blocks,
         plan.block_size,
         plan.max_batch_size,
         state.max_blocks_per_seq,
@@ -158,8 +164,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
     reuse = config.enable_prefix_caching
     eos, tokenizer = tuple(loaded.generation.eos_token_ids), loaded.tokenizer
     grammars = None if tokenizer is None else Grammars(tokenizer, limits.vocab_size, eos)
-    batch = Batch(limits, kv, policy, state.updates(), eos, reuse, grammars)
-    return Engine(plan, loaded, batch, runner, report)
+    return Batch(limits, kv, policy, state.updates(), eos, reuse, grammars)
 
 
 def _host_pool(runner: Runner, plan: Plan, report: Report) -> HostPool | None:
