@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import signal
+import socket
 import subprocess
 import sys
 import time
@@ -47,9 +47,6 @@ class Running:
                 return child
         raise LookupError("there is no engine process")
 
-    def ask_to_end(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-
 
 def children(pid: int) -> list[int]:
     found: list[int] = []
@@ -65,11 +62,20 @@ def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
     return holds()
 
 
+def serve_command(model: str, *options: str, quick: Sequence[str] = QUICK) -> list[str]:
+    return [sys.executable, "-m", "torchweave.cli.main", "serve", model, *quick, *options]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 @contextmanager
 def serving(*options: str, model: str = "demo", quick: Sequence[str] = QUICK) -> Iterator[Running]:
     """Start a server, wait until it is ready, and end it."""
-    command = [sys.executable, "-m", "torchweave.cli.main", "serve", model, *quick, *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(serve_command(model, *options, quick=quick), stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

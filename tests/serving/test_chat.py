@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.serving.running import LONG, Running, serving
+from tests.serving.running import LONG, Running
 
 SUM: Any = [{"role": "user", "content": "12+30="}]
-TEMPLATE = """{%- for tool in tools or [] %}{% endfor -%}
-{{ bos_token }}{% for m in messages %}{{ '<|user|>' + m['content'] | trim + '<|end|>' }}{% endfor %}{{ '<|assistant|>' }}
-{#- answers with <tool_call> #}"""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    template = tmp_path_factory.mktemp("template") / "chat.jinja"
-    template.write_text(TEMPLATE, encoding="utf-8")
-    names = ("--served_model_name", "demo,sums")
-    with serving("--chat_template", str(template), *names) as running:
-        yield running
 
 
 def test_E1_chat_answers(server: Running) -> None:

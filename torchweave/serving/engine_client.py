@@ -8,6 +8,7 @@ async for output in client.generate(ids, params): ...
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -102,7 +103,7 @@ class EngineClient:
 
     async def stop(self) -> None:
         """End the engine process; requests in flight are answered with an error."""
-        if self._task is None:
+        if self._task is None or self._task.done():
             return
         if self.state in ("starting", "ready"):
             self.state, self.failure = "stopped", "The server is shutting down."
@@ -319,7 +320,8 @@ class EngineClient:
 
     def _send(self, message: msgspec.Struct) -> None:
         if self._to_engine is not None:
-            self._to_engine.send(wire.encode(message))
+            with contextlib.suppress(zmq.Again):  # nobody is at the other end any more
+                self._to_engine.send(wire.encode(message), zmq.NOBLOCK)
 
 
 def _spawn(config: EngineConfig, addresses: wire.Addresses) -> SpawnProcess:

@@ -14,7 +14,7 @@ from torchweave.serving.answers import Run
 from torchweave.serving.engine_client import EngineClient
 from torchweave.serving.errors import ApiError
 from torchweave.serving.flight import EngineGone
-from torchweave.serving.text import Codec
+from torchweave.serving.text import Codec, prepare
 from torchweave.serving.tools import format_of
 from torchweave.serving.wire import ModelCard
 
@@ -47,12 +47,11 @@ class Service:
     async def open(self) -> None:
         """Wait for the engine, then read the tokenizer's files; sets `opened`."""
         try:
+            await prepare()
             await self.client.wait_until_ready()
             folder = self.model.folder
             if folder is not None:
-                codec = Codec(folder, self._template)
-                await codec.warm_up()
-                self.codec = codec
+                self.codec = await Codec.open(folder, self._template)
             self._codec_read = True
         except ValueError as error:
             self.asked_too_much, self.client.failure = True, str(error)

@@ -6,31 +6,47 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchweave.models.tokenizer import TextStream, Tokenizer
+if TYPE_CHECKING:
+    from torchweave.models.tokenizer import TextStream, Tokenizer
 
 Value = TypeVar("Value")
 
 
 class Codec:
-    """The model's tokenizer, twice: one encodes on its thread, the other decodes in the event loop."""
+    """The model's tokenizer, twice: one encodes on its thread, the other decodes in the event loop. Made by `open`.
 
-    def __init__(self, folder: str, chat_template: str | None = None) -> None:
-        self._encoder = Tokenizer(Path(folder))
-        self._decoder = Tokenizer(Path(folder))
-        self._template = chat_template
+    Args:
+        template: turns conversations into text, in the place of the model's own.
+    """
+
+    def __init__(self, encoder: Tokenizer, decoder: Tokenizer, template: str | None) -> None:
+        self._encoder = encoder
+        self._decoder = decoder
+        self._template = template
         self._texts: dict[int, str] = {}  # of single tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchweave-encode")
 
-    async def warm_up(self) -> None:
-        """Read the files.
+    @classmethod
+    async def open(cls, folder: str, template: str | None = None) -> Codec:
+        """The tokenizer of a model folder, its files read.
 
         Raises:
             ValueError: they cannot be read.
         """
-        await self._on_thread(lambda: (self._encoder.encode("a"), self._decoder.decode([0])))
+        return await asyncio.to_thread(cls._read, folder, template)
+
+    @classmethod
+    def _read(cls, folder: str, template: str | None) -> Codec:
+        from torchweave.models.tokenizer import Tokenizer
+
+        encoder, decoder = Tokenizer(Path(folder)), Tokenizer(Path(folder))
+        encoder.encode("a")
+        decoder.decode([0])
+        return cls(encoder, decoder, template)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
@@ -86,3 +102,8 @@ def _check_text(text: str) -> None:
         raise ValueError(
             f"The text holds half of a surrogate pair at character {error.start}; send whole characters."
         ) from None
+
+
+async def prepare() -> None:
+    """Import what a tokenizer needs, which takes seconds, while the engine is built."""
+    await asyncio.to_thread(import_module, "torchweave.models.tokenizer")

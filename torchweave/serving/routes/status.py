@@ -34,6 +34,13 @@ async def ready(request: Request) -> JSONResponse:
     return JSONResponse(body, 200 if service.ready else 503)
 
 
+@router.get(
+    "/statistics", summary="The engine's record of its last iteration, with TensorRT-LLM's keys; empty before the first"
+)
+async def statistics(request: Request) -> dict[str, Any]:
+    return service_of(request).client.stats
+
+
 @router.get("/version", summary="The version of Torchweave")
 async def version() -> dict[str, str]:
     return {"version": torchweave.__version__}

@@ -49,16 +49,20 @@ class TextGate:
 
     def __init__(self) -> None:
         self._held = ""
+        self._begins = False  # nothing but white space came since the last call
 
     def text(self, text: str) -> list[Piece]:
         text = self._held + text
+        if self._begins:
+            text = text.lstrip()
+            self._begins = not text
         solid = text.rstrip()
         self._held = text[len(solid) :]
         return [Text(solid)] if solid else []
 
     def call(self) -> None:
         """A call follows: what is held is dropped."""
-        self._held = ""
+        self._held, self._begins = "", True
 
     def finish(self, had_calls: bool) -> list[Piece]:
         held, self._held = self._held, ""

@@ -1,0 +1,160 @@
+"""Calls in answers: found in every form that models use, told as they come, and the same however the text is cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from torchweave.serving.protocol import Tool
+from torchweave.serving.tools import (
+    Arguments,
+    Call,
+    CallParser,
+    Piece,
+    Text,
+    forced_parser,
+    forced_schema,
+    format_of,
+    parser_for,
+)
+
+Read = tuple[str, list[tuple[str, Any]]]
+
+
+def tool(name: str, parameters: dict[str, Any] | None = None) -> Tool:
+    return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+
+
+TOOLS = [tool("weather", {"type": "object", "properties": {"city": {"type": "string"}}}), tool("now")]
+WEATHER = ("weather", {"city": "Zürich {x}", "days": [1, {"a": '"'}]})
+ARGUMENTS = json.dumps(WEATHER[1], ensure_ascii=False)
+CALL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
+PYTHONIC = """[weather(city='Zürich {x}', days=[1, {'a': '"'}]), now()]"""
+
+
+def read(parser: CallParser, parts: Sequence[str]) -> Read:
+    """The text and the calls that a parser finds."""
+    pieces: list[Piece] = [piece for part in parts for piece in parser.feed(part)] + parser.finish()
+    text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    calls = []
+    for index, call in enumerate(piece for piece in pieces if isinstance(piece, Call)):
+        assert call.index == index
+        arguments = "".join(piece.text for piece in pieces if isinstance(piece, Arguments) and piece.index == index)
+        calls.append((call.name, json.loads(arguments)))
+    return text, calls
+
+
+def cuts(text: str) -> list[list[str]]:
+    """The text whole, and in parts of several sizes."""
+    return [[text], *([text[at : at + size] for at in range(0, len(text), size)] for size in (1, 2, 3, 7, 20))]
+
+
+CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    ("hermes", "Plain <b>text</b>.", "Plain <b>text</b>.", []),
+    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [WEATHER]),
+    ("hermes", f"I look.\n<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}\n</tool_call>", "I look.", [WEATHER] * 2),
+    ("hermes", f"<tool_call>{CALL}</tool_call> And so on. ", "And so on.", [WEATHER]),
+    ("hermes", f"<tool_call>{CALL}", "", [WEATHER]),
+    ("hermes", '<tool_call>{"name": "fly"}</tool_call>', '<tool_call>{"name": "fly"}</tool_call>', []),
+    ("hermes", "<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"city": "a"}, "name": "weather"}</tool_call>',
+        "",
+        [("weather", {"city": "a"})],
+    ),
+    ("hermes", f'<tool_call>{{"name": "weather", "arguments": {json.dumps(ARGUMENTS)}}}</tool_call>', "", [WEATHER]),
+    ("hermes", "a < b <tool", "a < b <tool", []),
+    ("llama3_json", CALL.replace("arguments", "parameters"), "", [WEATHER]),
+    ("llama3_json", f"<|python_tag|>{CALL}; {CALL}", "", [WEATHER] * 2),
+    ("llama3_json", "It is { cold }.", "It is { cold }.", []),
+    ("llama3_json", ' {"name": "Ann", "age": 3} and so on', ' {"name": "Ann", "age": 3} and so on', []),
+    ("llama3_json", '{"age": 3}', '{"age": 3}', []),
+    ("llama3_json", '{"age": ', '{"age": ', []),
+    ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]", "", [WEATHER] * 2),
+    ("mistral", f"[TOOL_CALLS]weather{ARGUMENTS}[TOOL_CALLS]now{{}}", "", [WEATHER, ("now", {})]),
+    ("mistral", f"Well. [TOOL_CALLS]weather[ARGS]{ARGUMENTS}", "Well.", [WEATHER]),
+    ("mistral", "A [TOOL] of mine [TOOL_", "A [TOOL] of mine [TOOL_", []),
+    ("mistral", "[TOOL_CALLS]fly{}", "[TOOL_CALLS]fly{}", []),
+    ("pythonic", PYTHONIC, "", [WEATHER, ("now", {})]),
+    ("pythonic", "[1, 2]", "[1, 2]", []),
+    ("pythonic", "Text [now()]", "Text [now()]", []),
+    ("pythonic", "[now(", "[now(", []),
+    ("pythonic", "[weather(city=open('x'))]", "[weather(city=open('x'))]", []),
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "answer", "text", "calls"), CASES, ids=[f"{case[0]}-{case[1][:30]}" for case in CASES]
+)
+def test_E1_calls_are_found_however_the_answer_is_cut(
+    form: str, answer: str, text: str, calls: list[tuple[str, Any]]
+) -> None:
+    for parts in cuts(answer):
+        assert read(parser_for(form, TOOLS), parts) == (text, calls), parts
+
+
+def test_E1_arguments_are_told_as_they_come() -> None:
+    for make, head in (
+        (lambda: parser_for("hermes", TOOLS), '<tool_call>{"name": "weather", "arguments": '),
+        (lambda: parser_for("mistral", TOOLS), "[TOOL_CALLS]weather"),
+        (lambda: forced_parser(TOOLS, None), '[{"name": "weather", "parameters": '),
+    ):
+        parser: CallParser = make()
+        assert [piece for piece in parser.feed(head) if isinstance(piece, Text)] == []
+        pieces = [piece for char in '{"city": "Bern' for piece in parser.feed(char)]
+        told = "".join(piece.text for piece in pieces if isinstance(piece, Arguments))
+        assert told == '{"city": "Bern'
+
+
+def test_E1_answers_that_were_held_to_a_call() -> None:
+    several = f'[{CALL.replace("arguments", "parameters")}, {{"name": "now", "parameters": {{}}}}]'
+    makers: list[tuple[Callable[[], CallParser], str, list[tuple[str, Any]]]] = [
+        (lambda: forced_parser(TOOLS, None), several, [WEATHER, ("now", {})]),
+        (lambda: forced_parser(TOOLS, "weather"), ARGUMENTS, [WEATHER]),
+    ]
+    for make, answer, calls in makers:
+        for parts in cuts(answer):
+            assert read(make(), parts) == ("", calls)
+
+
+def test_E1_the_schema_of_a_forced_call() -> None:
+    import jsonschema
+
+    schema = forced_schema(TOOLS, None, parallel=True)
+    jsonschema.validate([{"name": "weather", "parameters": {"city": "a"}}, {"name": "now", "parameters": {}}], schema)
+    for wrong in ([], [{"name": "fly", "parameters": {}}], [{"name": "weather", "parameters": {"city": 3}}]):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+    single = forced_schema(TOOLS, None, parallel=False)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate([{"name": "now", "parameters": {}}] * 2, single)
+    assert forced_schema(TOOLS, "weather", parallel=True) == TOOLS[0].function.parameters
+
+
+def test_E1_definitions_of_tools_are_shared_or_refused() -> None:
+    def refers(kind: str) -> dict[str, Any]:
+        return {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": kind}}}
+
+    schema = forced_schema([tool("one", refers("string")), tool("two", refers("string"))], None, parallel=True)
+    assert schema["$defs"] == {"A": {"type": "string"}}
+    with pytest.raises(ValueError, match=r"\$defs/A"):
+        forced_schema([tool("one", refers("string")), tool("two", refers("integer"))], None, parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("... <tool_call>\n{...}", "hermes"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ('Respond in the format {"name": function name, "parameters": dictionary of ...', "llama3_json"),
+        ("[func_name1(params_name1=params_value1)]", "pythonic"),
+        ("{{ messages }}", None),
+    ],
+)
+def test_E1_the_form_is_known_by_the_template(template: str, form: str | None) -> None:
+    assert format_of(template) == form
