@@ -81,7 +81,7 @@ def test_live_tells_what_happened():
     assert [len(found["history"][name]) for name in ("generated", "read", "step_p50_ms")] == [HISTORY_SECONDS] * 3
     assert found["history"]["generated"][-1] == 6 and found["history"]["read"][-1] == 60
     states = {each["id"]: each["state"] for each in found["recent"]}
-    assert states == {4: "answering", 2: "cancelled", 1: "stop", 0: "length"}
+    assert states == {4: "paused", 2: "cancelled", 1: "stop", 0: "length"}
     first = next(each for each in found["recent"] if each["id"] == 0)
     assert (first["prompt"], first["tokens"], first["first_token_ms"], first["seconds"]) == (10, 5, 50.0, 0.1)
     assert found["compiled"] == {

@@ -60,13 +60,17 @@ def test_E1_metrics_have_vllms_meanings():
     assert (of["num_requests_running"], of["num_requests_waiting"], of["num_requests_paused"]) == (3, 5, 2)
     assert of["kv_cache_usage_perc"] == 0.25 and of["engine_up"] == 1
     assert (of["prefix_cache_queries_total"], of["prefix_cache_hits_total"]) == (640, 480)
-    assert of["prompt_tokens_total"] == 10 + 20 + 50 and of["generation_tokens_total"] == 5 + 8 + 1
+    assert of["prompt_tokens_total"] == 10 + 20 and of["generation_tokens_total"] == 5 + 8
     assert of["requests_refused_total"] == 1
     assert of["time_to_first_token_seconds_count"] == 2
-    assert of["time_to_first_token_seconds_sum"] == pytest.approx(0.05 + 0.10)
+    assert of["time_to_first_token_seconds_sum"] == pytest.approx(
+        0.05 + 0.09
+    )  # of the whole one, when the engine drew it
     assert of["inter_token_latency_seconds_count"] == 3
     assert of["inter_token_latency_seconds_sum"] == pytest.approx(0.05)
-    assert of["time_per_output_token_seconds_sum"] == pytest.approx(0.05 / 4)
+    assert of["time_per_output_token_seconds_sum"] == pytest.approx(0.05 / 4 + 0.01 / 7)
+    assert of["request_queue_time_seconds_count"] == 3
+    assert of["request_queue_time_seconds_sum"] == pytest.approx(0.03 + 0.03 + 0.10)
     assert of["e2e_request_latency_seconds_count"] == 3 and of["request_prompt_tokens_sum"] == 60
     assert of["request_generation_tokens_sum"] == 13
     assert of["iteration_tokens_count"] == 3 and of["iteration_tokens_sum"] == 66
@@ -109,7 +113,7 @@ def test_http_requests_are_counted_by_route_and_status():
 def test_two_servers_count_apart():
     (first, one, clock), (second, _, _) = watched(), watched()
     some_traffic(one.traffic, clock)
-    assert values_of(get("/metrics", first).text)["generation_tokens_total", ()] == 14
+    assert values_of(get("/metrics", first).text)["generation_tokens_total", ()] == 13
     assert values_of(get("/metrics", second).text)["generation_tokens_total", ()] == 0
 
 
@@ -143,6 +147,9 @@ def test_E1_metrics_count_what_was_asked():
     assert found["generation_tokens_total", ()] >= 18 + 3 and found["request_generation_tokens_count", ()] == 5
     assert found["request_success_total", (("finished_reason", "length"),)] >= 2
     assert found["requests_refused_total", ()] == 1
+    assert found["request_queue_time_seconds_count", ()] == found["time_to_first_token_seconds_count", ()] == 5
+    assert found["request_queue_time_seconds_sum", ()] < found["time_to_first_token_seconds_sum", ()]
+    assert found["time_to_first_token_seconds_sum", ()] < found["e2e_request_latency_seconds_sum", ()]
     assert found["http_requests_total", (("method", "POST"), ("path", "/v1/completions"), ("status", "200"))] == 4
     assert found["http_requests_total", (("method", "POST"), ("path", "/v1/completions"), ("status", "400"))] == 1
     assert found["num_requests_running", ()] == found["num_requests_waiting", ()] == 0

@@ -56,12 +56,15 @@ def some_traffic(traffic: Traffic, clock: Clock) -> None:
     traffic.submitted(3, num_prompt=40, streaming=True)
     traffic.submitted(4, num_prompt=50, streaming=True)
     traffic.refused(3)
-    for seconds, tokens in ((0.05, 1), (0.02, 1), (0.02, 2)):
+    clock.now += 0.03
+    traffic.moved([(0, "started"), (1, "started")])
+    for seconds, tokens in ((0.02, 1), (0.02, 1), (0.02, 2)):
         clock.now += seconds
         traffic.answered(0, tokens, None)
+    traffic.moved([(1, "answering")])
     clock.now += 0.01
     traffic.answered(0, 1, "length")
     traffic.answered(1, 8, "stop")
     traffic.answered(2, 0, "cancelled")
-    traffic.answered(4, 1, None)
+    traffic.moved([(4, "started"), (4, "paused")])
     traffic.iterated([(0.004, 60, 2), (0.002, 0, 2), (0.003, 0, 2)])

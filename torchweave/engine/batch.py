@@ -11,6 +11,7 @@ are given back, and its final response sent, when the last of them has completed
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from torchweave.engine.step import Step, StepLogprobs, StepResult
 from torchweave.engine.structured import Constraint, Grammars, why_not_together
 from torchweave.ops.state import MAX_STOP_IDS, SlotUpdates
 
+Move = Literal["started", "paused", "answering"]
+
 
 class Batch:
     """Forms steps from requests and requests' answers from steps.
@@ -43,6 +46,8 @@ class Batch:
 
     Attributes:
         paused_total: how often a running request was paused.
+        moves: (id, `started`, `paused` or `answering`) of requests since they were taken away, in order: began to read a
+            prompt (again, after a pause), gave its blocks back, drew its first token.
         static: a batch starts and ends together.
     """
 
@@ -60,6 +65,7 @@ class Batch:
         self.kv = kv
         self.grammars = grammars
         self.paused_total = 0
+        self.moves: list[tuple[int, Move]] = []
         self.static = policy is static_batch
         self._eos = tuple(eos_token_ids)
         self._slots = Slots(limits.max_batch_size)
@@ -180,6 +186,7 @@ class Batch:
             assert not said, "whoever is done was let go when its last step was taken in"
 
     def _start(self, active: Active) -> int:
+        self.moves.append((active.request.id, "started"))
         return self._former.start(active, self._planner.known(active))
 
     def _thin_out(self, decision: Decision) -> np.ndarray:
@@ -189,6 +196,7 @@ class Batch:
         for index in decision.paused:
             slot = int(generating[index]) if index < len(generating) else context[index - len(generating)]
             self._running.stop(slot)
+            self.moves.append((self._slots.request_in(slot).request.id, "paused"))
         self.paused_total += len(decision.paused)
         runs[[*decision.resting, *(index for index in decision.paused if index < len(generating))]] = False
         return generating[runs]
@@ -209,6 +217,8 @@ class Batch:
         facts.tokens[slots, counts] = tokens
         facts.count[slots] = counts + 1
 
+        if step.chunks:
+            self.moves += [(request_id, "answering") for request_id in facts.ids[slots[counts == 0]].tolist()]
         special = facts.special[slots]
         if special.any():
             stopped = stopped | self._absorb_special(slots, tokens, special, rows, result.logprobs)

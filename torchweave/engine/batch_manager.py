@@ -20,6 +20,7 @@ from torchweave.engine.loop import (
     SendResponse,
     SendResponses,
     StepRunner,
+    TellMoves,
     Timing,
 )
 
@@ -43,6 +44,7 @@ class BatchManager:
         poll_stop: returns ids of requests to stop.
         return_stats: gets statistics as JSON; never called while nothing is active.
         send_responses: takes the place of `send_response`: one call an iteration with all responses.
+        tell_moves: gets (id, `started`, `paused` or `answering`) of requests whose state changed, before their responses.
         run_ahead: steps in flight at the most.
         max_num_requests: requests in flight at the most, waiting ones included; negative: any number.
         idle_seconds: while nothing runs, `get_requests` is called this often; None: only after `wake`.
@@ -63,6 +65,7 @@ class BatchManager:
         return_stats: ReturnStats | None = None,
         *,
         send_responses: SendResponses | None = None,
+        tell_moves: TellMoves | None = None,
         run_ahead: int = 2,
         max_num_requests: int = -1,
         idle_seconds: float | None = 0.02,
@@ -74,7 +77,7 @@ class BatchManager:
         self._loop = GenerationLoop(
             batch,
             runner,
-            Callbacks(get_requests, send_responses, send_response, poll_stop, return_stats),
+            Callbacks(get_requests, send_responses, send_response, poll_stop, return_stats, tell_moves),
             run_ahead=run_ahead,
             max_num_requests=max_num_requests,
             idle_seconds=idle_seconds,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from torchweave.engine.batch import Batch
+from torchweave.engine.batch import Batch, Move
 from torchweave.engine.request import MAX_REQUEST_ID, InferenceRequest, Output
 from torchweave.engine.responses import Response, Responses, refusal
 from torchweave.engine.stats import IterationFacts, statistics
@@ -27,6 +27,7 @@ SendResponse = Callable[[int, Output, bool, str], None]
 SendResponses = Callable[[Sequence[Response]], None]
 PollStop = Callable[[], Collection[int]]
 ReturnStats = Callable[[str], None]
+TellMoves = Callable[[Sequence[tuple[int, Move]]], None]
 
 _FIRST_LOOK = 0.0005  # seconds of the first wait of an idle loop that has to look for requests itself
 _RETRY_SECONDS = 0.02  # requests wait, but no step can be formed: look again
@@ -90,6 +91,7 @@ class Callbacks:
     send_response: SendResponse | None
     poll_stop: PollStop | None
     return_stats: ReturnStats | None
+    tell_moves: TellMoves | None = None
 
 
 class GenerationLoop:
@@ -186,12 +188,23 @@ class GenerationLoop:
                     self._iteration_began = begin
                 self._in_flight.append((step, self._runner.launch(step)))
             self._forming, self._launching = formed - begin, time.perf_counter() - formed
+            if self._batch.moves:
+                self._tell_moves()
             if self._in_flight:
                 self._collect(wait=step is None or len(self._in_flight) >= self._run_ahead)
             elif self._stopping == "drain" and self._batch.num_active == 0:
                 return
             else:
                 self._idle()
+
+    def _tell_moves(self) -> None:
+        moves, self._batch.moves = self._batch.moves, []
+        if self._callbacks.tell_moves is None:
+            return
+        try:
+            self._callbacks.tell_moves(moves)
+        except Exception:
+            self._complain("tell_moves", "nobody hears of it")
 
     def _idle(self) -> None:
         """Nothing runs: wait for requests."""
@@ -251,6 +264,8 @@ class GenerationLoop:
         self.counts[result.how] = self.counts.get(result.how, 0) + 1
         responses = self._batch.absorb(step, result)
         num_active = self._batch.num_active + responses.num_final
+        if self._batch.moves:
+            self._tell_moves()
         self._answer(responses)
         self._poll_stop()
         seconds = time.perf_counter() - self._iteration_began

@@ -269,6 +269,8 @@ class EngineClient:
                 self._deliver(response)
         elif isinstance(message, wire.Accepted):
             self._settle(message.id, message.refusal)
+        elif isinstance(message, wire.Moved):
+            self.traffic.moved(message.moves)
         elif isinstance(message, wire.Stats):
             self._stats = json.loads(message.record)
             self.traffic.iterated(message.iterations)

@@ -77,6 +77,7 @@ def _serve(engine: Engine, config: EngineConfig, addresses: wire.Addresses, outb
         poll_stop=inbox.poll_stop,
         return_stats=lambda record: outbox.put(_stats(record, engine, manager)),
         send_responses=outbox.put,
+        tell_moves=lambda moves: outbox.put(wire.Moved(list(moves))),
         run_ahead=engine.plan.run_ahead,
         idle_seconds=None,
         stats_interval=STATS_SECONDS,

@@ -157,7 +157,7 @@ def _shown(record: Record, now: float) -> dict[str, Any]:
     end = record.ended or now
     return {
         "id": record.id,
-        "state": record.reason or ("answering" if record.num_tokens else "sent"),
+        "state": record.state,
         "prompt": record.num_prompt,
         "tokens": record.num_tokens,
         "seconds": round(end - record.arrived, 3),

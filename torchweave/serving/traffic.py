@@ -31,7 +31,9 @@ class Record:
     """One answer in the making; times by the traffic's clock, 0 where it has not come to that.
 
     Attributes:
-        started: when the engine began to read the prompt, as it says itself.
+        started: when the engine began to read the prompt.
+        first: when its first token came; of one that is not streamed, when the engine drew it.
+        paused: it ran, and waits to go on.
         reason: why it ended; empty while it has not.
     """
 
@@ -43,8 +45,16 @@ class Record:
     first: float = 0.0
     last: float = 0.0
     num_tokens: int = 0
+    paused: bool = False
     ended: float = 0.0
     reason: str = ""
+
+    @property
+    def state(self) -> str:
+        """Why it ended, or what it does: `waiting`, `reading`, `answering` or `paused`."""
+        if self.reason or self.paused:
+            return self.reason or "paused"
+        return "answering" if self.first else "reading" if self.started else "waiting"
 
 
 @dataclass
@@ -96,14 +106,23 @@ class Traffic:
         if self.open.pop(request_id, None) is not None:
             self.counts.refused += 1
 
-    def answered(
-        self, request_id: int, num_tokens: int, reason: str | None, times: Sequence[float] | None = None
-    ) -> None:
-        """A response came; `reason` where it is the last.
+    def moved(self, moves: Iterable[tuple[int, str]]) -> None:
+        """Requests that `started`, were `paused`, or are `answering`."""
+        now = self.clock()
+        for request_id, move in moves:
+            record = self.open.get(request_id)
+            if record is None:
+                continue
+            record.paused = move == "paused"
+            if move == "started" and not record.started:
+                record.started = now
+                self.counts.queue.observe(now - record.arrived)
+            elif move == "answering" and not record.streaming and not record.first:
+                record.first = now
+                self.counts.first_token.observe(now - record.arrived)
 
-        `times` is known with the last one, in seconds as the engine took them: from taking the request in to beginning to read
-        its prompt, and from there to its first token; a time that it never came to is negative.
-        """
+    def answered(self, request_id: int, num_tokens: int, reason: str | None) -> None:
+        """A response came; `reason` where it is the last."""
         record = self.open.get(request_id)
         if record is None:
             return
@@ -112,7 +131,7 @@ class Traffic:
             self._tokens(record, num_tokens, now)
         if reason is not None:
             del self.open[request_id]
-            self._ended(record, reason, now, times)
+            self._ended(record, reason, now)
 
     def iterated(self, iterations: Sequence[tuple[float, int, int]]) -> None:
         """Iterations since the last call: seconds, prompt tokens that were read, tokens that were drawn."""
@@ -148,12 +167,12 @@ class Traffic:
             counts.inter_token.observe(now - record.last)
         else:
             counts.prompt_tokens += record.num_prompt
-            if record.streaming:  # else the only response comes at the end, and the engine tells of the first token
+            if record.streaming:  # else the engine tells of it: the only response comes at the end
                 record.first = now
                 counts.first_token.observe(now - record.arrived)
         record.last = now
 
-    def _ended(self, record: Record, reason: str, now: float, times: Sequence[float] | None) -> None:
+    def _ended(self, record: Record, reason: str, now: float) -> None:
         counts = self.counts
         record.ended, record.reason = now, reason
         self.recent.appendleft(record)
@@ -162,11 +181,5 @@ class Traffic:
         counts.latency.observe(now - record.arrived)
         counts.request_prompt.observe(record.num_prompt)
         counts.request_generation.observe(record.num_tokens)
-        if times is not None and times[0] >= 0:
-            record.started = record.arrived + times[0]
-            counts.queue.observe(times[0])
-            if times[1] >= 0 and not record.streaming:
-                record.first = record.started + times[1]
-                counts.first_token.observe(times[0] + times[1])
         if record.num_tokens > 1 and record.first:
             counts.per_output_token.observe((now - record.first) / (record.num_tokens - 1))

@@ -136,6 +136,12 @@ class Outputs(msgspec.Struct, tag=True, array_like=True):
             yield Response(said.id, said.output(), said.final, said.error)
 
 
+class Moved(msgspec.Struct, tag=True, array_like=True):
+    """Requests that began (`started`), gave their blocks back (`paused`), or drew their first token (`answering`)."""
+
+    moves: list[tuple[int, str]]
+
+
 class Stats(msgspec.Struct, tag=True, array_like=True):
     """Statistics of an iteration, as the batch manager's callback gets them, as JSON.
 
@@ -153,7 +159,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     asked: bool
 
 
-FromEngine = Happened | Ready | Accepted | Outputs | Stats | Failed
+FromEngine = Happened | Ready | Accepted | Outputs | Moved | Stats | Failed
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

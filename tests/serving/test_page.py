@@ -1,0 +1,96 @@
+"""The live page in a browser, before a server that runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serving.browser import CHROMIUM, Page, browsing
+from tests.serving.running import Running, serving
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving("--api_key", "sesame", "--api_key", "none") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def page(server: Running) -> Iterator[Page]:
+    with browsing() as tab:
+        yield tab
+
+
+def text(page: Page, name: str) -> str:
+    return page.run(f"document.getElementById('{name}').textContent")
+
+
+def test_E_the_page_asks_for_the_key_and_shows_an_answer(server: Running, page: Page, tmp_path: Path) -> None:
+    page.go(server.url)
+    page.until("!document.getElementById('key-row').hidden")
+    page.run("document.getElementById('key').value = 'sesame'; document.getElementById('unlock').requestSubmit()")
+    page.until("document.getElementById('state').textContent === 'ready'")
+    assert text(page, "name") == "demo" and "2.2 M parameters · float32 on cpu" in text(page, "about")
+    page.run("document.getElementById('prompt').value = '12+30='; document.getElementById('ask').requestSubmit()")
+    page.until("document.getElementById('answered').textContent !== ''")
+    assert text(page, "answer") == "42" and text(page, "answered").startswith("3 tokens · first after ")
+    page.run("document.querySelector('[value=chat]').click(); document.getElementById('ask').requestSubmit()")
+    page.until("document.getElementById('answered').textContent.includes('tokens')")
+    assert text(page, "answer") == "42"
+    page.run("document.querySelector('[value=completion]').click()")
+
+
+def test_E_the_page_shows_what_ran(server: Running, page: Page) -> None:
+    server.client().completions.create(model="demo", prompt=[5] * 33, max_tokens=21, extra_body={"ignore_eos": True})
+    page.until("document.getElementById('requests').textContent.includes('full length')")
+    row = page.run("[...document.querySelector('#requests tr').children].map(cell => cell.textContent)")
+    assert row[0] == "full length" and row[2:4] == ["33", "21"]
+    page.until("document.getElementById('t-running').dataset.text === '0'")
+    assert "of 32 at a time" in text(page, "t-running-most") and "blocks held" in text(page, "blocks")
+    page.until("document.querySelectorAll('#chart-tokens path').length === 4")
+    page.until("document.querySelector('#chart-steps .line.a').getAttribute('d') !== ''")
+
+
+def test_E_the_page_fits_a_phone_and_has_a_dark_side(page: Page, server: Running) -> None:
+    for width in (360, 390, 768, 1280):
+        page.size(width, 800)
+        time.sleep(0.1)
+        assert page.run("document.documentElement.scrollWidth") <= width
+        outside = page.run(
+            "[...document.querySelectorAll('td, .tiles b, .head span, dd')].filter(each => each.getBoundingClientRect().right"
+            " > innerWidth || each.scrollWidth > each.clientWidth + 1 && getComputedStyle(each).display !== 'inline')"
+            ".map(each => each.textContent)"
+        )
+        assert outside == [], f"at {width} px"
+    light = page.run("getComputedStyle(document.body).backgroundColor")
+    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert page.run("getComputedStyle(document.body).backgroundColor") != light
+
+
+def test_E_the_page_tells_of_faults(page: Page) -> None:
+    page.run("document.getElementById('prompt').value = 'a'.repeat(2000); document.getElementById('ask').requestSubmit()")
+    page.until("document.getElementById('answer').className === 'fault'")
+    assert "max_model_len" in text(page, "answer")
+
+
+def test_E_the_page_asks_nobody_else(server: Running, page: Page) -> None:
+    assert page.requested and all(url.startswith((server.url, "data:")) for url in page.requested)
+    assert not page.faults, page.faults
+
+
+def test_F_the_page_shows_the_start_before_the_model_is_ready(page: Page) -> None:
+    """A page over given data: what a start looks like while it lasts."""
+    stages = [{"name": "weights", "seconds": 1.25}]
+    bars = [{"title": "building pieces", "done": 1, "total": 4, "note": "0814"}]
+    page.run(f"latest.state = 'starting'; latest.steps.count = 0; latest.startup = {json.dumps({'stages': stages, 'bars': bars})};"
+             "clearTimeout(timer); showHead(latest); showStartup(latest)")  # fmt: skip
+    rows = page.run("[...document.querySelectorAll('#bars .bar')].map(row => row.textContent)")
+    assert rows[0] == "weights1.3 s" and rows[1] == "building pieces · 08141 of 4"
+    assert page.run("document.querySelectorAll('#bars i')[1].style.width") == "25%"
+    assert page.run("getComputedStyle(document.querySelector('.tiles')).display") == "none"
