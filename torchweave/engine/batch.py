@@ -218,7 +218,7 @@ class Batch:
         facts.count[slots] = counts + 1
 
         if step.chunks:
-            self.moves += [(request_id, "answering") for request_id in facts.ids[slots[counts == 0]].tolist()]
+            self.moves.extend((request_id, "answering") for request_id in facts.ids[slots[counts == 0]].tolist())
         special = facts.special[slots]
         if special.any():
             stopped = stopped | self._absorb_special(slots, tokens, special, rows, result.logprobs)
