@@ -213,6 +213,7 @@ def test_places_are_given_back() -> None:
         ({"bad_words": [[5, 10_000]]}, "bad_words holds the token id 10000"),
         ({"bad_words": [[5] * 33]}, "at most 32 tokens"),
         ({"bad_words": ["five"]}, "tokenizer"),
+        ({"allowed_token_ids": [7], "stop_token_ids": [7, 8], "min_tokens": 2}, "stop tokens alone"),
     ],
 )
 def test_tokens_that_the_model_does_not_know_are_refused(llm: LLM, params: dict[str, Any], words: str) -> None:

@@ -26,9 +26,12 @@ class Active:
         stops: tokens that end it.
         late_stops: of these, what the device has no room for.
         num_logprobs: most likely tokens wanted with each token; -1 for none at all.
+        num_prompt_logprobs: the same for the tokens of the prompt.
         sent: of these, tokens that were told already.
         paused: it ran before.
         reason: why it ended, once it has.
+        prompt_logprobs: of the prompt's tokens but the first, as far as they were not told yet.
+        scored: positions of the prompt whose logits were looked at.
         error: what went wrong, where that was the reason.
         constraint: its grammar, where it asked for a form.
     """
@@ -40,11 +43,14 @@ class Active:
     stops: tuple[int, ...]
     late_stops: frozenset[int]
     num_logprobs: int
+    num_prompt_logprobs: int = -1
     generated: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     sent: int = 0
     paused: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()
     reason: FinishReason | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    scored: int = 0
     error: str = ""
     constraint: Constraint | None = None
     _hashes: list[bytes] = field(default_factory=list)

@@ -18,15 +18,16 @@ import numpy as np
 from torchweave.engine.active import Active, Queue
 from torchweave.engine.forming import Former
 from torchweave.engine.kv_cache import KVCache
-from torchweave.engine.limits import Limits
+from torchweave.engine.limits import Limits, why_not_together
 from torchweave.engine.planner import Planner
-from torchweave.engine.request import FinishReason, InferenceRequest, Output, TokenLogprobs
+from torchweave.engine.request import FinishReason, InferenceRequest, Output
 from torchweave.engine.responses import Response, Responses, refusal
 from torchweave.engine.running import Running
 from torchweave.engine.scheduler import Decision, Policy, static_batch
+from torchweave.engine.scoring import chunk_size, take_in
 from torchweave.engine.slots import Slots
 from torchweave.engine.step import Step, StepLogprobs, StepResult
-from torchweave.engine.structured import Constraint, Grammars, why_not_together
+from torchweave.engine.structured import Constraint, Grammars
 from torchweave.ops.state import MAX_STOP_IDS, SlotUpdates
 
 Move = Literal["started", "paused", "answering"]
@@ -107,7 +108,7 @@ class Batch:
         """Why a request can never run, in one sentence; empty when it can. Of any thread."""
         if request.sampling.structured_outputs is not None and self.grammars is None:
             return "structured_outputs needs a tokenizer, and this model has none."
-        return why_not_together(request.sampling) or self.limits.why_not(request, self.kv)
+        return why_not_together(request.sampling, self._eos) or self.limits.why_not(request, self.kv)
 
     def add(self, request: InferenceRequest, seed: int) -> None:
         """Take in a request for which `why_not` found nothing; `seed` is used when it brings none."""
@@ -121,6 +122,7 @@ class Batch:
             stops=stops,
             late_stops=frozenset(stops[MAX_STOP_IDS:]),
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         )
         self._arrivals += 1
         if params.structured_outputs is None:
@@ -176,7 +178,11 @@ class Batch:
                 if decision.resting or decision.paused:
                     generating = self._thin_out(decision)
                 chunks += [(self._start(self._waiting.pop()), size) for size in decision.admitted]
-                chunks = [chunk for chunk in chunks if self.kv.ready(chunk[0])]
+                chunks = [
+                    (slot, chunk_size(self._slots.request_in(slot), size))
+                    for slot, size in chunks
+                    if self.kv.ready(slot)
+                ]
             generating = running.adjustments.awake(generating)
             if chunks or generating.size:
                 return self._former.form(generating, chunks)
@@ -207,6 +213,8 @@ class Batch:
         """Take in what a step produced; returns what there is to say."""
         self._running.completed = step.index
         facts = self._slots
+        if step.scored is not None and result.scores is not None:
+            take_in(step.scored, result.scores, facts.active)
         rows = np.flatnonzero(step.emits & ~facts.done[step.slots])
         slots = step.slots[rows]
         tokens = result.tokens[rows]
@@ -252,10 +260,7 @@ class Batch:
             generated = int(self._slots.count[slots[i]])
             stopped[i] = token in active.late_stops and generated > active.request.sampling.min_tokens
             if active.num_logprobs >= 0 and found is not None:
-                at = place[int(rows[i])]
-                keep = slice(0, active.num_logprobs)
-                top = dict(zip(found.top_ids[at][keep].tolist(), found.top_values[at][keep].tolist(), strict=True))
-                entry = TokenLogprobs(token, float(found.chosen[at]), int(found.ranks[at]), top)
+                entry = found.entry(place[int(rows[i])], token, active.num_logprobs)
                 active.logprobs = (*active.logprobs, entry)
         return stopped
 
@@ -278,7 +283,7 @@ class Batch:
     @staticmethod
     def _left(active: Active) -> Response:
         """The last response to a request that does not run."""
-        left = Output(active.generated[active.sent :], active.reason, active.logprobs)
+        left = Output(active.generated[active.sent :], active.reason, active.logprobs, active.prompt_logprobs)
         return Response(active.request.id, left, final=True, error=active.error)
 
     def _finish(self, slot: int, reason: FinishReason) -> None:
@@ -293,8 +298,9 @@ class Batch:
         new = self._slots.tokens[slot, int(self._slots.sent[slot]) : count].copy()
         self._slots.sent[slot] = count
         logprobs, active.logprobs = active.logprobs, ()
+        of_prompt, active.prompt_logprobs = active.prompt_logprobs, ()
         final = active.reason is not None
-        return Response(active.request.id, Output(new, active.reason, logprobs), final, active.error)
+        return Response(active.request.id, Output(new, active.reason, logprobs, of_prompt), final, active.error)
 
     def _release(self) -> list[Response]:
         """Give back the slots that no step in flight names. Requests that are done are answered for the last time, paused

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -45,8 +44,7 @@ class Flight:
             RuntimeError: the engine was shut down.
         """
         ids = []
-        for index in range(params.n):
-            seeded = params if params.seed is None else replace(params, seed=(params.seed + index) % 2**64)
+        for index, seeded in enumerate(params.each()):
             stream = None
             if self._tokenizer is not None:
                 stream = self._tokenizer.stream(prompt.tolist(), params.skip_special_tokens)
@@ -79,6 +77,7 @@ class Flight:
                 if response.error:
                     raise RuntimeError(response.error) from self._manager.failure
                 output = response.output
+                self.answers[response.id].prompt_logprobs += output.prompt_logprobs
                 if self.answers[response.id].add(output.token_ids.tolist(), output.finish_reason, output.logprobs):
                     self._client.stop(response.id)
                 yield response.id, response.final

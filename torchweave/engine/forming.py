@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from torchweave.engine.active import Active
 from torchweave.engine.kv_match import Match
 from torchweave.engine.limits import Limits
 from torchweave.engine.running import NO_SLOTS, Running
-from torchweave.engine.step import Chunk, Step
+from torchweave.engine.scoring import scored
+from torchweave.engine.step import Chunk, Scored, Step
 from torchweave.ops.state import SlotUpdates
 
 GRANT_AHEAD = 16  # tokens: a sequence gets its next block this early, together with others that need one soon
@@ -96,11 +99,18 @@ class Former:
             max_seq_len=int(after.max()),
             logprobs=self._logprob_rows(slots, emits),
             adjust=running.adjustments.of(slots, emits),
+            scored=self._scored(chunks, reads, len(generating)) if chunks else None,
         )
         self._slots.last_named[slots] = step.index
         self._next_index += 1
         running.advance(slots, after, emits, len(generating))
         return step
+
+    def _scored(self, chunks: list[tuple[int, int]], reads: Sequence[Chunk], first: int) -> Scored | None:
+        slots = [slot for slot, _ in chunks]
+        return scored(
+            [(slot, self._slots.request_in(slot), chunk) for slot, chunk in zip(slots, reads, strict=True)], first
+        )
 
     def _chunk(self, slot: int, size: int) -> Chunk:
         start = int(self._slots.computed[slot])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +43,7 @@ class Limits:
 
     def why_not(self, request: InferenceRequest, kv: KVCache) -> str:
         """Why a request can never run, in one sentence; empty when it can."""
-        if why := _not_yet(request.sampling) or _why_not_drawn(request.sampling, self.vocab_size):
+        if why := _why_not_drawn(request.sampling, self.vocab_size):
             return why
         prompt = np.asarray(request.input_ids)
         if prompt.ndim != 1 or prompt.size == 0:
@@ -68,16 +69,6 @@ class Limits:
         return ""
 
 
-_NOT_YET = {"prompt_logprobs": None}
-
-
-def _not_yet(params: SamplingParams) -> str:
-    for name, default in _NOT_YET.items():
-        if getattr(params, name) != default:
-            return f"{name} is not supported yet; leave it out."
-    return ""
-
-
 def _why_not_drawn(params: SamplingParams, vocab_size: int) -> str:
     """What is wrong with the tokens that a request names."""
     named = {"logit_bias": params.logit_bias or (), "allowed_token_ids": params.allowed_token_ids or ()}
@@ -91,4 +82,17 @@ def _why_not_drawn(params: SamplingParams, vocab_size: int) -> str:
         wrong = [token for token in ids if token >= vocab_size]
         if wrong:
             return f"{name} holds the token id {wrong[0]}, but this model knows 0..{vocab_size - 1}."
+    return ""
+
+
+def why_not_together(params: SamplingParams, eos: Sequence[int]) -> str:
+    """Which fields exclude each other; empty when none do. `eos` are the model's own end tokens."""
+    allowed = params.allowed_token_ids
+    if allowed is None:
+        return ""
+    if params.structured_outputs is not None:
+        return "structured_outputs and allowed_token_ids both say which tokens are allowed; give one of them."
+    stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos)}
+    if params.min_tokens and stops.issuperset(allowed):
+        return "allowed_token_ids holds stop tokens alone, which min_tokens holds back; allow others too, or leave min_tokens out."
     return ""

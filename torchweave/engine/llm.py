@@ -119,6 +119,7 @@ class LLM:
                 prompt=text if isinstance(text, str) else None,
                 prompt_token_ids=prompt.tolist(),
                 outputs=[flight.answers[number].result() for number in mine],
+                prompt_logprobs=flight.answers[mine[0]].scored_prompt(),
             )
             for text, prompt, mine in zip(texts, ids, numbers, strict=True)
         ]

@@ -12,6 +12,7 @@ from torchweave.engine.limits import Limits
 from torchweave.engine.running import Running
 from torchweave.engine.scheduler import Context, Decision, Generation, Policy, Snapshot, Waiting
 from torchweave.engine.scheduler.waiting import holds_back
+from torchweave.engine.scoring import known_tokens
 
 
 class Planner:
@@ -54,7 +55,7 @@ class Planner:
             return Match()
         context = active.context
         hashes = active.hashes(context, self._kv.block_size)
-        return self._kv.match(hashes[: (len(context) - 1) // self._kv.block_size])
+        return self._kv.match(hashes[: known_tokens(active) // self._kv.block_size])
 
     def _snapshot(self, lacking: np.ndarray, waiting: Queue) -> Snapshot:
         kv, slots, limits, running = self._kv, self._slots, self._limits, self._running

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -151,6 +151,14 @@ class SamplingParams:
         if any(not text for text in self.stop_strings):
             raise ValueError("stop holds an empty string; leave it out or give the text that should end the answer.")
 
+    def each(self) -> list[SamplingParams]:
+        """Parameters of each of the `n` answers: seeds that follow one another, and the prompt scored for the first."""
+        found = []
+        for index in range(self.n):
+            seed = None if self.seed is None else (self.seed + index) % 2**64
+            found.append(replace(self, seed=seed, prompt_logprobs=None if index else self.prompt_logprobs))
+        return found
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
@@ -219,11 +227,14 @@ class Output(NamedTuple):
     Attributes:
         token_ids: int32; where the reason is "stop", the stop token is its last.
         finish_reason: None until the final response.
+        logprobs: of these tokens, where that was asked for.
+        prompt_logprobs: of the prompt's tokens but the first, with the first response behind them.
     """
 
     token_ids: np.ndarray
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass
@@ -240,10 +251,15 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its answers, with vLLM's names."""
+    """A prompt and its answers, with vLLM's names.
+
+    Attributes:
+        prompt_logprobs: of each token of the prompt, None for the first; None where they were not asked for.
+    """
 
     request_id: int
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
+    prompt_logprobs: list[dict[int, float] | None] | None = None

@@ -44,6 +44,7 @@ class Handle:
     rows: int
     how: str
     logprobs: tuple[np.ndarray, tuple[Tensor, ...]] | None
+    scores: tuple[np.ndarray, tuple[Tensor, ...]] | None
 
 
 BEGIN = "begin"  # handed to the boundary once the step's metadata is in place, before the model runs
@@ -154,9 +155,9 @@ class Runner:
         return self._decode_steps[rows]
 
     def _mixed_step(
-        self, rows: int, tokens: int, max_seq_len: int
+        self, rows: int, tokens: int, max_seq_len: int, scored: Tensor | None = None
     ) -> tuple[Callable[[Boundary], Tensor], AttentionBoundary]:
-        """The step of `tokens` tokens over `rows` rows, which reads the packed inputs."""
+        """The step of `tokens` tokens over `rows` rows, which reads the packed inputs; also the logits of tokens `scored`."""
         buffers, state = self._buffers, self.state
         packed = buffers.views(rows, tokens)
         ids, positions, mapping = buffers.ids[:tokens], buffers.positions[:tokens], buffers.slot_mapping[:tokens]
@@ -179,8 +180,9 @@ class Runner:
                 block_size=block_size,
             )
             boundary(BEGIN, (), {})
-            logits = self._forward(boundary, ids, positions, index)
-            sample(logits, packed.slots, state, drawn)
+            wanted = index if scored is None else torch.cat([index, scored])
+            logits = self._forward(boundary, ids, positions, wanted)
+            sample(logits[:rows], packed.slots, state, drawn)
             advance(drawn, packed.slots, packed.emit, state, out)
             return logits
 
@@ -294,19 +296,29 @@ class Runner:
             how, logits = self._launch_mixed(step) if step.chunks else self._launch_decode(step.num_rows)
             if step.adjust is not None:
                 self._redraw(step.adjust, logits, self._buffers.tokens, self._buffers.out)
-            wanted = None
+            wanted = scores = None
+            if step.scored is not None:
+                scores = self._scores(step, logits)
             if step.logprobs is not None:
                 rows, most = step.logprobs
                 wanted = rows, self._logprobs(logits, rows, most)
             turn, host = self._from_device.next()
             host[: step.num_rows].copy_(self._buffers.out[: step.num_rows], non_blocking=True)
             self._from_device.mark(turn)
-        return Handle(turn, step.num_rows, how, wanted)
+        return Handle(turn, step.num_rows, how, wanted, scores)
 
     def _logprobs(self, logits: Tensor, rows: np.ndarray, most: int) -> tuple[Tensor, ...]:
         """Host tensors that are filled when the step has completed; only the rows that asked cost anything."""
         index = torch.from_numpy(rows).to(self._device, non_blocking=True)
-        found = logprobs(logits[index], self._buffers.tokens[index], most)
+        return self._on_host(logprobs(logits[index], self._buffers.tokens[index], most))
+
+    def _scores(self, step: Step, logits: Tensor) -> tuple[np.ndarray, tuple[Tensor, ...]]:
+        """The same of tokens of prompts, whose logits are the last ones."""
+        assert step.scored is not None
+        targets = torch.from_numpy(step.scored.targets).to(self._device, non_blocking=True)
+        return step.scored.index, self._on_host(logprobs(logits[-len(targets) :], targets, step.scored.most))
+
+    def _on_host(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._stream is None:
             return found
         return tuple(torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in found)
@@ -323,6 +335,9 @@ class Runner:
     def _launch_mixed(self, step: Step) -> tuple[str, Tensor]:
         bucket = self._bucket(self._mixed_graphs, step.num_tokens, padding=True)
         limit = self.plan.config.torch_compile_config.max_padding_ratio
+        scored = None
+        if step.scored is not None:  # more logits than a recording has
+            bucket, scored = None, torch.from_numpy(step.scored.index).to(self._device, non_blocking=True)
         if bucket is not None and (bucket > limit * step.num_tokens or step.num_rows > self.rows_of(bucket)):
             bucket = None
         tokens = max(step.num_tokens, self._least) if bucket is None else bucket
@@ -336,7 +351,7 @@ class Runner:
             recording = self._mixed_graphs[bucket]
             recording.replay()
             return "mixed_graph" if recording.num_segments == 1 else "piecewise_graph", recording.output
-        run, boundary = self._mixed_step(rows, tokens, step.max_seq_len)
+        run, boundary = self._mixed_step(rows, tokens, step.max_seq_len, scored)
         return "plain", run(boundary)
 
     @staticmethod
@@ -354,11 +369,7 @@ class Runner:
     def collect(self, handle: Handle) -> StepResult:
         """Wait for a launched step and take its tokens."""
         tokens = self._from_device.wait(handle.turn)[: handle.rows].numpy().copy()
-        if handle.logprobs is None:
-            return StepResult(tokens, handle.how)
-        rows, (chosen, values, ids, ranks) = handle.logprobs
-        found = StepLogprobs(rows, chosen.numpy(), ranks.numpy(), values.numpy(), ids.numpy())
-        return StepResult(tokens, handle.how, found)
+        return StepResult(tokens, handle.how, _found(handle.logprobs), _found(handle.scores))
 
     def rest(self) -> None:
         """Let the workers of the CPU go, so that they are not in the way of what the process computes elsewhere."""
@@ -367,6 +378,13 @@ class Runner:
 
     def _on_stream(self) -> torch.cuda.StreamContext | _Nothing:
         return torch.cuda.stream(self._stream) if self._stream is not None else _Nothing()
+
+
+def _found(tensors: tuple[np.ndarray, tuple[Tensor, ...]] | None) -> StepLogprobs | None:
+    if tensors is None:
+        return None
+    rows, (chosen, values, ids, ranks) = tensors
+    return StepLogprobs(rows, chosen.numpy(), ranks.numpy(), values.numpy(), ids.numpy())
 
 
 class _Nothing:

@@ -64,7 +64,8 @@ class Slots:
         self._starts += 1
         self.done[slot] = False
         self.streaming[slot] = active.request.streaming
-        self.special[slot] = active.num_logprobs >= 0 or bool(active.late_stops) or active.constraint is not None
+        asks = max(active.num_logprobs, active.num_prompt_logprobs) >= 0 or active.constraint is not None
+        self.special[slot] = asks or bool(active.late_stops)
         self.last_named[slot] = -1
         return slot
 

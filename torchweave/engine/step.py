@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchweave.engine.request import TokenLogprobs
 from torchweave.ops.sampling_adjust import Join
 
 
@@ -33,6 +34,23 @@ class Adjust:
 
 
 @dataclass(frozen=True)
+class Scored:
+    """Tokens of prompts whose log-probabilities are wanted.
+
+    Attributes:
+        slots: each slot with the number of its tokens, in the order in which they follow.
+        index: int64 [n], which of the step's tokens has the logits.
+        targets: int32 [n], the prompt's next token.
+        most: the most that one of the requests wants.
+    """
+
+    slots: tuple[tuple[int, int], ...]
+    index: np.ndarray
+    targets: np.ndarray
+    most: int
+
+
+@dataclass(frozen=True)
 class Step:
     """A step names slots, never requests: everything else about a row is on the device.
 
@@ -46,6 +64,7 @@ class Step:
         max_seq_len: longest sequence of the step in tokens, this step's tokens included.
         logprobs: rows that asked for log-probabilities, and the most that one of them wants.
         adjust: rows that are drawn from changed logits; None where nobody asked for that.
+        scored: tokens of prompts whose log-probabilities are wanted; None where nobody asked for that.
     """
 
     index: int
@@ -57,6 +76,7 @@ class Step:
     max_seq_len: int
     logprobs: tuple[np.ndarray, int] | None = None
     adjust: Adjust | None = None
+    scored: Scored | None = None
 
     @property
     def num_rows(self) -> int:
@@ -85,6 +105,12 @@ class StepLogprobs:
     top_values: np.ndarray  # float32 [n, k]
     top_ids: np.ndarray  # int64 [n, k]
 
+    def entry(self, at: int, token: int, count: int) -> TokenLogprobs:
+        """Entry `at`, which is of `token`, with the `count` most likely tokens."""
+        ids, values = self.top_ids[at][:count].tolist(), self.top_values[at][:count].tolist()
+        top = dict(zip(ids, values, strict=True))
+        return TokenLogprobs(token, float(self.chosen[at]), int(self.ranks[at]), top)
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -92,9 +118,11 @@ class StepResult:
 
     Attributes:
         tokens: int32 [rows]; a token id, or -1 - id when the device saw that it is a stop token of its request.
+        logprobs, scores: log-probabilities of the tokens drawn, and of those of prompts, for those who asked.
         how: the way the step was run: decode_graph, mixed_graph, piecewise_graph or plain.
     """
 
     tokens: np.ndarray
     how: str
     logprobs: StepLogprobs | None = None
+    scores: StepLogprobs | None = None

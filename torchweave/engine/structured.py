@@ -59,13 +59,6 @@ def why_not(structured: StructuredOutputs) -> str:
     return _sentence(structured, complaint) if complaint else ""
 
 
-def why_not_together(params: SamplingParams) -> str:
-    """What does not go with a form; empty when all does."""
-    if params.structured_outputs is not None and params.allowed_token_ids is not None:
-        return "structured_outputs and allowed_token_ids both say which tokens are allowed; give one of them."
-    return ""
-
-
 def _sentence(structured: StructuredOutputs, complaint: str) -> str:
     fields = ("json", "regex", "choice", "grammar", "json_object")
     name = next(name for name in fields if getattr(structured, name) is not None)

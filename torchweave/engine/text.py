@@ -51,6 +51,9 @@ class Answer:
         params: where it ends.
         detokenizer: None when the model has no tokenizer; the text is then empty.
         index: which of the `n` answers it is.
+
+    Attributes:
+        prompt_logprobs: of the prompt's tokens but the first, where this is the answer that brings them.
     """
 
     def __init__(self, params: SamplingParams, detokenizer: Detokenizer | None, index: int) -> None:
@@ -58,6 +61,7 @@ class Answer:
         self.text = ""
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._params = params
         self._detokenizer = detokenizer
         self._logprobs: list[TokenLogprobs] = []
@@ -125,3 +129,9 @@ class Answer:
             result.logprobs = [{**entry.top, entry.token_id: entry.logprob} for entry in kept]
             result.cumulative_logprob = sum(entry.logprob for entry in kept)
         return result
+
+    def scored_prompt(self) -> list[dict[int, float] | None] | None:
+        """Log-probabilities of each token of the prompt, None for the first; None where nobody asked."""
+        if self._params.prompt_logprobs is None:
+            return None
+        return [None, *({**entry.top, entry.token_id: entry.logprob} for entry in self.prompt_logprobs)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,6 +116,4 @@ class Flight:
 
 def seeds(params: SamplingParams) -> list[SamplingParams]:
     """Parameters of the `n` answers to one prompt, each drawn on its own."""
-    if params.seed is None:
-        return [params] * params.n
-    return [replace(params, seed=(params.seed + index) % 2**64) for index in range(params.n)]
+    return params.each()
