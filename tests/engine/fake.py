@@ -13,13 +13,15 @@ import numpy as np
 import torch
 
 from torchweave.engine.batch import Batch
+from torchweave.engine.beam_search import BeamSearch, Continuations, num_candidates
 from torchweave.engine.buffers import StepBuffers, pack, packed_size
 from torchweave.engine.forming import GRANT_AHEAD
 from torchweave.engine.kv_cache import KVCache
 from torchweave.engine.limits import Limits
 from torchweave.engine.offload import HostPool
+from torchweave.engine.request import SamplingParams
 from torchweave.engine.scheduler import POLICIES
-from torchweave.engine.step import Step, StepResult
+from torchweave.engine.step import Step, StepLogprobs, StepResult
 from torchweave.ops.state import SlotState
 from torchweave.ops.step import advance, prepare, prepare_decode
 
@@ -31,6 +33,42 @@ def next_token(ids: Sequence[int]) -> int:
     for token in ids:
         value = (value * 31 + int(token) + 1) % 1_000_003
     return value % VOCAB
+
+
+_POWERS = np.array([pow(31, exponent, 1_000_003) for exponent in range(4096)])
+_LOGPROBS = (
+    torch.from_numpy(np.random.default_rng(0).standard_normal((1009, VOCAB)) * 2).float().log_softmax(-1).numpy()
+)
+
+
+def hashes(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The number that stands for the first `lengths[i]` of `ids[i]`."""
+    at = lengths[:, None] - 1 - np.arange(ids.shape[1])
+    known = np.where(at >= 0, (ids + 1) * _POWERS[np.maximum(at, 0)], 0)
+    return (7 * _POWERS[lengths] + known.sum(axis=1)) % 1_000_003
+
+
+def logprobs_of(numbers: np.ndarray) -> np.ndarray:
+    return _LOGPROBS[numbers % len(_LOGPROBS)]
+
+
+def best_of(numbers: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities and ids of the most likely next tokens, best first."""
+    values = logprobs_of(numbers)
+    ids = np.argsort(-values, axis=-1, kind="stable")[:, :most]
+    return np.take_along_axis(values, ids, -1), ids
+
+
+def expected_beams(prompt: Sequence[int], params: SamplingParams, stops: Sequence[int] = ()) -> list[list[int]]:
+    """What a beam search finds that runs alone, every sequence read from its beginning in each step."""
+    assert params.max_tokens is not None
+    search = BeamSearch(params, frozenset(stops), params.max_tokens)
+    most = num_candidates(params, len(set(stops)))
+    while not search.finished:
+        ids = np.array([[*prompt, *beam.tokens.tolist()] for beam in search.beams])
+        values, tokens = best_of(hashes(ids, np.full(len(ids), ids.shape[1])), most)
+        search.advance([Continuations(*each) for each in zip(values, tokens, strict=True)])
+    return [beam.token_ids.tolist() for beam in search.best()]
 
 
 def expected(prompt: Sequence[int], max_tokens: int, stops: Sequence[int] = ()) -> list[int]:
@@ -61,18 +99,23 @@ class FakeRunner:
         return False
 
     def collect(self, handle: object) -> StepResult:
-        assert isinstance(handle, np.ndarray)
-        return StepResult(handle, "plain")
+        tokens, found = handle  # type: ignore[misc]
+        return StepResult(tokens, "plain", found)
 
     def rest(self) -> None:
         pass
 
-    def launch(self, step: Step) -> np.ndarray:
+    def launch(self, step: Step) -> tuple[np.ndarray, StepLogprobs | None]:
         if self.launched == self.fail_at:
             raise RuntimeError("the device is gone")
         self.launched += 1
         if step.updates is not None:
             self.state.write(*step.updates)
+        if step.copies is not None:
+            sources, targets = step.copies
+            assert not set(sources.tolist()) & set(targets.tolist()) and len(set(targets.tolist())) == len(targets)
+            blocks = self.cache.reshape(-1, self.block_size)
+            blocks[targets] = blocks[sources]
         rows, tokens, buffers = step.num_rows, step.num_tokens, self.buffers
         into = {
             "ids": buffers.ids[:tokens],
@@ -95,12 +138,22 @@ class FakeRunner:
         assert (mapping >= 0).all(), "a token has no place in the cache"
         self.cache[mapping] = into["ids"].numpy()
         drawn = buffers.tokens[:rows]
-        for row, slot in enumerate(slots.tolist()):
-            at = np.arange(int(into["seq_lens"][row]))
-            table = self.state.host["block_table"][slot]
-            drawn[row] = next_token(self.cache[table[at // self.block_size] * self.block_size + at % self.block_size])
+        lengths = into["seq_lens"].numpy().astype(np.int64)
+        at = np.arange(int(lengths.max()))
+        table = self.state.host["block_table"][slots.numpy()]
+        numbers = hashes(self.cache[table[:, at // self.block_size] * self.block_size + at % self.block_size], lengths)
+        drawn.numpy()[:] = numbers % VOCAB
         advance(drawn, slots, emit, self.state, buffers.out[:rows])
-        return buffers.out[:rows].numpy().copy()
+        return buffers.out[:rows].numpy().copy(), self._logprobs(step, numbers, drawn.numpy())
+
+    def _logprobs(self, step: Step, numbers: np.ndarray, drawn: np.ndarray) -> StepLogprobs | None:
+        if step.logprobs is None:
+            return None
+        rows, most = step.logprobs
+        values, ids = best_of(numbers[rows], most)
+        every = logprobs_of(numbers[rows])
+        chosen = every[np.arange(len(rows)), drawn[rows]]
+        return StepLogprobs(rows, chosen, (every > chosen[:, None]).sum(axis=1) + 1, values, ids)
 
 
 class FakeMover:

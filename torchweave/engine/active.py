@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from torchweave.engine.beam_search import BeamSearch
 from torchweave.engine.kv_match import chain
 from torchweave.engine.request import FinishReason, InferenceRequest, TokenLogprobs
 from torchweave.engine.structured import Constraint
@@ -34,6 +35,7 @@ class Active:
         scored: positions of the prompt whose logits were looked at.
         error: what went wrong, where that was the reason.
         constraint: its grammar, where it asked for a form.
+        search: what a beam search has found; None for all other requests.
     """
 
     request: InferenceRequest
@@ -53,6 +55,7 @@ class Active:
     scored: int = 0
     error: str = ""
     constraint: Constraint | None = None
+    search: BeamSearch | None = None
     _hashes: list[bytes] = field(default_factory=list)
 
     @property

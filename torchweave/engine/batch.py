@@ -16,12 +16,14 @@ from typing import Literal
 import numpy as np
 
 from torchweave.engine.active import Active, Queue
+from torchweave.engine.beam_search import BeamSearch, num_candidates
+from torchweave.engine.beams import Beams, Group
 from torchweave.engine.forming import Former
 from torchweave.engine.kv_cache import KVCache
 from torchweave.engine.limits import Limits, why_not_together
 from torchweave.engine.planner import Planner
 from torchweave.engine.request import FinishReason, InferenceRequest, Output
-from torchweave.engine.responses import Response, Responses, refusal
+from torchweave.engine.responses import NO_TOKENS, Response, Responses, refusal
 from torchweave.engine.running import Running
 from torchweave.engine.scheduler import Decision, Policy, static_batch
 from torchweave.engine.scoring import chunk_size, take_in
@@ -70,7 +72,8 @@ class Batch:
         self.static = policy is static_batch
         self._eos = tuple(eos_token_ids)
         self._slots = Slots(limits.max_batch_size)
-        self._running = Running(self._slots, kv, reuse)
+        self._beams = Beams(self._slots, kv, updates)
+        self._running = Running(self._slots, self._beams, kv, reuse)
         self._planner = Planner(limits, policy, self._running)
         self._former = Former(limits, self._running, updates)
         self._waiting = Queue()
@@ -124,6 +127,11 @@ class Batch:
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
             num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         )
+        if params.beam_width > 1:
+            most = self.limits.last_position(request) + 1 - len(active.prompt)
+            active.search = BeamSearch(params, frozenset(stops), most)
+            active.num_logprobs = max(num_candidates(params, len(stops)), active.num_logprobs)
+            active.late_stops = frozenset()
         self._arrivals += 1
         if params.structured_outputs is None:
             self._waiting.add(active)
@@ -167,16 +175,16 @@ class Batch:
     def next_step(self) -> Step | None:
         """The next step, or None when there is nothing to run, or nothing before a step in flight has completed."""
         running = self._running
-        if self._former.spare and not self._waiting and not running.context:
+        if self._former.spare and not self._waiting and not running.context and not self._beams:
             generating = running.adjustments.awake(running.generating)
-            return self._former.form(generating, []) if generating.size else None
+            return self._former.form(generating) if generating.size else None
         while True:
             decision = self._planner.decide(self._waiting)
-            generating, chunks = running.generating, []
+            generating, searches, chunks = running.generating, self._beams.generating(), []
             if decision is not None:
                 chunks = [(slot, size) for slot, size in zip(running.context, decision.chunks, strict=True) if size]
                 if decision.resting or decision.paused:
-                    generating = self._thin_out(decision)
+                    generating, searches = self._thin_out(decision)
                 chunks += [(self._start(self._waiting.pop()), size) for size in decision.admitted]
                 chunks = [
                     (slot, chunk_size(self._slots.request_in(slot), size))
@@ -184,8 +192,9 @@ class Batch:
                     if self.kv.ready(slot)
                 ]
             generating = running.adjustments.awake(generating)
-            if chunks or generating.size:
-                return self._former.form(generating, chunks)
+            searches = [group for group in searches if group.num_rows]
+            if chunks or searches or generating.size:
+                return self._former.form(generating, chunks, searches)
             if not (decision and decision.paused) or any(running.in_flight(slot) for slot in running.leaving):
                 return None
             said = self._release()  # nothing holds the paused ones back: their blocks are for those who waited for them
@@ -195,17 +204,27 @@ class Batch:
         self.moves.append((active.request.id, "started"))
         return self._former.start(active, self._planner.known(active))
 
-    def _thin_out(self, decision: Decision) -> np.ndarray:
-        """Let the paused requests leave; returns the slots that generate in this step."""
-        generating, context = self._running.generating, list(self._running.context)
-        runs = np.ones(len(generating), bool)
+    def _thin_out(self, decision: Decision) -> tuple[np.ndarray, list[Group]]:
+        """Let the paused requests leave; returns the slots and the searches that generate in this step."""
+        generating, searches = self._running.generating, self._beams.generating()
+        slots = [*generating.tolist(), *(group.leader for group in searches), *self._running.context]
         for index in decision.paused:
-            slot = int(generating[index]) if index < len(generating) else context[index - len(generating)]
-            self._running.stop(slot)
-            self.moves.append((self._slots.request_in(slot).request.id, "paused"))
+            self._stop(slots[index])
+            self.moves.append((self._slots.request_in(slots[index]).request.id, "paused"))
         self.paused_total += len(decision.paused)
-        runs[[*decision.resting, *(index for index in decision.paused if index < len(generating))]] = False
-        return generating[runs]
+        out = {*decision.resting, *decision.paused}
+        runs = np.array([index not in out for index in range(len(generating) + len(searches))], bool)
+        return generating[runs[: len(generating)]], [
+            group for group, goes in zip(searches, runs[len(generating) :], strict=True) if goes
+        ]
+
+    def _stop(self, slot: int) -> None:
+        """Name a request in no step from here on."""
+        group = self._beams.of(slot)
+        if group is None:
+            self._running.stop(slot)
+        else:
+            self._running.stop_search(group)
 
     # -- results in --------------------------------------------------------------------------------------------------
 
@@ -216,6 +235,8 @@ class Batch:
         if step.scored is not None and result.scores is not None:
             take_in(step.scored, result.scores, facts.active)
         rows = np.flatnonzero(step.emits & ~facts.done[step.slots])
+        if self._beams:
+            rows = self._hear(step, rows, result)
         slots = step.slots[rows]
         tokens = result.tokens[rows]
         stopped = tokens < 0
@@ -247,6 +268,15 @@ class Batch:
             )
         responses.extend(self._release())
         return responses
+
+    def _hear(self, step: Step, rows: np.ndarray, result: StepResult) -> np.ndarray:
+        """Take in the rows of beam searches; returns the others."""
+        searching = self._slots.group[step.slots[rows]] >= 0
+        if searching.any():
+            assert result.logprobs is not None
+            for group in self._beams.hear(step.slots[rows[searching]], rows[searching], result.logprobs):
+                self._finish(group.leader, group.search.best()[0].finish_reason)
+        return rows[~searching]
 
     def _absorb_special(
         self, slots: np.ndarray, tokens: np.ndarray, special: np.ndarray, rows: np.ndarray, found: StepLogprobs | None
@@ -283,13 +313,16 @@ class Batch:
     @staticmethod
     def _left(active: Active) -> Response:
         """The last response to a request that does not run."""
+        if active.search is not None:
+            return _found(active)
         left = Output(active.generated[active.sent :], active.reason, active.logprobs, active.prompt_logprobs)
         return Response(active.request.id, left, final=True, error=active.error)
 
     def _finish(self, slot: int, reason: FinishReason) -> None:
+        group = self._beams.of(slot)
         self._slots.request_in(slot).reason = reason
-        self._slots.done[slot] = True
-        self._running.stop(slot)
+        self._slots.done[slot if group is None else group.slots] = True
+        self._stop(slot)
 
     def _say(self, slot: int) -> Response:
         """What is new about a slot's request since it was last told."""
@@ -308,6 +341,9 @@ class Batch:
         responses, running, facts = [], self._running, self._slots
         for slot in [slot for slot in running.leaving if not running.in_flight(slot)]:
             running.leaving.remove(slot)
+            if (group := self._beams.of(slot)) is not None:
+                responses += self._release_search(group)
+                continue
             active, count = facts.request_in(slot), int(facts.count[slot])
             # The last token was drawn but not read: its key and value are in no block.
             running.publish(slot, min(int(facts.computed[slot]), len(active.prompt) + max(count - 1, 0)))
@@ -324,6 +360,17 @@ class Batch:
             running.leave(slot)
         return responses
 
+    def _release_search(self, group: Group) -> list[Response]:
+        """The same for a beam search."""
+        active = group.active
+        self._beams.leave(group)
+        if active.reason is not None:
+            return [_found(active)]
+        active.generated = group.search.beams[0].tokens
+        active.paused = True
+        self._waiting.add(active)
+        return []
+
     def abandon(self, message: str) -> list[Response]:
         """Answer every request with an error and forget it: the device failed, or the engine shuts down."""
         ids = [*self._slots.of, *(active.request.id for active in (*self._waiting, *self._preparing))]
@@ -333,3 +380,14 @@ class Batch:
         self._preparing.clear()
         self._former.clear()
         return [refusal(request_id, message) for request_id in ids]
+
+
+def _found(active: Active) -> Response:
+    """The answers of a beam search that is over."""
+    assert active.search is not None
+    beams = active.search.best("cancelled" if active.reason == "cancelled" else None)
+    if not beams:  # stopped before its first step
+        return Response(active.request.id, Output(NO_TOKENS, active.reason), final=True)
+    return Response(
+        active.request.id, Output(beams[0].token_ids, active.reason, beams[0].logprobs, beams=beams), final=True
+    )

@@ -11,7 +11,7 @@ from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.client import Client, Inbox
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.responses import Response
-from torchweave.engine.text import Answer
+from torchweave.engine.text import Answer, Detokenizer
 from torchweave.models.tokenizer import Tokenizer
 
 _LOOK_SECONDS = 1.0  # between two looks at whether the engine is still alive, while waiting for it
@@ -26,11 +26,11 @@ class Flight:
         tokenizer: turns answers into text; None when the model has none.
 
     Attributes:
-        answers: what has come of each request so far, by request id.
+        answers: what has come of each request so far, by request id; a beam search has several.
     """
 
     def __init__(self, client: Client, manager: BatchManager, tokenizer: Tokenizer | None) -> None:
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, list[Answer]] = {}
         self._open: set[int] = set()
         self._inbox: Inbox = queue.SimpleQueue()
         self._client = client
@@ -43,16 +43,24 @@ class Flight:
         Raises:
             RuntimeError: the engine was shut down.
         """
+        answers = [Answer(params, self._detokenizer(prompt, params), index) for index in range(params.n)]
+        if params.beam_width > 1:
+            return [self._submit(prompt, params, streaming, answers)]
         ids = []
-        for index, seeded in enumerate(params.each()):
-            stream = None
-            if self._tokenizer is not None:
-                stream = self._tokenizer.stream(prompt.tolist(), params.skip_special_tokens)
-            request_id = self._client.submit(prompt, seeded, self._inbox, streaming)
-            self._open.add(request_id)
-            self.answers[request_id] = Answer(params, stream, index)
-            ids.append(request_id)
+        for answer, seeded in zip(answers, params.each(), strict=True):
+            ids.append(self._submit(prompt, seeded, streaming, [answer]))
         return ids
+
+    def _submit(self, prompt: np.ndarray, params: SamplingParams, streaming: bool, answers: list[Answer]) -> int:
+        request_id = self._client.submit(prompt, params, self._inbox, streaming)
+        self._open.add(request_id)
+        self.answers[request_id] = answers
+        return request_id
+
+    def _detokenizer(self, prompt: np.ndarray, params: SamplingParams) -> Detokenizer | None:
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.stream(prompt.tolist(), params.skip_special_tokens)
 
     def launch(self) -> None:
         """Tell the batch manager that there are new requests.
@@ -77,9 +85,11 @@ class Flight:
                 if response.error:
                     raise RuntimeError(response.error) from self._manager.failure
                 output = response.output
-                self.answers[response.id].prompt_logprobs += output.prompt_logprobs
-                if self.answers[response.id].add(output.token_ids.tolist(), output.finish_reason, output.logprobs):
-                    self._client.stop(response.id)
+                answers = self.answers[response.id]
+                answers[0].prompt_logprobs += output.prompt_logprobs
+                for answer, said in zip(answers, output.beams or (output,), strict=False):
+                    if answer.add(said.token_ids.tolist(), said.finish_reason, said.logprobs):
+                        self._client.stop(response.id)
                 yield response.id, response.final
 
     def _next(self) -> Sequence[Response]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchweave.engine.active import Active
+from torchweave.engine.beams import Group
 from torchweave.engine.kv_match import Match
 from torchweave.engine.limits import Limits
 from torchweave.engine.running import NO_SLOTS, Running
@@ -51,6 +52,9 @@ class Former:
         self._running.context.append(slot)
         self._tell(slot, active)
         self._running.adjustments.start(slot, active)
+        if active.search is not None:
+            for other in self._running.beams.start(slot, active).slots[1:]:
+                self._tell(other, active)
         return slot
 
     def _tell(self, slot: int, active: Active) -> None:
@@ -58,16 +62,23 @@ class Former:
         updates, params = self._updates, active.request.sampling
         updates.set("position", slot, active.context_len - 1)
         updates.set("min_position", slot, len(active.prompt) + params.min_tokens)
-        updates.set("temperature", slot, params.temperature)
+        updates.set("temperature", slot, params.temperature if active.search is None else 0)
         updates.set("top_k", slot, max(params.top_k, 0))
         updates.set("top_p", slot, params.top_p)
         updates.set("min_p", slot, params.min_p)
         updates.set_seed(slot, active.seed)
         updates.set_stop_ids(slot, active.stops)
 
-    def form(self, generating: np.ndarray, chunks: list[tuple[int, int]]) -> Step:
-        """The step of one token for each slot of `generating`, and of (slot, number of tokens) chunks of prompts."""
+    def form(
+        self, generated: np.ndarray, chunks: Sequence[tuple[int, int]] = (), searches: Sequence[Group] = ()
+    ) -> Step:
+        """The step of one token for each slot of `generated`, of (slot, number of tokens) chunks of prompts, and of one token
+        for each beam of `searches`."""
         running, computed = self._running, self._slots.computed
+        generating, forked = generated, []
+        if searches:
+            rows, forked = running.beams.go_on(searches)
+            generating = np.concatenate([generated, rows])
         starts = computed[generating]
         slots, sizes, reads = generating, np.int64(1), ()
         if chunks:
@@ -75,12 +86,13 @@ class Former:
             sizes = np.concatenate([np.ones(len(generating), np.int64), [size for _, size in chunks]])
             reads = tuple(self._chunk(slot, size) for slot, size in chunks)
         after = computed[slots] + sizes
-        if self.spare and not chunks:
+        if self.spare and not chunks and not searches:
             self.spare -= 1
         else:
             self._grant(slots, after)
-            everyone = not chunks and len(generating) == len(running.generating)
+            everyone = not chunks and not running.beams and len(generated) == len(running.generating)
             self.spare = int((self._kv.held[slots] * self._kv.block_size - after).min()) if everyone else 0
+        copies = running.beams.copied(forked)
         computed[slots] = after
         emits = np.ones(len(slots), bool)
         for row, (slot, _) in enumerate(chunks, start=len(generating)):
@@ -100,10 +112,14 @@ class Former:
             logprobs=self._logprob_rows(slots, emits),
             adjust=running.adjustments.of(slots, emits),
             scored=self._scored(chunks, reads, len(generating)) if chunks else None,
+            copies=copies,
+            extra_rows=len(generating) - len(generated) - len(searches),
         )
         self._slots.last_named[slots] = step.index
+        if running.beams:
+            running.beams.named(slots, step.index)
         self._next_index += 1
-        running.advance(slots, after, emits, len(generating))
+        running.advance(generated, slots, after, emits)
         return step
 
     def _scored(self, chunks: list[tuple[int, int]], reads: Sequence[Chunk], first: int) -> Scored | None:
@@ -114,7 +130,7 @@ class Former:
 
     def _chunk(self, slot: int, size: int) -> Chunk:
         start = int(self._slots.computed[slot])
-        return Chunk(start, self._slots.request_in(slot).context[start : start + size])
+        return Chunk(start, self._slots.contexts[slot][start : start + size])
 
     def _grant(self, slots: np.ndarray, after: np.ndarray) -> None:
         """Give the blocks that a step needs, and some tokens more where there is enough."""

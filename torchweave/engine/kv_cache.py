@@ -16,27 +16,15 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from torchweave.engine.kv_check import check_blocks
 from torchweave.engine.kv_groups import Sight
-from torchweave.engine.kv_match import NOT_KNOWN, Match
+from torchweave.engine.kv_match import NOT_KNOWN, Grant, Match
 from torchweave.engine.offload import HostPool
 
 AHEAD = 64  # blocks: where fewer are empty, the next ones to be lost are copied to the host before they are
-
-
-@dataclass(frozen=True)
-class Grant:
-    """Blocks that were just given: entry i says that column `columns[i]` of row `slots[i]` of the block tables is `blocks[i]`.
-
-    Group g's row of a slot is `g * max_slots + slot`.
-    """
-
-    slots: np.ndarray
-    columns: np.ndarray
-    blocks: np.ndarray
 
 
 class KVCache:
@@ -85,6 +73,7 @@ class KVCache:
         self._num_held = np.zeros(self.num_groups, np.int64)  # blocks that somebody holds
         self._key_of: dict[int, tuple[int, bytes]] = {}  # group and hash
         self._hashed = np.zeros(num_blocks, bool)
+        self._forked = np.zeros(num_blocks, bool)  # by a fork: may be held several times though known to nobody
         self._block_of: dict[tuple[int, bytes], int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # hashed, held by nobody, least recently used first
         self.allocated_total = 0
@@ -134,14 +123,20 @@ class KVCache:
         tokens = (sight.most_tokens(num_tokens, step) for sight in self.sights)
         return np.array([min(self.blocks_for(each) + 1, columns) for each in tokens])
 
-    def most_columns(self, num_tokens: int, match: Match | None = None) -> int:
-        """Columns' worth of free blocks that a sequence takes up to its very end."""
-        spared = 0 if match is None else match.spared  # what a window gives back is no longer saved by having shared it
-        return -((spared - int(self.most_blocks(num_tokens).sum())) // self.num_groups)
-
     def reserve(self, slot: int, num_tokens: int, step: int | None = None) -> None:
         """Note that a slot may come to hold `num_tokens` tokens, of which one step adds at most `step` from here on."""
         self.reserved[:, slot] = self.most_blocks(num_tokens, step)
+
+    def reserve_fork(self, slot: int, num_tokens: int, common: int) -> None:
+        """The same for an empty slot that will begin with `common` columns of another."""
+        self.reserved[:, slot] = self.most_blocks(num_tokens)
+        whole = [group for group in range(self.num_groups) if group not in self._windowed]
+        self.reserved[whole, slot] -= common
+
+    def most_blocks_of_forks(self, num_tokens: int, width: int, common: int) -> int:
+        """Most blocks that `width` sequences hold at once whose first `common` columns are the same."""
+        most = width * self.most_blocks(num_tokens)
+        return int(most.sum()) - (width - 1) * common * (self.num_groups - len(self._windowed))
 
     # -- granting ------------------------------------------------------------------------------------------------------
 
@@ -179,6 +174,7 @@ class KVCache:
         blocks = self._free[self._num_empty - count : self._num_empty][::-1].copy()
         self._num_empty -= count
         self._holders[blocks] = 1
+        self._forked[blocks] = False
         return blocks
 
     def _empty(self, count: int) -> None:
@@ -313,6 +309,36 @@ class KVCache:
             self._enter(key, block)
         self.restored_total += len(keys)
 
+    def fork(self, parent: int, child: int, num_columns: int) -> Grant:
+        """Let an empty slot begin with the first columns of another; all of them are full."""
+        assert not self.held[child], "a slot shares blocks only at its beginning"
+        for group in range(self.num_groups):
+            first = min(int(self.first[group, parent]), num_columns)
+            blocks = self.table[group, parent, first:num_columns]
+            self._holders[blocks] += 1
+            self._forked[blocks] = True
+            self.table[group, child, first:num_columns] = blocks
+            self.first[group, child] = first
+        self.held[child] = self.shared[child] = num_columns
+        groups, columns = np.nonzero(self.table[:, child, :num_columns] != NOT_KNOWN)
+        return Grant(groups * self.table.shape[1] + child, columns, self.table[groups, child, columns])
+
+    def holds_what_is_seen(self, slot: int, num_columns: int) -> bool:
+        """Whether a sequence that goes on behind the first columns of a slot would find all that it looks at."""
+        return all(self.first[group, slot] <= self._first_seen(group, num_columns) for group in self._windowed)
+
+    def held_alone(self, slots: Sequence[int]) -> int:
+        """Columns' worth of blocks that would come free, at the least, if all of `slots` were freed."""
+        held = [
+            self.table[group, slot, self.first[group, slot] : self.held[slot]]
+            for slot in slots
+            for group in range(self.num_groups)
+        ]
+        if not held:
+            return 0
+        blocks, counts = np.unique(np.concatenate(held), return_counts=True)
+        return int((self._holders[blocks] == counts).sum()) // self.num_groups
+
     def publish(self, slot: int, hashes: Sequence[bytes], first: int = 0) -> None:
         """Make a slot's columns `first`, `first + 1`, ... known by `hashes[first:]`: all their tokens have been read.
 
@@ -355,30 +381,6 @@ class KVCache:
         """Blocks that a new sequence could begin with."""
         return len(self._block_of)
 
-    # -- checking ------------------------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """Raise AssertionError unless every block is empty, known and idle, or held by exactly those slots that count it."""
-        holders = np.zeros((self.num_groups, self.num_blocks), np.int64)
-        for group in range(self.num_groups):
-            parts = [self.table[group, slot, self.first[group, slot] : held] for slot, held in enumerate(self.held)]
-            holders[group] = np.bincount(np.concatenate(parts), minlength=self.num_blocks)
-        assert ((holders > 0).sum(0) <= 1).all(), "a block is held in two groups"
-        assert np.array_equal(holders.sum(0), self._holders), "a block is held by more or fewer slots than are counted"
-        assert np.array_equal((holders > 0).sum(1), self._num_held), (
-            "a group holds more or fewer blocks than are counted"
-        )
-        assert (self._holders[~self._hashed] <= 1).all(), "a block that is known to nobody is held twice"
-        empty = self._free[: self._num_empty]
-        every = np.sort(np.concatenate([np.flatnonzero(self._holders), empty, np.fromiter(self._idle, np.int64)]))
-        assert np.array_equal(every, np.arange(self.num_blocks)), "a block was lost, or is held and free"
-        assert not self._hashed[empty].any() and all(self._hashed[block] for block in self._idle)
-        assert {block: key for key, block in self._block_of.items()} == self._key_of
-        for key, block in self._block_of.items():
-            assert not holders[:, block].any() or holders[key[0], block], (
-                "a block is known in another group than holds it"
-            )
-        assert (self.reserved >= self.held - self.first).all(), "a slot holds more than was reserved for it"
-        assert (self.shared <= self.held).all() and (self.first <= self.held).all()
-        if self.host is not None:
-            self.host.check()
+        check_blocks(self)

@@ -1,4 +1,4 @@
-"""By what blocks of the KV cache are known, and what is found of a sequence's beginning."""
+"""By what blocks of the KV cache are known, what is found of a sequence's beginning, and what a sequence was given."""
 
 from __future__ import annotations
 
@@ -30,6 +30,18 @@ class Match:
     revived: int = 0
     restored: int = 0
     spared: int = 0
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Blocks that were just given: entry i says that column `columns[i]` of row `slots[i]` of the block tables is `blocks[i]`.
+
+    Group g's row of a slot is `g * max_slots + slot`.
+    """
+
+    slots: np.ndarray
+    columns: np.ndarray
+    blocks: np.ndarray
 
 
 def chain(tokens: np.ndarray, block_size: int, salt: str = "", known: Sequence[bytes] = ()) -> list[bytes]:

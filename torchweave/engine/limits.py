@@ -41,6 +41,22 @@ class Limits:
         max_tokens = request.sampling.max_tokens
         return len(request.input_ids) + (room if max_tokens is None else min(max_tokens, room)) - 1
 
+    def most_blocks(self, request: InferenceRequest, kv: KVCache) -> int:
+        """Blocks that a request may come to hold. Beams have the prompt's full blocks in common, and no more for sure."""
+        common = len(request.input_ids) // kv.block_size
+        return kv.most_blocks_of_forks(self.last_position(request), request.sampling.beam_width, common)
+
+    def _why_no_beams(self, request: InferenceRequest) -> str:
+        width = request.sampling.beam_width
+        if width > self.max_batch_size:
+            return (
+                f"beam_width={width} needs as many rows in a step, but max_batch_size is {self.max_batch_size}; lower beam_width "
+                "or raise max_batch_size."
+            )
+        if request.streaming:
+            return "A beam search has no answer before its end, so it cannot be streamed; ask for the whole answer."
+        return ""
+
     def why_not(self, request: InferenceRequest, kv: KVCache) -> str:
         """Why a request can never run, in one sentence; empty when it can."""
         if why := _why_not_drawn(request.sampling, self.vocab_size):
@@ -60,11 +76,13 @@ class Limits:
                 f"The prompt has {prompt.size} tokens, but a step holds {self.max_num_tokens} and chunked context is off; "
                 "shorten the prompt, raise max_num_tokens or turn enable_chunked_context on."
             )
-        blocks = int(kv.most_blocks(self.last_position(request)).sum())
+        if request.sampling.beam_width > 1 and (why := self._why_no_beams(request)):
+            return why
+        blocks = self.most_blocks(request, kv)
         if -(-blocks // kv.num_groups) > kv.num_blocks // kv.num_groups:
             return (
-                f"The request may need {blocks} KV cache blocks, but there are {kv.num_blocks}; lower max_tokens or "
-                "give the KV cache more memory."
+                f"The request may need {blocks} KV cache blocks, but there are {kv.num_blocks}; lower max_tokens (or "
+                "beam_width) or give the KV cache more memory."
             )
         return ""
 

@@ -118,8 +118,8 @@ class LLM:
                 request_id=mine[0],
                 prompt=text if isinstance(text, str) else None,
                 prompt_token_ids=prompt.tolist(),
-                outputs=[flight.answers[number].result() for number in mine],
-                prompt_logprobs=flight.answers[mine[0]].scored_prompt(),
+                outputs=[answer.result() for number in mine for answer in flight.answers[number]],
+                prompt_logprobs=flight.answers[mine[0]][0].scored_prompt(),
             )
             for text, prompt, mine in zip(texts, ids, numbers, strict=True)
         ]
@@ -148,7 +148,7 @@ class LLM:
     def stream_all(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None
     ) -> Iterator[tuple[int, CompletionOutput]]:
-        """Answer prompts in flight together; yields (number of the prompt, what is new)."""
+        """Answer prompts in flight together; yields (number of the prompt, what is new). A beam search is told at its end."""
         texts, params = _listed(list(prompts), sampling_params or self.default_sampling_params())
         params = [self._in_tokens(each) for each in params]
         ids = self._encode_all(texts)
@@ -156,7 +156,7 @@ class LLM:
         flight = self._flight()
         prompt_of: dict[int, int] = {}
         for number, (prompt, settings) in enumerate(zip(ids, params, strict=True)):
-            prompt_of |= dict.fromkeys(flight.submit(prompt, settings, streaming=True), number)
+            prompt_of |= dict.fromkeys(flight.submit(prompt, settings, settings.beam_width == 1), number)
         flight.launch()
         return _deltas(flight, prompt_of)
 
@@ -218,15 +218,16 @@ class LLM:
 
 def _deltas(flight: Flight, prompt_of: dict[int, int]) -> Iterator[tuple[int, CompletionOutput]]:
     """What is new of each answer, with the number of its prompt, until all are told to their end."""
-    told: set[int] = set()
+    told: set[tuple[int, int]] = set()
     with flight:
         for request_id, _ in flight.responses():
-            answer = flight.answers[request_id]
-            delta = answer.take()
-            if request_id not in told and (delta.text or delta.token_ids or delta.finish_reason):
-                yield prompt_of[request_id], delta
-            if answer.finished:
-                told.add(request_id)
+            for answer in flight.answers[request_id]:
+                delta = answer.take()
+                key = request_id, answer.index
+                if key not in told and (delta.text or delta.token_ids or delta.finish_reason):
+                    yield prompt_of[request_id], delta
+                if answer.finished:
+                    told.add(key)
 
 
 def _as_ids(prompt: Sequence[int]) -> np.ndarray:

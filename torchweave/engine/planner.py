@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from torchweave.engine.active import Active, Queue
+from torchweave.engine.beams import Group
 from torchweave.engine.kv_match import Match
 from torchweave.engine.limits import Limits
 from torchweave.engine.running import Running
@@ -35,15 +36,17 @@ class Planner:
     def decide(self, waiting: Queue) -> Decision | None:
         """The policy's decision about the running requests and those that wait for a slot; None when there is nothing to
         decide: all generate, and all have the blocks they need."""
-        generating = self._running.generating
+        generating, searches = self._running.generating, self._running.beams.generating()
         self._kv.slide(generating, self._slots.computed[generating])
         if self._running.context:
             context = np.array(self._running.context)
             self._kv.slide(context, self._slots.computed[context])
         lacking = self._kv.lacking(generating, self._slots.computed[generating] + 1)
+        if searches:
+            lacking = np.append(lacking, [self._running.beams.lacking(group) for group in searches])
         if not waiting and not self._running.context and lacking.sum() <= self._kv.free_columns:
             return None
-        snapshot = self._snapshot(lacking, waiting)
+        snapshot = self._snapshot(lacking, searches, waiting)
         decision = self._policy(snapshot)
         if self._holds_back(snapshot):
             return Decision((0,) * len(snapshot.context), (), decision.resting, decision.paused)
@@ -53,13 +56,16 @@ class Planner:
         """What is known of the beginning of a request's context, all of it but a token at least."""
         if not self._running.reuse:
             return Match()
-        context = active.context
+        context = active.context if active.search is None else active.prompt  # beams change from step to step
         hashes = active.hashes(context, self._kv.block_size)
         return self._kv.match(hashes[: known_tokens(active) // self._kv.block_size])
 
-    def _snapshot(self, lacking: np.ndarray, waiting: Queue) -> Snapshot:
+    def _snapshot(self, lacking: np.ndarray, searches: Sequence[Group], waiting: Queue) -> Snapshot:
         kv, slots, limits, running = self._kv, self._slots, self._limits, self._running
-        own = kv.own_columns
+        own, generating = kv.own_columns, running.generating
+        generation = Generation(lacking, own[generating], slots.started[generating])
+        if searches:
+            generation = self._with_searches(generation, searches)
         return Snapshot(
             max_num_tokens=limits.max_num_tokens,
             free_slots=len(slots.free),
@@ -67,27 +73,48 @@ class Planner:
             block_size=kv.block_size,
             free_blocks=kv.free_columns,
             unreserved_blocks=kv.unreserved_columns,
-            leaving_blocks=int(own[running.leaving].sum()) if running.leaving else 0,
-            generation=Generation(lacking, own[running.generating], slots.started[running.generating]),
+            leaving_blocks=kv.held_alone(self._slots_of(running.leaving)),
+            generation=generation,
             context=tuple(self._context(slot, int(own[slot])) for slot in running.context),
             waiting=tuple(self._waiting(waiting)),
             chunked_context=limits.chunked_context,
             equal_progress=limits.equal_progress,
         )
 
+    def _with_searches(self, others: Generation, searches: Sequence[Group]) -> Generation:
+        beams, started, ones = self._running.beams, self._slots.started, np.ones(len(others.held), np.int64)
+        return Generation(
+            others.lacking,
+            np.append(others.held, [beams.held(group) for group in searches]),
+            np.append(others.started, [started[group.leader] for group in searches]),
+            np.append(ones, [group.num_rows for group in searches]),
+            np.append(ones, [len(group.slots) for group in searches]),
+        )
+
+    def _slots_of(self, slots: Sequence[int]) -> list[int]:
+        """All slots of the requests that are known by `slots`."""
+        groups = self._running.beams.groups
+        return [each for slot in slots for each in (groups[slot].slots if slot in groups else (slot,))]
+
     def _context(self, slot: int, own: int) -> Context:
         kv, slots = self._kv, self._slots
         left = slots.context_left(slot) if kv.ready(slot) else 0
         room = min(left, int(kv.held[slot]) * kv.block_size - int(slots.computed[slot]))
+        if (group := self._running.beams.of(slot)) is not None:
+            own = self._running.beams.held(group)
         return Context(left, room, own, int(slots.started[slot]))
 
     def _waiting(self, waiting: Queue) -> Iterator[Waiting]:
         """Those that could start in this step."""
-        tokens = self._limits.max_num_tokens
-        for active, _ in zip(waiting, self._slots.free, strict=False):
+        tokens, slots = self._limits.max_num_tokens, len(self._slots.free)
+        for active in waiting:
+            slots -= active.request.sampling.beam_width
+            if slots < 0:
+                return
             match = self.known(active)
             left = active.context_len - match.columns * self._kv.block_size
-            most = self._kv.most_columns(self._limits.last_position(active.request), match)
+            # What a window gives back is no longer saved by having shared it; `spared` counts the other groups only.
+            most = -((match.spared - self._limits.most_blocks(active.request, self._kv)) // self._kv.num_groups)
             yield Waiting(left, most, -(-(match.revived + match.restored) // self._kv.num_groups))
             tokens -= left
             if tokens <= 0 and not self._limits.equal_progress:

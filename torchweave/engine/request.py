@@ -92,6 +92,10 @@ class SamplingParams:
         prompt_logprobs: like `logprobs`, for each token of the prompt but the first.
         include_stop_str_in_output: the answer's text ends behind the stop string, or the text of the stop token.
         structured_outputs: the form that the answer has to have.
+        beam_width: above 1, the answers are the `n` best of a beam search as wide; nothing is drawn.
+        length_penalty: of a beam search: scores are divided by the answer's length to this power.
+        early_stopping: of a beam search: True ends it with `beam_width` answers, False when a better one is unlikely, "never" when
+            a better one is impossible.
 
     Raises:
         ValueError: for a value out of range.
@@ -119,6 +123,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputs | None = None
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         checks = (
@@ -142,6 +149,9 @@ class SamplingParams:
                 self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 100,
                 "between 0 and 100, or None",
             ),
+            ("beam_width", self.beam_width >= 1, "at least 1"),
+            ("length_penalty", math.isfinite(self.length_penalty), "a number"),
+            ("early_stopping", self.early_stopping in (True, False, "never"), 'True, False or "never"'),
         )
         for name, holds, expected in checks:
             if not holds:
@@ -150,6 +160,8 @@ class SamplingParams:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).")
         if any(not text for text in self.stop_strings):
             raise ValueError("stop holds an empty string; leave it out or give the text that should end the answer.")
+        if self.beam_width > 1 and (why := _no_beam_search(self)):
+            raise ValueError(why)
 
     def each(self) -> list[SamplingParams]:
         """Parameters of each of the `n` answers: seeds that follow one another, and the prompt scored for the first."""
@@ -164,6 +176,34 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+_DRAWING = {"temperature": (0, 1), "top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
+_NOT_WITH_BEAMS = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
+    "prompt_logprobs": None,
+    "structured_outputs": None,
+}
+
+
+def _no_beam_search(params: SamplingParams) -> str:
+    """Why there can be no beam search with these, in one sentence; empty when there can."""
+    if params.n > params.beam_width:
+        return f"A beam search with beam_width={params.beam_width} has no n={params.n} answers; raise beam_width or lower n."
+    if params.stop_strings:
+        return "A beam search does not look for stop strings; give stop_token_ids, or leave stop or beam_width out."
+    for name, meaningless in _DRAWING.items():
+        if getattr(params, name) not in meaningless:
+            return f"A beam search draws nothing, so {name} has no meaning with beam_width; leave one of them out."
+    for name, default in _NOT_WITH_BEAMS.items():
+        if getattr(params, name) != default:
+            return f"{name} is not supported in a beam search; leave it or beam_width out."
+    return ""
 
 
 def _is_token(value: object) -> bool:
@@ -221,6 +261,20 @@ class TokenLogprobs:
     top: dict[int, float]
 
 
+class BeamOutput(NamedTuple):
+    """One answer of a beam search.
+
+    Attributes:
+        token_ids: int32; a stop token that ended it is its last.
+        score: sum of the tokens' log-probabilities, divided by their number to the power of `length_penalty`.
+    """
+
+    token_ids: np.ndarray
+    score: float
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
 class Output(NamedTuple):
     """Tokens of one request: those new since its last response.
 
@@ -229,12 +283,14 @@ class Output(NamedTuple):
         finish_reason: None until the final response.
         logprobs: of these tokens, where that was asked for.
         prompt_logprobs: of the prompt's tokens but the first, with the first response behind them.
+        beams: of a beam search, the `n` best answers, best first; the other fields are those of the first.
     """
 
     token_ids: np.ndarray
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    beams: tuple[BeamOutput, ...] = ()
 
 
 @dataclass

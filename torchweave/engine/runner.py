@@ -293,6 +293,8 @@ class Runner:
         with torch.inference_mode():
             if step.updates is not None:
                 self.state.write(*step.updates)
+            if step.copies is not None:
+                self._copy_blocks(*step.copies)
             how, logits = self._launch_mixed(step) if step.chunks else self._launch_decode(step.num_rows)
             if step.adjust is not None:
                 self._redraw(step.adjust, logits, self._buffers.tokens, self._buffers.out)
@@ -306,6 +308,16 @@ class Runner:
             host[: step.num_rows].copy_(self._buffers.out[: step.num_rows], non_blocking=True)
             self._from_device.mark(turn)
         return Handle(turn, step.num_rows, how, wanted, scores)
+
+    def _copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy blocks of every layer's cache; no target is a source."""
+        pairs = torch.empty(2, len(sources), dtype=torch.int64, pin_memory=self._stream is not None)
+        pairs.numpy()[:] = sources, targets
+        read, write = pairs.to(self._device, non_blocking=True)
+        tensors = {tensor.data_ptr(): tensor for layer in self.caches for tensor in layer.tensors}  # groups share some
+        for tensor in tensors.values():
+            values = tensor.view(torch.uint8)  # whatever a number is
+            values.index_copy_(0, write, values.index_select(0, read))
 
     def _logprobs(self, logits: Tensor, rows: np.ndarray, most: int) -> tuple[Tensor, ...]:
         """Host tensors that are filled when the step has completed; only the rows that asked cost anything."""

@@ -19,6 +19,8 @@ class Slots:
         count: tokens generated and read back, in the first places of `tokens`.
         sent: of these, tokens that were told already.
         ids: the request's id.
+        contexts: tokens to read before the next one can be generated.
+        group: the slot that the request of a beam search is known by; -1 for all others.
         started: counts starts, so that a smaller one ran earlier.
         done: no more of its tokens count.
         streaming: it is told of every token.
@@ -35,6 +37,8 @@ class Slots:
         self.count = np.zeros(size, np.int64)
         self.sent = np.zeros(size, np.int64)
         self.ids = np.zeros(size, np.uint64)
+        self.contexts: list[np.ndarray] = [np.empty(0, np.int32)] * size
+        self.group = np.full(size, -1, np.int64)
         self.started = np.zeros(size, np.int64)
         self.done = np.ones(size, bool)
         self.streaming = np.zeros(size, bool)
@@ -52,8 +56,7 @@ class Slots:
         self.active[slot] = active
         self.of[active.request.id] = slot
         self.prompt_len[slot] = len(active.prompt)
-        self.context_len[slot] = len(active.prompt) + len(generated)
-        self.computed[slot] = computed
+        self.begin(slot, active.context, computed)
         self.limit[slot] = limit
         self.make_room(len(generated))
         self.tokens[slot, : len(generated)] = generated
@@ -69,10 +72,30 @@ class Slots:
         self.last_named[slot] = -1
         return slot
 
+    def begin(self, slot: int, context: np.ndarray, computed: int) -> None:
+        """A slot is to read `context`, of which `computed` tokens need not be read."""
+        self.contexts[slot] = context
+        self.context_len[slot] = len(context)
+        self.computed[slot] = computed
+
+    def join(self, leader: int, limit: int) -> int:
+        """One more slot for the request that is known by `leader`."""
+        slot = self.free.pop()
+        self.active[slot] = self.active[leader]
+        self.group[slot] = leader
+        self.limit[slot] = limit
+        self.started[slot] = self.started[leader]
+        self.done[slot] = self.streaming[slot] = False
+        self.special[slot] = True
+        self.last_named[slot] = -1
+        return slot
+
     def vacate(self, slot: int) -> None:
         active = self.request_in(slot)
-        del self.of[active.request.id]
+        if self.of.get(active.request.id) == slot:
+            del self.of[active.request.id]
         self.active[slot] = None
+        self.group[slot] = -1
         self.done[slot] = True
         self.free.append(slot)
 

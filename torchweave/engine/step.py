@@ -62,6 +62,8 @@ class Step:
         emits: bool [rows]; whether the row's new token counts. Not so while a prompt is still being read.
         updates: changes of device state that must come before the step, as (flat indices, values), or None.
         max_seq_len: longest sequence of the step in tokens, this step's tokens included.
+        copies: blocks of the KV cache to copy before anything else, (from, to), or None.
+        extra_rows: generation rows beyond one a request: further beams.
         logprobs: rows that asked for log-probabilities, and the most that one of them wants.
         adjust: rows that are drawn from changed logits; None where nobody asked for that.
         scored: tokens of prompts whose log-probabilities are wanted; None where nobody asked for that.
@@ -77,6 +79,8 @@ class Step:
     logprobs: tuple[np.ndarray, int] | None = None
     adjust: Adjust | None = None
     scored: Scored | None = None
+    copies: tuple[np.ndarray, np.ndarray] | None = None
+    extra_rows: int = 0
 
     @property
     def num_rows(self) -> int:

@@ -12,20 +12,32 @@ NONE = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class Generation:
-    """Running requests that take one token each, one entry a request.
+    """Running requests that take a token each, or one for each of their beams; one entry a request.
 
     Attributes:
-        lacking: blocks that the request needs for its next token.
+        lacking: blocks that the request needs for its next step.
         held: blocks that would come free if it alone were paused; never more than that.
         started: smaller for those that started earlier.
+        rows: tokens that it takes in this step, 0 while it waits for what an earlier step found; None: 1 each.
+        width: tokens that it takes in any step; None: 1 each.
     """
 
     lacking: np.ndarray = field(default_factory=lambda: NONE)
     held: np.ndarray = field(default_factory=lambda: NONE)
     started: np.ndarray = field(default_factory=lambda: NONE)
+    rows: np.ndarray | None = None
+    width: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.lacking)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self) if self.rows is None else int(self.rows.sum())
+
+    @property
+    def num_slots(self) -> int:
+        return len(self) if self.width is None else int(self.width.sum())
 
 
 @dataclass(frozen=True)
@@ -65,14 +77,14 @@ class Snapshot:
 
     Attributes:
         max_num_tokens: tokens that the step may hold.
-        free_slots: requests that may join the running ones.
+        free_slots: slots for requests that may join the running ones.
         taken_slots: requests that run, or have their last step in flight.
         block_size: tokens in a block.
         free_blocks: blocks that can be granted now.
         unreserved_blocks: of these, what no running request may come to need.
         leaving_blocks: blocks that come free when the steps in flight have completed.
         generation, context: running requests; context requests oldest first.
-        waiting: requests that wait, in the order in which they are to start.
+        waiting: requests that wait and have slots, in the order in which they are to start.
         chunked_context: a prompt may be read in several steps.
         equal_progress: prompts that do not fit together are each read a part; else the oldest first.
     """
@@ -91,8 +103,9 @@ class Snapshot:
     equal_progress: bool = False
 
     @property
-    def num_running(self) -> int:
-        return len(self.generation) + len(self.context)
+    def num_next_blocks(self) -> int:
+        """Blocks that those who run come to need sooner or later: one for each token of a step."""
+        return self.generation.num_slots + len(self.context)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torchweave.engine.scheduler.chunking import chunk_sizes
 def guaranteed_no_evict(snapshot: Snapshot) -> Decision:
     blocks = snapshot.unreserved_blocks
     fitting = 0
-    for request in snapshot.waiting[: snapshot.free_slots]:
+    for request in snapshot.waiting:
         if request.max_blocks > blocks:
             break
         blocks -= request.max_blocks
@@ -28,7 +28,7 @@ def admit(snapshot: Snapshot, num_fitting: int) -> Decision:
     left += [request.left for request in snapshot.waiting[:num_fitting]]
     sizes = chunk_sizes(
         left,
-        snapshot.max_num_tokens - len(snapshot.generation),
+        snapshot.max_num_tokens - snapshot.generation.num_tokens,
         chunked=snapshot.chunked_context,
         equal=snapshot.equal_progress,
         unit=snapshot.block_size,

@@ -24,7 +24,7 @@ def max_utilization(snapshot: Snapshot) -> Decision:
     going[[*resting, *(index for index in paused if index < len(generation))]] = False
     blocks = snapshot.free_blocks - int(generation.lacking[going].sum())
 
-    decision = admit(snapshot, 0 if paused or snapshot.leaving_blocks else len(snapshot.waiting[: snapshot.free_slots]))
+    decision = admit(snapshot, 0 if paused or snapshot.leaving_blocks else len(snapshot.waiting))
     chunks = []
     for index, (request, wanted) in enumerate(zip(context, decision.chunks, strict=True), start=len(generation)):
         size = 0 if index in paused else _that_fits(wanted, request.room, blocks, snapshot)
@@ -32,7 +32,7 @@ def max_utilization(snapshot: Snapshot) -> Decision:
         chunks.append(size)
     admitted = []
     for request, wanted in zip(snapshot.waiting, decision.admitted, strict=False):
-        spare = snapshot.num_running + len(admitted)  # the next block of everyone who runs
+        spare = snapshot.num_next_blocks + len(admitted)  # the next block of everyone who runs
         size = _that_fits(wanted, 0, blocks - request.revived - spare, snapshot)
         if not size:
             break

@@ -19,4 +19,4 @@ def holds_back(snapshot: Snapshot, held_for: int, timeout_iters: int, max_tokens
     if not len(snapshot.generation) or held_for >= timeout_iters:
         return False
     tokens = sum(request.left for request in (*snapshot.context, *snapshot.waiting))
-    return len(snapshot.generation) + tokens < max_tokens_ratio * snapshot.max_num_tokens
+    return snapshot.generation.num_tokens + tokens < max_tokens_ratio * snapshot.max_num_tokens
