@@ -122,7 +122,7 @@ class Former:
         running.advance(generated, slots, after, emits)
         return step
 
-    def _scored(self, chunks: list[tuple[int, int]], reads: Sequence[Chunk], first: int) -> Scored | None:
+    def _scored(self, chunks: Sequence[tuple[int, int]], reads: Sequence[Chunk], first: int) -> Scored | None:
         slots = [slot for slot, _ in chunks]
         return scored(
             [(slot, self._slots.request_in(slot), chunk) for slot, chunk in zip(slots, reads, strict=True)], first
