@@ -1,4 +1,4 @@
-"""Copies of KV cache blocks between the device and the host: what `torchweave.engine.offload` asks for."""
+"""Copies of KV cache blocks: between the device and the host, as `torchweave.engine.offload` asks for, and on the device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchweave.engine.offload import Mover
+from torchweave.ops.attention import KVLayer
 
 _CHUNK = 1 << 30  # bytes that are pinned at once: torch rounds what it pins up to a power of two
 
@@ -110,3 +111,15 @@ class StreamMover:
         for number, event, _, _ in self._pending:
             if number == ticket:
                 torch.cuda.current_stream(self._device).wait_event(event)
+
+
+def copy_blocks(caches: Sequence[KVLayer], sources: np.ndarray, targets: np.ndarray) -> None:
+    """Copy blocks of every layer's cache in the order of the current stream; no target is a source."""
+    tensors = {tensor.data_ptr(): tensor for layer in caches for tensor in layer.tensors}  # groups of layers share some
+    device = next(iter(tensors.values())).device
+    pairs = torch.empty(2, len(sources), dtype=torch.int64, pin_memory=device.type == "cuda")
+    pairs.numpy()[:] = sources, targets
+    read, write = pairs.to(device, non_blocking=True)
+    for tensor in tensors.values():
+        values = tensor.view(torch.uint8)  # whatever a number is
+        values.index_copy_(0, write, values.index_select(0, read))

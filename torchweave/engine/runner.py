@@ -24,6 +24,7 @@ from torch import Tensor
 from torchweave.compile.graphs import Boundary, Forward, GraphPool, Recording, record
 from torchweave.compile.woven import Woven
 from torchweave.engine.buffers import Staging, StepBuffers, pack, packed_size
+from torchweave.engine.movers import copy_blocks
 from torchweave.engine.redraw import Redraw
 from torchweave.engine.step import Step, StepLogprobs, StepResult
 from torchweave.engine.threads import release_workers
@@ -294,7 +295,7 @@ class Runner:
             if step.updates is not None:
                 self.state.write(*step.updates)
             if step.copies is not None:
-                self._copy_blocks(*step.copies)
+                copy_blocks(self.caches, *step.copies)
             how, logits = self._launch_mixed(step) if step.chunks else self._launch_decode(step.num_rows)
             if step.adjust is not None:
                 self._redraw(step.adjust, logits, self._buffers.tokens, self._buffers.out)
@@ -308,16 +309,6 @@ class Runner:
             host[: step.num_rows].copy_(self._buffers.out[: step.num_rows], non_blocking=True)
             self._from_device.mark(turn)
         return Handle(turn, step.num_rows, how, wanted, scores)
-
-    def _copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy blocks of every layer's cache; no target is a source."""
-        pairs = torch.empty(2, len(sources), dtype=torch.int64, pin_memory=self._stream is not None)
-        pairs.numpy()[:] = sources, targets
-        read, write = pairs.to(self._device, non_blocking=True)
-        tensors = {tensor.data_ptr(): tensor for layer in self.caches for tensor in layer.tensors}  # groups share some
-        for tensor in tensors.values():
-            values = tensor.view(torch.uint8)  # whatever a number is
-            values.index_copy_(0, write, values.index_select(0, read))
 
     def _logprobs(self, logits: Tensor, rows: np.ndarray, most: int) -> tuple[Tensor, ...]:
         """Host tensors that are filled when the step has completed; only the rows that asked cost anything."""
