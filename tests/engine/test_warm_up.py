@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchweave.engine.warm_up import StandIn
+from torchweave.engine.warm_up import StandIn, draw_again
 from torchweave.models import load, zoo
+from torchweave.ops.state import SlotState
 
 
 class _Ops(TorchDispatchMode):
@@ -34,3 +35,9 @@ def test_experts_of_each_kind_are_run_once(name: str) -> None:
     experts = [args for op, args in seen.calls if op == "torchweave::experts"]
     assert len(experts) == (0 if name == "llama" else 1)
     assert all(x.shape[0] == 5 and index.shape == (5, 2) for x, index, *_ in experts)
+
+
+def test_a_row_that_is_drawn_again_can_be_launched_ahead() -> None:
+    state = SlotState(2, 4)
+    draw_again(state, torch.zeros(1, 40))
+    assert state.host["position"].tolist() == [0, 0]

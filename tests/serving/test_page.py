@@ -74,7 +74,9 @@ def test_E_the_page_fits_a_phone_and_has_a_dark_side(page: Page, server: Running
 
 
 def test_E_the_page_tells_of_faults(page: Page) -> None:
-    page.run("document.getElementById('prompt').value = 'a'.repeat(2000); document.getElementById('ask').requestSubmit()")
+    page.run(
+        "document.getElementById('prompt').value = 'a'.repeat(2000); document.getElementById('ask').requestSubmit()"
+    )
     page.until("document.getElementById('answer').className === 'fault'")
     assert "max_model_len" in text(page, "answer")
 

@@ -29,7 +29,7 @@ from torchweave.engine.scheduler import Decision, Policy, static_batch
 from torchweave.engine.scoring import chunk_size, take_in
 from torchweave.engine.slots import Slots
 from torchweave.engine.step import Step, StepLogprobs, StepResult
-from torchweave.engine.structured import Constraint, Grammars
+from torchweave.engine.structured import Grammars
 from torchweave.ops.state import MAX_STOP_IDS, SlotUpdates
 
 Move = Literal["started", "paused", "answering"]
@@ -137,7 +137,7 @@ class Batch:
             self._waiting.add(active)
         else:
             assert self.grammars is not None
-            active.constraint = Constraint(self.grammars, params, stops)
+            active.constraint = self.grammars.constraint(params, stops)
             self._preparing.append(active)
 
     def attend(self) -> list[Response]:
@@ -254,9 +254,8 @@ class Batch:
         ended = stopped | (facts.prompt_len[slots] + facts.count[slots] > facts.limit[slots])
         for slot, by_stop in zip(slots[ended], stopped[ended], strict=True):
             self._finish(int(slot), "stop" if by_stop else "length")
-        for slot, token in zip(slots[special & ~ended], tokens[special & ~ended], strict=True):
-            if (constraint := self._slots.request_in(int(slot)).constraint) is not None:
-                constraint.take(int(token))
+        if special.any() and self._running.adjustments.constraints:
+            self._go_on(slots[special & ~ended], tokens[special & ~ended])
 
         told = facts.streaming[slots] & ~ended
         responses = Responses()
@@ -293,6 +292,14 @@ class Batch:
                 entry = found.entry(place[int(rows[i])], token, active.num_logprobs)
                 active.logprobs = (*active.logprobs, entry)
         return stopped
+
+    def _go_on(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """Tell grammars what was drawn."""
+        constraints = [self._slots.request_in(int(slot)).constraint for slot in slots]
+        drawn = [(each, int(token)) for each, token in zip(constraints, tokens, strict=True) if each is not None]
+        if drawn:
+            assert self.grammars is not None
+            self.grammars.advance(drawn)
 
     def cancel(self, request_id: int) -> list[Response]:
         """Stop a request; the rest of it is said once no step in flight names it."""

@@ -1,7 +1,7 @@
 """Answers of a given form: a grammar says before each token which ones it allows. By llguidance, on threads beside the loop.
 
-A request's `Constraint` is either at work, on a worker, or ready, and then the loop's. The loop hands it a token when the step that
-drew it has been taken in; meanwhile the request rests and the others run on. So nobody waits for a grammar but who asked for it.
+A request's `Constraint` is either at work, on a worker, or ready, and then the loop's. The loop hands over a step's tokens when it
+has been taken in; meanwhile these requests rest and the others run on. So nobody waits for a grammar but who asked for one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from torchweave.engine.request import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 _KEPT_GRAMMARS = 64
 _MOST_THREADS = 8
@@ -110,82 +110,65 @@ class Constraint:
         error: why it cannot go on; empty while it can.
     """
 
-    def __init__(self, grammars: Grammars, params: SamplingParams, stops: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, stops: Sequence[int]) -> None:
         assert params.structured_outputs is not None
+        self.structured = params.structured_outputs
         self.ready = False
         self.complete = False
         self.error = ""
-        self.mask = np.zeros(-(-grammars.vocab_size // 32), np.int32)
-        self._grammars = grammars
-        self._structured = params.structured_outputs
+        self.mask = np.empty(0, np.int32)
         self._ignore_eos = params.ignore_eos
         self._min_tokens = params.min_tokens
         self._stops = list(stops)
         self._count = 0
         self._matcher: LLMatcher | None = None
-        grammars.run(self._begin)
 
-    def take(self, token: int) -> None:
-        """The answer goes on with a token. Not ready until it is known what may follow."""
-        assert self.ready
-        self.ready = False
-        self._grammars.run(lambda: self._advance(token))
-
-    def _begin(self) -> None:
-        self._work(self._open)
-
-    def _advance(self, token: int) -> None:
-        self._work(lambda: self._consume(token))
-
-    def _work(self, what: Callable[[], None]) -> None:
-        try:
-            what()
-            self._look_ahead()
-        except ImportError:
-            self.error = _MISSING
-        except Exception as error:
-            self.error = _sentence(self._structured, str(error))
-        self.ready = True
-
-    def _open(self) -> None:
-        self._matcher = self._grammars.matcher(self._structured)
-
-    def _consume(self, token: int) -> None:
+    @property
+    def matcher(self) -> LLMatcher:
         assert self._matcher is not None
+        return self._matcher
+
+    def begin(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def fail(self, complaint: str) -> None:
+        self.error = _MISSING if complaint == _MISSING else _sentence(self.structured, complaint)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a mask has to say what may come next. Something may, unless the grammar has an end here or failed."""
+        if self.error:
+            return False
+        if self.matcher.is_error():
+            self.fail(self.matcher.get_error())
+            return False
+        self.complete = self.matcher.is_stopped()
+        return not self.complete
+
+    def count_token(self) -> None:
         self._count += 1
-        if not self._matcher.consume_token(token):
-            raise RuntimeError(self._matcher.get_error())
 
-    def _look_ahead(self) -> None:
-        matcher = self._matcher
-        assert matcher is not None
-        if matcher.is_stopped():
-            self.complete = True
-            return
-        matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
-        if matcher.is_error():
-            complaint = matcher.get_error()
-            raise RuntimeError(_DEAD_END if "NoExtension" in complaint else complaint)
-        without_end = _without(self.mask, self._grammars.eos)
-        if not without_end.any():
-            if not self.mask.any():
-                raise RuntimeError(_DEAD_END)
-            self.complete = True
-            return
-        if self._ignore_eos:
-            self.mask = without_end
-        if self._count < self._min_tokens:
-            self.mask = _without(self.mask, self._stops)
-            self.complete = not self.mask.any()
+    def look(self, mask: np.ndarray, without_end: np.ndarray) -> None:
+        """What may come next. `without_end` is the mask without the model's end tokens."""
+        if self.matcher.is_error():
+            complaint = self.matcher.get_error()
+            self.fail(_DEAD_END if "NoExtension" in complaint else complaint)
+        elif not without_end.any():
+            self.complete = bool(mask.any())
+            if not self.complete:
+                self.fail(_DEAD_END)
+        else:
+            self.mask = without_end if self._ignore_eos else mask
+            if self._count < self._min_tokens:
+                self.mask = self.mask & ~bits_of(self._stops, len(mask))
+                self.complete = not self.mask.any()
 
 
-def _without(mask: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
-    """A mask less some tokens."""
-    mask = mask.copy()
-    for token in tokens:
-        if token < 32 * len(mask):
-            mask.view(np.uint32)[token // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token % 32))
-    return mask
+def bits_of(tokens: Sequence[int], num_words: int) -> np.ndarray:
+    """int32 [num_words] with the bits of some tokens."""
+    bits = np.zeros(32 * num_words, np.uint8)
+    bits[[token for token in tokens if token < len(bits)]] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class Grammars:
@@ -206,9 +189,10 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._known: OrderedDict[str, LLMatcher] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
+        self._masking: LLExecutor | None = None
 
     def on_ready(self, call: Callable[[], None]) -> None:
-        """`call` is called, on a worker, each time that a constraint becomes ready."""
+        """`call` is called, on a worker, each time that constraints become ready."""
         self._on_ready = call
 
     @property
@@ -216,16 +200,73 @@ class Grammars:
         own = self._vocabulary.eos_token_id
         return self._eos or (() if own is None else (own,))
 
-    def run(self, work: Callable[[], None]) -> None:
-        """On a worker."""
-        if self._threads is None:
-            count = min(_MOST_THREADS, max((os.cpu_count() or 1) // 2, 1))
-            self._threads = ThreadPoolExecutor(count, thread_name_prefix="torchweave-grammar")
-        self._threads.submit(self._run, work)
+    def constraint(self, params: SamplingParams, stops: Sequence[int]) -> Constraint:
+        """The beginning of an answer, which becomes ready by itself; `stops` are the request's stop tokens."""
+        constraint = Constraint(params, stops)
+        self._submit(lambda: self._begin(constraint))
+        return constraint
 
-    def _run(self, work: Callable[[], None]) -> None:
-        work()
+    def advance(self, tokens: Sequence[tuple[Constraint, int]]) -> None:
+        """Answers go on with a token each; they are not ready until it is known what may follow."""
+        for constraint, _ in tokens:
+            assert constraint.ready
+            constraint.ready = False
+        self._submit(lambda: self._advance(tokens))
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        if self._threads is None:
+            count = min(_MOST_THREADS, max((os.cpu_count() or 1) // 2, 2))
+            self._threads = ThreadPoolExecutor(count, thread_name_prefix="torchweave-grammar")
+        self._threads.submit(work)
+
+    def _begin(self, constraint: Constraint) -> None:
+        try:
+            constraint.begin(self.matcher(constraint.structured))
+            self._look_ahead([constraint])
+        except ImportError:
+            constraint.fail(_MISSING)
+        except Exception as error:
+            constraint.fail(str(error))
+        constraint.ready = True
         self._on_ready()
+
+    def _advance(self, tokens: Sequence[tuple[Constraint, int]]) -> None:
+        """All together: Python, which the loop needs too, is held for a moment only."""
+        constraints = [constraint for constraint, _ in tokens]
+        try:
+            for constraint, token in tokens:
+                constraint.count_token()
+                constraint.matcher.consume_token(token)  # what is wrong with it is asked for by `is_open`
+            self._look_ahead(constraints)
+        except Exception as error:
+            for constraint in constraints:
+                constraint.fail(str(error))
+        for constraint in constraints:
+            constraint.ready = True
+        self._on_ready()
+
+    def _look_ahead(self, constraints: Sequence[Constraint]) -> None:
+        constraints = [constraint for constraint in constraints if constraint.is_open]
+        if not constraints:
+            return
+        num_words = -(-self.vocab_size // 32)
+        masks = np.zeros((len(constraints), num_words), np.int32)
+        if len(constraints) == 1:
+            constraints[0].matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
+        else:
+            numbered = [(constraint.matcher, number) for number, constraint in enumerate(constraints)]
+            self._executor().unsafe_compute_mask_ptr(numbered, masks.ctypes.data, masks[0].nbytes, len(masks))
+        without_end = masks & ~bits_of(self.eos, num_words)
+        for constraint, *both in zip(constraints, masks, without_end, strict=True):
+            constraint.look(*both)
+
+    def _executor(self) -> LLExecutor:
+        with self._lock:
+            if self._masking is None:
+                from llguidance import LLExecutor
+
+                self._masking = LLExecutor(min(_MOST_THREADS, max((os.cpu_count() or 1) // 2, 1)))
+            return self._masking
 
     def matcher(self, structured: StructuredOutputs) -> LLMatcher:
         """A form's grammar at its beginning. Grammars are kept, since many requests ask for the same.

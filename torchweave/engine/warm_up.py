@@ -12,15 +12,19 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchweave.compile.graphs import Boundary
+from torchweave.engine.redraw import Redraw
 from torchweave.engine.runner import Runner
+from torchweave.engine.step import Adjust
 from torchweave.log import Report
 from torchweave.models.experts import launch_samples
 from torchweave.models.quantize import distinct
 from torchweave.ops.attention import AttentionBackend, LayerSpec
+from torchweave.ops.sampling_adjust import MASK, NUM_FIELDS
 from torchweave.ops.state import SlotState
 from torchweave.plan import Plan
 
@@ -64,6 +68,14 @@ class StandIn:
         return torch.zeros(index.shape[0], self._vocab_size, dtype=self._dtype, device=device)
 
 
+def draw_again(state: SlotState, logits: Tensor) -> None:
+    """Launch what a row with changed logits launches, in a state that nothing runs in. logits [1, V]."""
+    rows = np.zeros((NUM_FIELDS, 1), np.int32)
+    rows[MASK] = -1
+    tokens, out = (torch.zeros(1, dtype=torch.int32, device=logits.device) for _ in range(2))
+    Redraw(state)(Adjust(rows), logits, tokens, out)
+
+
 def start(
     plan: Plan,
     module: nn.Module,
@@ -87,6 +99,8 @@ def start(
             for tokens in _TOKENS:
                 runner.run_padding(min(tokens, plan.max_num_tokens))
                 runner.run_padding_decode(min(tokens, plan.max_batch_size))
+            with torch.inference_mode():
+                draw_again(state, torch.zeros(1, vocab_size, dtype=dtype, device=device))
             torch.cuda.synchronize(device)
         except Exception:
             _log.exception("Building kernels ahead failed; they are built when they are first needed.")

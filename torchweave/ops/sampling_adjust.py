@@ -36,6 +36,7 @@ LONGEST_WORD = 32
 """Tokens of a barred word at the most; so many tokens of the answer are looked back at."""
 
 _FEWEST_PLACES = 8
+_BACK = np.arange(1, LONGEST_WORD)
 
 
 @dataclass(frozen=True)
@@ -149,46 +150,58 @@ def redraw(
 
 def adjust_reference(logits: Tensor, rows: Tensor, masks: Tensor | None, places: AdjustState, changed: Tensor) -> None:
     """changed float32 [K, V] = the logits of `rows` with bias, penalties and mask."""
-    penalties = rows[PRESENCE : REPETITION + 1].view(torch.float32).tolist()
-    for i, (row, _, place, flags, mask) in enumerate(rows[:PRESENCE].T.tolist()):
-        values = logits[row].float()
-        if flags & HAS_BIAS:
-            values = values + places.bias[place]
-        if flags & HAS_COUNTS:
-            presence, frequency, repetition = (penalty[i] for penalty in penalties)
-            counts = places.counts[place]
-            repeated = torch.where(values > 0, values / repetition, values * repetition)
-            values = torch.where(counts != 0, repeated, values)
-            answered = (counts & (IN_PROMPT - 1)).float()
-            values = values - frequency * answered - presence * (answered > 0)
-        if mask >= 0:
-            assert masks is not None
-            allowed = np.unpackbits(masks[mask].numpy().view(np.uint8), bitorder="little")[: len(values)]
-            values = values.masked_fill(torch.from_numpy(allowed == 0), -torch.inf)
-        changed[i] = values
+    records, values = rows.numpy(), changed.numpy()
+    changed.copy_(logits[rows[ROW].long()])
+    place, flags, mask = records[PLACE], records[FLAGS], records[MASK]
+    biased = np.flatnonzero(flags & HAS_BIAS)
+    if biased.size:
+        values[biased] += places.bias.numpy()[place[biased]]
+    counted = np.flatnonzero(flags & HAS_COUNTS)
+    if counted.size:
+        penalties = records[PRESENCE : REPETITION + 1, counted, None].view(np.float32)
+        values[counted] = _penalised(values[counted], places.counts.numpy()[place[counted]], *penalties)
+    masked = np.flatnonzero(mask >= 0)
+    if masked.size:
+        assert masks is not None
+        words = np.ascontiguousarray(masks.numpy()[mask[masked]])
+        allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little", count=values.shape[1])
+        values[masked] = np.where(allowed != 0, values[masked], np.float32(-np.inf))
+
+
+def _penalised(
+    values: np.ndarray, counts: np.ndarray, presence: np.ndarray, frequency: np.ndarray, repetition: np.ndarray
+) -> np.ndarray:
+    """values float32 [K, V] and counts int32 [K, V] with penalties float32 [K, 1]."""
+    repeated = np.where(values > 0, values / repetition, values * repetition)
+    answered = (counts & (IN_PROMPT - 1)).astype(np.float32)
+    values = np.where(counts != 0, repeated, values) - frequency * answered
+    return values - np.where(answered > 0, presence, np.float32(0))
 
 
 def rewind_reference(rows: Tensor, state: SlotState, places: AdjustState, changed: Tensor) -> None:
     """Bar what would end a barred word, and take each slot's position back to before its token."""
-    for i, (_, slot, place, flags) in enumerate(rows[: FLAGS + 1].T.tolist()):
-        at = int(state.host["position"][slot])
-        state.host["position"][slot] = at - 1
-        if flags & HAS_WORDS:
-            words = places.words[place]
-            before = places.tail[place][torch.arange(at - 1, at - LONGEST_WORD, -1) % LONGEST_WORD]
-            fits = ((words[:, 1:] < 0) | (words[:, 1:] == before)).all(dim=1) & (words[:, 0] >= 0)
-            ids = words[fits, 0].long()
-            changed[i, ids] = changed[i, ids].clamp(max=BARRED)
+    records, values = rows.numpy(), changed.numpy()
+    at = state.host["position"][records[SLOT]]
+    state.host["position"][records[SLOT]] = at - 1
+    for i in np.flatnonzero(records[FLAGS] & HAS_WORDS):
+        words = places.words.numpy()[records[PLACE, i]]
+        before = places.tail.numpy()[records[PLACE, i], (at[i] - _BACK) % LONGEST_WORD]
+        fits = ((words[:, 1:] < 0) | (words[:, 1:] == before)).all(axis=1) & (words[:, 0] >= 0)
+        ids = words[fits, 0]
+        values[i, ids] = np.minimum(values[i, ids], np.float32(BARRED))
 
 
 def settle_reference(
     rows: Tensor, drawn: Tensor, coded: Tensor, state: SlotState, places: AdjustState, tokens: Tensor, out: Tensor
 ) -> None:
     """Hand the new tokens over, and write them down in the places."""
-    tokens[rows[ROW].long()] = drawn.to(tokens.dtype)
-    out[rows[ROW].long()] = coded
-    for (_, slot, place, flags), token in zip(rows[: FLAGS + 1].T.tolist(), drawn.tolist(), strict=True):
-        if flags & HAS_COUNTS:
-            places.counts[place, token] += 1
-        if flags & HAS_WORDS:
-            places.tail[place, int(state.host["position"][slot]) % LONGEST_WORD] = token
+    records, new = rows.numpy(), drawn.numpy()
+    tokens.numpy()[records[ROW]] = new
+    out.numpy()[records[ROW]] = coded.numpy()
+    counted = np.flatnonzero(records[FLAGS] & HAS_COUNTS)
+    if counted.size:
+        places.counts.numpy()[records[PLACE, counted], new[counted]] += 1
+    worded = np.flatnonzero(records[FLAGS] & HAS_WORDS)
+    if worded.size:
+        at = state.host["position"][records[SLOT, worded]] % LONGEST_WORD
+        places.tail.numpy()[records[PLACE, worded], at] = new[worded]

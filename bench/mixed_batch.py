@@ -1,0 +1,114 @@
+"""What requests that ask for more cost those beside them: milliseconds a token of others, with 0, 1 and 8 of each kind.
+
+    python bench/mixed_batch.py [--model demo] [--others 8] [--beside 0 1 8] [--tokens 200] [--rounds 7] [--json FILE]
+
+`others` are greedy and ask for nothing. `plain` beside them is as many more of their kind: what a larger batch costs by itself,
+and what `penalties` (all three, a bias and a barred word) and `grammar` (a JSON schema) are compared with. A request with a
+grammar takes part in every second step. Rounds go through all cases in turn; the median counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from torchweave import LLM, SamplingParams
+from torchweave.cli.benchmarks.result import environment
+from torchweave.engine.request import StructuredOutputs
+from torchweave.log import Report
+
+PLAIN = SamplingParams(temperature=0.0, ignore_eos=True)
+SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 400}
+KINDS = {
+    "plain": PLAIN,
+    "penalties": replace(
+        PLAIN,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.1,
+        logit_bias={20: 1.0},
+        bad_words=[[30, 31]],
+    ),
+    "grammar": replace(PLAIN, structured_outputs=StructuredOutputs(json=SCHEMA, disable_any_whitespace=True)),
+}
+
+
+def round_of(llm: LLM, others: int, beside: int, kind: str, tokens: int) -> float:
+    """Milliseconds a token of the others, from their first token on."""
+    prompts = [np.random.default_rng(n).integers(8, 100, 16).tolist() for n in range(others + beside)]
+    # Those beside begin first and end last, so that they are there all the time.
+    params = [replace(PLAIN, max_tokens=tokens)] * others + [replace(KINDS[kind], max_tokens=tokens + 20)] * beside
+    first, last, count = [0.0] * others, [0.0] * others, [0] * others
+    for number, output in llm.stream_all(prompts, params):
+        if number < others and output.token_ids:
+            now = time.perf_counter()
+            first[number] = first[number] or now
+            last[number] = now
+            count[number] += len(output.token_ids)
+    assert all(n == tokens for n in count)
+    return statistics.mean((end - begin) / (tokens - 1) * 1e3 for begin, end in zip(first, last, strict=True))
+
+
+def measure(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
+    cases, refused = [], {}
+    for kind, params in KINDS.items():
+        try:
+            llm.generate([[9, 10]], replace(params, max_tokens=2))
+        except (ValueError, RuntimeError) as error:
+            refused[kind] = str(error)
+        else:
+            cases += [(kind, beside) for beside in args.beside if beside or kind == "plain"]
+    times: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+    for _ in range(args.rounds + 1):
+        for kind, beside in cases:
+            times[kind, beside].append(round_of(llm, args.others, beside, kind, args.tokens))
+    medians = {case: statistics.median(found[1:]) for case, found in times.items()}
+    found: list[dict[str, Any]] = [
+        {
+            "beside": beside,
+            "kind": kind,
+            "ms_per_token": round(median, 3),
+            "to_plain": round(median / medians["plain", beside], 3),
+            "rounds": [round(value, 3) for value in times[kind, beside][1:]],
+        }
+        for (kind, beside), median in medians.items()
+    ]
+    return found + [{"kind": kind, "skipped": why} for kind, why in refused.items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--load_format", default="auto")
+    parser.add_argument("--others", type=int, default=8)
+    parser.add_argument("--beside", type=int, nargs="+", default=[0, 1, 8])
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    with LLM(args.model, load_format=args.load_format, max_model_len=512, report=Report(show=False)) as llm:
+        results = measure(llm, args)
+        facts = environment(llm.plan.device) | {"command": "python " + " ".join(sys.argv)}
+    for row in results:
+        if "skipped" in row:
+            print(f"{row['kind']:<10} skipped: {row['skipped']}")
+        else:
+            print(
+                f"{row['kind']:<10} {row['beside']} beside {row['ms_per_token']:>8.3f} ms a token, {row['to_plain']:.2f} of plain"
+            )
+    if args.json:
+        whole = {"scenario": "mixed_batch", "model": args.model, "others": args.others, "tokens": args.tokens}
+        args.json.write_text(json.dumps({**whole, "environment": facts, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Rows that are drawn again, on a GPU: the kernels against the reference, and a whole engine with and without graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.test_engine import GREEDY, build
+from tests.ops import adjust_cases
+from torchweave.engine.request import SamplingParams
+from torchweave.ops.sampling_adjust import adjust_reference, redraw, rewind_reference
+from torchweave.ops.state import SlotState
+
+pytestmark = pytest.mark.gpu
+
+
+def copied(state: SlotState) -> SlotState:
+    twin = SlotState(state.max_batch, state.max_blocks_per_seq, device="cuda")
+    twin.arena.copy_(state.arena)
+    return twin
+
+
+@pytest.mark.parametrize("vocab_size", [40, 4500, 128_256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_change_logits_as_the_reference_does(vocab_size: int, dtype: torch.dtype) -> None:
+    from torchweave.ops.kernels import sampling_adjust as kernels
+
+    for seed in range(5):
+        case = adjust_cases.build(vocab_size, seed, dtype)
+        state, places = copied(case.state), case.places("cuda")
+        changed = torch.empty(8, vocab_size, device="cuda")
+        expected = torch.empty(8, vocab_size)
+        rows, masks = case.rows.cuda(), case.masks.cuda()
+        kernels.launch_adjust(case.logits.cuda(), rows, masks, places, changed)
+        kernels.launch_rewind(rows, state, places, changed)
+        adjust_reference(case.logits, case.rows, case.masks, case.places(), expected)
+        rewind_reference(case.rows, case.state, case.places(), expected)
+        torch.testing.assert_close(changed.cpu(), expected, rtol=1e-6, atol=1e-6)
+        assert state.position.cpu().equal(case.state.position)
+
+
+def test_a_redraw_draws_what_the_reference_draws() -> None:
+    for seed in range(20):
+        case = adjust_cases.build(5000, seed)
+        state, places, twin_places = copied(case.state), case.places("cuda"), case.places()
+        tokens, out = case.tokens.cuda(), case.out.cuda()
+        redraw(case.logits.cuda(), case.rows.cuda(), case.masks.cuda(), state, places, tokens, out)
+        redraw(case.logits, case.rows, case.masks, case.state, twin_places, case.tokens, case.out)
+        assert tokens.cpu().equal(case.tokens) and out.cpu().equal(case.out)
+        assert state.arena.cpu().equal(case.state.arena)
+        for name in ("counts", "tail"):
+            assert getattr(places, name).cpu().equal(getattr(twin_places, name))
+
+
+def test_graphs_change_no_token_of_those_who_ask_nor_of_others() -> None:
+    asks = [
+        replace(GREEDY, repetition_penalty=1.3),
+        replace(GREEDY, presence_penalty=1.0, frequency_penalty=0.5),
+        replace(GREEDY, logit_bias={5: 3.0}, bad_words=[[5, 5], [7]]),
+        replace(GREEDY, allowed_token_ids=list(range(100, 200)), repetition_penalty=0.9),
+        replace(GREEDY, prompt_logprobs=2),
+        GREEDY,
+        SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True),
+    ]
+    prompts = [np.random.default_rng(n).integers(0, 1000, 10 + 9 * n).tolist() for n in range(len(asks))]
+    found = []
+    for graphs in (True, False):
+        with build(graphs=graphs, compiled=False) as llm:
+            together = llm.generate(prompts, asks)
+            alone = [llm.generate([prompt], params)[0] for prompt, params in zip(prompts, asks, strict=True)]
+            if graphs:
+                assert llm.manager.counts.get("decode_graph", 0) > 0
+        assert [each.outputs[0].token_ids for each in together] == [each.outputs[0].token_ids for each in alone]
+        found.append([each.outputs[0].token_ids for each in together])
+        scores = together[4].prompt_logprobs
+        assert scores is not None and len(scores) == len(prompts[4]) and all(scores[1:])
+    assert found[0] == found[1]
