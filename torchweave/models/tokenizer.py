@@ -60,9 +60,19 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids, exactly as the tokens say: spaces before punctuation stay."""
+        if self._backend is not None:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return self.hugging_face.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    @functools.cached_property
+    def _backend(self) -> Any | None:
+        """What decodes for transformers' object, where that adds nothing: four times as fast for a few ids."""
+        from transformers import PreTrainedTokenizerFast
+
+        plain = getattr(type(self.hugging_face), "_decode", None) is PreTrainedTokenizerFast._decode
+        return self.hugging_face.backend_tokenizer if plain else None
 
     def stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> TextStream:
         """A decoder of ids that arrive one after the other, behind `prompt_ids`."""

@@ -265,8 +265,9 @@ class EngineClient:
 
     def _hear(self, message: msgspec.Struct) -> None:
         if isinstance(message, wire.Outputs):
+            gone = message.failing or self.state != "ready"
             for response in message.responses():
-                self._deliver(response)
+                self._deliver(response, gone)
         elif isinstance(message, wire.Accepted):
             self._settle(message.id, message.refusal)
         elif isinstance(message, wire.Moved):
@@ -284,7 +285,7 @@ class EngineClient:
         elif isinstance(message, wire.Failed):
             self.failure, self.asked_too_much = message.why, message.asked
 
-    def _deliver(self, response: Response) -> None:
+    def _deliver(self, response: Response, gone: bool) -> None:
         flight = self._flights.get(response.id)
         if flight is None:
             return
@@ -293,7 +294,7 @@ class EngineClient:
             self._changed.set()
         reason = (response.output.finish_reason or "error") if response.final else None
         self.traffic.answered(response.id, len(response.output.token_ids), reason)
-        flight.hear(response)
+        flight.hear(response, gone)
 
     def _settle(self, request_id: int, refusal: str) -> None:
         """The engine has said whether it can run a request."""
@@ -317,7 +318,7 @@ class EngineClient:
         flights, self._flights = self._flights, {}
         for request_id, flight in flights.items():
             self.traffic.answered(request_id, 0, "error")
-            flight.hear(refusal(request_id, why))
+            flight.hear(refusal(request_id, why), gone=True)
         self._changed.set()
 
     def _send(self, message: msgspec.Struct) -> None:

@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import connection
 
 import msgspec
@@ -83,6 +83,7 @@ def _serve(engine: Engine, config: EngineConfig, addresses: wire.Addresses, outb
         stats_interval=STATS_SECONDS,
         seed=config.seed,
     )
+    outbox.is_failing = lambda: manager.failure is not None
     threading.Thread(target=_follow_manager, args=(manager, outbox), daemon=True).start()
     report.event("ready")
     keep_explanation(engine.plan, report)
@@ -189,10 +190,15 @@ class Inbox:
 
 
 class Outbox:
-    """Sends what other threads put in, in order: messages, and responses of an iteration."""
+    """Sends what other threads put in, in order: messages, and responses of an iteration.
+
+    Attributes:
+        is_failing: whether the errors in responses are those of the engine, which ends.
+    """
 
     def __init__(self, address: str) -> None:
         self._queue: queue.SimpleQueue[Sequence[Response] | msgspec.Struct | None] = queue.SimpleQueue()
+        self.is_failing: Callable[[], bool] = bool
         self._address = address
         self._thread = threading.Thread(target=self._main, name="torchweave-outbox", daemon=True)
         self._thread.start()
@@ -212,7 +218,7 @@ class Outbox:
         socket.setsockopt(zmq.LINGER, int(_FLUSH_SECONDS * 1000))
         socket.connect(self._address)
         while (item := self._queue.get()) is not None:
-            message = item if isinstance(item, msgspec.Struct) else wire.outputs(item)
+            message = item if isinstance(item, msgspec.Struct) else wire.outputs(item, self.is_failing())
             socket.send(wire.encode(message))
         socket.close()
         context.term()  # returns when all was sent

@@ -19,6 +19,10 @@ class EngineGone(RuntimeError):
     """The engine is not there: it is starting, it failed, or it was ended."""
 
 
+class RequestFailed(ValueError):
+    """The engine could not go on with a request, and goes on with the others."""
+
+
 class Flight:
     """The requests of one caller. Leaving its `with` block cancels those that are not done."""
 
@@ -27,7 +31,7 @@ class Flight:
         self._open: set[int] = set()
         self._unheard: set[int] = set()  # of which the engine has not said whether it can run them
         self._refusal = ""
-        self._gone = ""
+        self._gone = ""  # why the engine is gone
         self._mail: list[Response] = []
         self._arrived = asyncio.Event()
 
@@ -63,6 +67,7 @@ class Flight:
 
         Raises:
             EngineGone: the engine failed or was ended.
+            RequestFailed: a request failed alone.
         """
         while self._open or self._mail:
             if not self._mail:
@@ -72,7 +77,7 @@ class Flight:
                 if response.final:
                     self._open.discard(response.id)
                 if response.error:
-                    raise EngineGone(response.error)
+                    raise EngineGone(response.error) if self._gone else RequestFailed(response.error)
             if mail:
                 yield mail
 
@@ -100,8 +105,9 @@ class Flight:
             self._refusal = refusal
         self._arrived.set()
 
-    def hear(self, response: Response) -> None:
-        if response.error and response.id in self._unheard:
+    def hear(self, response: Response, gone: bool) -> None:
+        """A response; `gone`: an error in it is that of the engine, which ends."""
+        if response.error and gone:
             self._gone = response.error
         if response.id in self._open:
             self._mail.append(response)

@@ -122,11 +122,15 @@ class Said(msgspec.Struct, array_like=True):
 
 
 class Outputs(msgspec.Struct, tag=True, array_like=True):
-    """What the engine has to say after an iteration: `ids` (uint64) that have one more of `tokens` (int32), then all others."""
+    """What the engine has to say after an iteration: `ids` (uint64) that have one more of `tokens` (int32), then all others.
+
+    `failing`: errors are those of the engine, which ends; else each is that of its request.
+    """
 
     ids: bytes
     tokens: bytes
     others: list[Said]
+    failing: bool = False
 
     def responses(self) -> Iterator[Response]:
         ids, tokens = np.frombuffer(self.ids, np.uint64).tolist(), np.frombuffer(self.tokens, np.int32)
@@ -210,11 +214,12 @@ def request_of(message: Submit) -> InferenceRequest:
     )
 
 
-def outputs(responses: Sequence[Response]) -> Outputs:
+def outputs(responses: Sequence[Response], failing: bool = False) -> Outputs:
     """Responses as they are sent."""
     if isinstance(responses, Responses):
-        return Outputs(responses.ids.tobytes(), responses.tokens.tobytes(), [_said(each) for each in responses.others])
-    return Outputs(b"", b"", [_said(each) for each in responses])
+        others = [_said(each) for each in responses.others]
+        return Outputs(responses.ids.tobytes(), responses.tokens.tobytes(), others, failing)
+    return Outputs(b"", b"", [_said(each) for each in responses], failing)
 
 
 def _said(response: Response) -> Said:
