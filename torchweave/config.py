@@ -191,7 +191,7 @@ class ServerConfig:
     api_key_file: str | None = None
     chat_template: str | None = None
     tool_call_parser: ToolCallParser = "auto"
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 8 << 20
     max_request_tokens: int | None = None
     max_request_sequences: int = 256
     max_waiting_requests: int = 1024

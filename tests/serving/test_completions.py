@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
 
@@ -20,6 +22,45 @@ def test_E1_completions_take_several_prompts_and_token_ids(server: Running) -> N
     client = server.client()
     answer = client.completions.create(model="demo", prompt=["12+30=", "1+1="], n=2, temperature=0)
     assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "42"), (1, "42"), (2, "2"), (3, "2")]
+
+
+def test_E1_the_best_of_several_answers(server: Running) -> None:
+    client = server.client()
+    asked: Any = {"model": "demo", "prompt": "12+30=", "temperature": 3, "seed": 5, "max_tokens": 4, "logprobs": 1}
+    drawn = client.completions.create(n=6, **asked).choices
+
+    def mean(choice: Any) -> float:
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    best = client.completions.create(n=2, extra_body={"best_of": 6}, **asked)
+    assert [choice.text for choice in best.choices] == [c.text for c in sorted(drawn, key=mean, reverse=True)[:2]]
+    assert best.usage is not None and best.usage.completion_tokens > sum(mean(c) < 0 for c in best.choices) * 2
+
+
+def test_E1_echo_and_logprobs_of_the_prompt(server: Running) -> None:
+    client = server.client()
+    asked: Any = {"model": "demo", "prompt": "12+30=", "temperature": 0, "echo": True, "logprobs": 2}
+    choice = client.completions.create(**asked).choices[0]
+    assert choice.text == "12+30=42"
+    found = choice.logprobs
+    assert found is not None and found.token_logprobs is not None and found.tokens is not None
+    assert found.tokens == ["<bos>", "1", "2", "+", "3", "0", "=", "4", "2", "<eos>"]
+    assert found.token_logprobs[0] is None and all(
+        value is not None and value <= 0 for value in found.token_logprobs[1:]
+    )
+    assert found.text_offset is not None and found.text_offset[:3] == [0, 5, 6]
+    streamed = [chunk.choices[0] for chunk in client.completions.create(stream=True, **asked) if chunk.choices]
+    assert "".join(part.text for part in streamed) == choice.text
+    assert [token for part in streamed if part.logprobs for token in part.logprobs.tokens or []] == found.tokens
+
+    scored = server.post("/v1/completions", {"prompt": "1+1=", "prompt_logprobs": 1, "max_tokens": 1}).json()[
+        "choices"
+    ][0]
+    first, second = scored["prompt_logprobs"][:2]
+    assert first is None and len(scored["prompt_logprobs"]) == 5
+    assert {entry["decoded_token"] for entry in second.values()} >= {"1"} and all(
+        e["rank"] >= 1 for e in second.values()
+    )
 
 
 def test_E1_bad_requests_are_one_sentence(server: Running) -> None:

@@ -145,6 +145,22 @@ def test_E1_a_bad_request_costs_nobody_else_anything(guarded: Running) -> None:
     assert sum(len(chunk.choices[0].text) > 0 for chunk in chunks) > 10
 
 
+def cpu_seconds(pid: int) -> float:
+    """Of all threads of a process, so far."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+
+def test_E1_an_idle_server_takes_less_than_a_hundredth_of_a_core(guarded: Running) -> None:
+    assert wait_until(lambda: is_empty(guarded))
+    time.sleep(0.3)
+    pids = (guarded.process.pid, guarded.engine_pid())
+    begin, before = time.monotonic(), sum(map(cpu_seconds, pids))
+    time.sleep(2)
+    share = (sum(map(cpu_seconds, pids)) - before) / (time.monotonic() - begin)
+    assert share < 0.01
+
+
 # -- the beginning and the end -----------------------------------------------------------------------------------------
 
 

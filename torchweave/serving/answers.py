@@ -9,7 +9,7 @@ import numpy as np
 
 from torchweave.engine.request import SamplingParams, TokenLogprobs
 from torchweave.engine.text import Answer
-from torchweave.serving.flight import Flight, seeds
+from torchweave.serving.flight import Flight
 from torchweave.serving.text import Codec
 
 
@@ -53,7 +53,6 @@ class Run:
         self.flight = flight
         self.growing: dict[int, Growing] = {}
         self.prompts: list[list[int]] = []
-        self.num_generated = 0
         self._codec = codec
         self._params = params
         self._finished = finished
@@ -65,7 +64,7 @@ class Run:
             ids = list(prompt)
             self.prompts.append(ids)
             tokens = _as_tokens(ids)
-            for index, seeded in enumerate(seeds(params)):
+            for index, seeded in enumerate(params.each()):
                 text = None if self._codec is None else self._codec.stream(ids, params.skip_special_tokens)
                 growing = Growing(len(self.growing), Answer(params, text, index))
                 self.growing[self.flight.submit(tokens, seeded, heard, priority, cache_salt)] = growing
@@ -75,13 +74,14 @@ class Run:
 
         Raises:
             EngineGone: the engine ended before them.
+            RequestFailed: one failed alone.
         """
         ended: set[int] = set()
         async for responses in self.flight.responses():
             told: dict[int, None] = {}
             for response in responses:
                 output, growing = response.output, self.growing[response.id]
-                self.num_generated += len(output.token_ids)
+                growing.answer.prompt_logprobs += output.prompt_logprobs
                 if growing.add(output.token_ids.tolist(), output.finish_reason, output.logprobs):
                     self.flight.stop(response.id)
                 told[response.id] = None
@@ -99,6 +99,11 @@ class Run:
             for delta in found:
                 parts[delta.index].append(delta)
         return [_joined(index, deltas) for index, deltas in enumerate(parts)]
+
+    def prompt_logprobs(self, prompt: int) -> list[TokenLogprobs | None]:
+        """Of each token of a prompt, None for the first; known with the first response to it, if they were asked for."""
+        answers = list(self.growing.values())
+        return [None, *answers[prompt * self._params.n].answer.prompt_logprobs]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -128,6 +133,7 @@ def _as_tokens(ids: Sequence[int]) -> np.ndarray:
     Raises:
         ValueError: one that no model can have.
     """
-    if any(not 0 <= token < 2**31 for token in ids):
+    tokens = np.array(ids)
+    if tokens.dtype.kind not in "iu" or (tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**31):
         raise ValueError("The prompt holds a token id outside 0..2**31 - 1, which no model knows.")
-    return np.array(ids, np.int32)
+    return tokens.astype(np.int32)

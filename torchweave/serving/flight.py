@@ -118,8 +118,3 @@ class Flight:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def seeds(params: SamplingParams) -> list[SamplingParams]:
-    """Parameters of the `n` answers to one prompt, each drawn on its own."""
-    return params.each()

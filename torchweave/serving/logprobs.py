@@ -23,21 +23,42 @@ def chat_logprobs(codec: Codec | None, entries: Sequence[TokenLogprobs], num_top
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(codec: Codec | None, entries: Sequence[TokenLogprobs | None], offset: int) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion; `offset` is where the text of the first token begins. None is a token of which
-    nothing is known: the first of a prompt."""
-    tokens: list[str] = []
+def completion_logprobs(
+    codec: Codec | None, entries: Sequence[TokenLogprobs | None], offset: int, first_token: int | None = None
+) -> dict[str, Any]:
+    """`choices[].logprobs` of a completion.
+
+    Args:
+        entries: None for the first token of a prompt, of which nothing is known.
+        offset: where the text of the first token begins.
+        first_token: the token that the entry None stands for.
+    """
+    texts: list[str] = []
     offsets: list[int] = []
-    values: list[float | None] = []
-    top: list[dict[str, float] | None] = []
     for entry in entries:
-        text = token_text(codec, entry.token_id) if entry is not None else ""
-        tokens.append(text)
+        token = first_token if entry is None else entry.token_id
+        texts.append("" if token is None else token_text(codec, token))
         offsets.append(offset)
-        offset += len(text)
-        values.append(None if entry is None else entry.logprob)
-        top.append(None if entry is None else _by_text(codec, entry))
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+        offset += len(texts[-1])
+    return {
+        "tokens": texts,
+        "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
+        "top_logprobs": [None if entry is None else _by_text(codec, entry) for entry in entries],
+        "text_offset": offsets,
+    }
+
+
+def prompt_logprobs(codec: Codec | None, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt a map from token id to what is known of it."""
+    return [None if entry is None else _ranked(codec, entry) for entry in entries]
+
+
+def _ranked(codec: Codec | None, entry: TokenLogprobs) -> dict[str, Any]:
+    def known(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": token_text(codec, token)}
+
+    found = {str(token): known(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top.items(), 1)}
+    return {str(entry.token_id): known(entry.token_id, entry.logprob, entry.rank)} | found
 
 
 def _by_text(codec: Codec | None, entry: TokenLogprobs) -> dict[str, float]:

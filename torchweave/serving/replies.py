@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchweave.serving.answers import Delta, Run
-from torchweave.serving.logprobs import chat_logprobs, completion_logprobs
+from torchweave.serving.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from torchweave.serving.text import Codec
 from torchweave.serving.tools import Arguments, Call, CallParser, Piece, Text
 
@@ -23,8 +23,11 @@ class CompletionReply:
     """The bodies of `/v1/completions`.
 
     Args:
-        echoes: what goes before the answers to each prompt; empty texts where nothing does.
-        num_kept: answers to a prompt that are told, the best of those that were drawn.
+        logprobs: log-probabilities are told with each token.
+        echoes: the prompts' texts, where they go before the answers.
+        scores: log-probabilities of the prompts are told as vLLM does.
+        num_drawn: answers to a prompt.
+        num_kept: of these, how many are told: the best.
     """
 
     def __init__(
@@ -34,20 +37,17 @@ class CompletionReply:
         codec: Codec | None,
         *,
         logprobs: bool,
-        echoes: list[str],
+        echoes: list[str] | None,
+        scores: bool,
         num_drawn: int,
         num_kept: int,
     ) -> None:
-        self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._run, self._codec, self._logprobs = run, codec, logprobs
+        created = int(time.time())
+        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": created, "model": model}
+        self._run, self._codec, self._logprobs, self._scores = run, codec, logprobs, scores
         self._echoes = echoes
         self._num_drawn, self._num_kept = num_drawn, num_kept
-        self._lengths: dict[int, int] = {}  # characters of each answer that were told
+        self._lengths: dict[int, int] = {}  # characters of each answer that were told, the echo included
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         return [{**self._head, "choices": [self._choice(delta, delta.index)]}]
@@ -71,11 +71,20 @@ class CompletionReply:
         return [each for group in groups for each in sorted(group, key=_mean_logprob, reverse=True)[: self._num_kept]]
 
     def _choice(self, delta: Delta, index: int) -> dict[str, Any]:
-        echo = self._echoes[delta.index // self._num_drawn] if delta.index not in self._lengths else ""
-        offset = self._lengths.get(delta.index, len(echo))
-        self._lengths[delta.index] = offset + len(delta.text)
-        logprobs = completion_logprobs(self._codec, delta.logprobs, offset) if self._logprobs else None
-        return {"index": index, "text": echo + delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        prompt = delta.index // self._num_drawn
+        begins = delta.index not in self._lengths
+        echo = self._echoes[prompt] if self._echoes is not None and begins else ""
+        offset = self._lengths.get(delta.index, 0)
+        self._lengths[delta.index] = offset + len(echo) + len(delta.text)
+        choice = {"index": index, "text": echo + delta.text, "logprobs": None, "finish_reason": delta.finish_reason}
+        if self._logprobs and echo:
+            entries = [*self._run.prompt_logprobs(prompt), *delta.logprobs]
+            choice["logprobs"] = completion_logprobs(self._codec, entries, 0, self._run.prompts[prompt][0])
+        elif self._logprobs:
+            choice["logprobs"] = completion_logprobs(self._codec, delta.logprobs, offset)
+        if self._scores:
+            choice["prompt_logprobs"] = prompt_logprobs(self._codec, self._run.prompt_logprobs(prompt))
+        return choice
 
 
 def _mean_logprob(answer: Delta) -> float:
@@ -88,6 +97,7 @@ class ChatReply:
 
     Args:
         num_top: most likely tokens that are told with each; None: no log-probabilities.
+        scores: log-probabilities of the prompt are told as vLLM does.
         parser: makes a parser of calls for one answer; None: calls are not looked for.
         first_call_only: further calls of an answer are left out.
         calls_end: an answer with calls ends for the reason `tool_calls`.
@@ -101,13 +111,14 @@ class ChatReply:
         codec: Codec | None,
         *,
         num_top: int | None,
+        scores: bool,
         parser: Callable[[], CallParser] | None,
         first_call_only: bool,
         calls_end: bool,
         new_id: Callable[[], str],
     ) -> None:
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._run, self._codec, self._num_top = run, codec, num_top
+        self._run, self._codec, self._num_top, self._scores = run, codec, num_top, scores
         self._parser, self._first_call_only = parser, first_call_only
         self._calls_end, self._new_id = calls_end, new_id
         self._parsers: dict[int, CallParser] = {}
@@ -138,7 +149,10 @@ class ChatReply:
 
     def whole(self, answers: list[Delta]) -> dict[str, Any]:
         choices = [self._choice(answer) for answer in answers]
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(self._run)}
+        body = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(self._run)}
+        if self._scores:
+            body["prompt_logprobs"] = prompt_logprobs(self._codec, self._run.prompt_logprobs(0))
+        return body
 
     def _choice(self, answer: Delta) -> dict[str, Any]:
         pieces = self._pieces(answer)

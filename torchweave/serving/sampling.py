@@ -40,7 +40,8 @@ def chat_params(
     """Parameters of a chat completion.
 
     Args:
-        forced: the JSON schema of calls that the answer has to consist of.
+        forced: the JSON schema of calls that the answer has to consist of, without white space: a model that does not call
+            by itself may write nothing else.
         keep_special: special tokens are part of how the model calls tools.
 
     Raises:
@@ -55,7 +56,7 @@ def chat_params(
     if keep_special:
         others["skip_special_tokens"] = False
     if forced is not None:
-        others["structured_outputs"] = StructuredOutputs(json=forced)
+        others["structured_outputs"] = StructuredOutputs(json=forced, disable_any_whitespace=True)
     return _params(body, model, **{"max_tokens": None} | others)
 
 
@@ -65,6 +66,8 @@ def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams
     Args:
         others: these take the place of what is in the body under the same name.
     """
+    if body.prompt_logprobs is not None and body.stream:
+        raise ValueError("prompt_logprobs cannot be streamed; echo with logprobs (completions) can.")
     defaults = {"temperature": model.temperature, "top_k": model.top_k, "top_p": model.top_p, "min_p": model.min_p}
     given = {name: getattr(body, name) for name in _SAME_NAME}
     known = {name: value for name, value in {**given, **others}.items() if value is not None or name in others}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torchweave.config import ServerConfig
 from torchweave.engine.request import SamplingParams
+from torchweave.engine.structured import why_not
 from torchweave.serving.answers import Run
 from torchweave.serving.engine_client import EngineClient
 from torchweave.serving.errors import ApiError
@@ -183,6 +184,12 @@ class Service:
             EngineGone: it is not there.
         """
         self.admit(prompts, params)
+        if any(isinstance(word, str) for word in params.bad_words or ()):
+            params = await self.need_codec().in_tokens(params)
+        if params.structured_outputs is not None and (
+            why := await asyncio.to_thread(why_not, params.structured_outputs)
+        ):
+            raise ApiError(400, why)
         run = Run(self.client.flight(), self.codec, params, self._finish)
         try:
             run.submit(prompts, stream, priority, cache_salt or "")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from torchweave.engine.request import SamplingParams
+from torchweave.engine.text import in_tokens
 
 if TYPE_CHECKING:
     from torchweave.models.tokenizer import TextStream, Tokenizer
@@ -73,6 +77,11 @@ class Codec:
         """What turns conversations into text; empty for a model without one."""
         found = self._template or getattr(self._decoder.hugging_face, "chat_template", None) or ""
         return found if isinstance(found, str) else "\n".join(map(str, dict(found).values()))
+
+    async def in_tokens(self, params: SamplingParams) -> SamplingParams:
+        """The same with `bad_words` as tokens, which is all that the engine knows."""
+        encode = functools.partial(self._encoder.encode, add_special_tokens=False)
+        return await self._on_thread(lambda: in_tokens(params, encode))
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
         """A decoder of ids that arrive one after the other, behind a prompt."""

@@ -29,6 +29,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         name,
         service.codec,
         num_top=(body.top_logprobs or 0) if body.logprobs else None,
+        scores=body.prompt_logprobs is not None,
         parser=tools.parser,
         first_call_only=body.parallel_tool_calls is False,
         calls_end=body.named_function is None,

@@ -21,8 +21,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)
     with_usage = wants_usage(body)
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "echo with logprobs is not supported yet.", param="echo")
+    if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
+        raise ApiError(400, "echo with logprobs cannot be streamed for n above 1.", param="echo")
     params = completion_params(body, service.model)
     prompts = await _encode(service, body)
     run = await service.ask(
@@ -33,7 +33,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         name,
         service.codec,
         logprobs=body.logprobs is not None,
-        echoes=_texts(service, body, prompts) if body.echo else [""] * len(prompts),
+        echoes=_texts(service, body, prompts) if body.echo else None,
+        scores=body.prompt_logprobs is not None,
         num_drawn=params.n,
         num_kept=body.n or 1,
     )
