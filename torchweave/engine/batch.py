@@ -18,6 +18,7 @@ import numpy as np
 from torchweave.engine.active import Active, Queue
 from torchweave.engine.beam_search import BeamSearch, num_candidates
 from torchweave.engine.beams import Beams, Group
+from torchweave.engine.check import check_running
 from torchweave.engine.forming import Former
 from torchweave.engine.kv_cache import KVCache
 from torchweave.engine.limits import Limits, why_not_together
@@ -377,6 +378,10 @@ class Batch:
         active.paused = True
         self._waiting.add(active)
         return []
+
+    def check(self) -> None:
+        """Raise AssertionError where slots, requests and blocks do not agree; between two steps they do."""
+        check_running(self._running)
 
     def abandon(self, message: str) -> list[Response]:
         """Answer every request with an error and forget it: the device failed, or the engine shuts down."""
