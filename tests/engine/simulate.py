@@ -48,6 +48,7 @@ class World:
         self.policy = policy
         self.batch, self.runner = make(policy=policy, **options)
         self.seen: Counter[str] = Counter()
+        self.pauses: Counter[int] = Counter()  # by request
         self.asked: dict[int, Asked] = {}
         self.flight: deque[tuple[Step, Any]] = deque()
         self.clock = self.oldest = 0
@@ -97,7 +98,7 @@ class World:
         if done:
             oldest, handle = self.flight.popleft()
             self.hear(self.batch.absorb(oldest, self.runner.collect(handle)))
-        self.seen["paused"] += sum(what == "paused" for _, what in self.batch.moves)
+        self.pauses.update(request_id for request_id, what in self.batch.moves if what == "paused")
         self.batch.moves.clear()
         return step is not None or done
 
@@ -216,6 +217,8 @@ def run(policy: str, steps: int, seed: int, check_every: int = 1, episode: int =
             ) from error
         oldest = max(seen["oldest"], world.oldest)
         seen += world.seen
+        seen["paused"] += world.pauses.total()
+        seen["most pauses"] = max(seen["most pauses"], *world.pauses.values(), 0)
         seen["oldest"], number = oldest, number + 1
     return seen
 
