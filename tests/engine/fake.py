@@ -91,9 +91,11 @@ class FakeRunner:
         self.buffers = StepBuffers(limits.max_batch_size, limits.max_num_tokens, torch.device("cpu"))
         self.launched = 0
         self.fail_at: int | None = None
+        self.start_fault: BaseException | None = None
 
     def start(self) -> None:
-        pass
+        if self.start_fault is not None:
+            raise self.start_fault
 
     def ready(self, handle: object) -> bool:
         return False
@@ -101,6 +103,9 @@ class FakeRunner:
     def collect(self, handle: object) -> StepResult:
         tokens, found = handle  # type: ignore[misc]
         return StepResult(tokens, "plain", found)
+
+    def memory_in_use(self) -> int | None:
+        return None
 
     def rest(self) -> None:
         pass

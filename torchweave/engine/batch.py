@@ -17,14 +17,14 @@ import numpy as np
 
 from torchweave.engine.active import Active, Queue
 from torchweave.engine.beam_search import BeamSearch, num_candidates
-from torchweave.engine.beams import Beams, Group
+from torchweave.engine.beams import Beams, Group, found
 from torchweave.engine.check import check_running
 from torchweave.engine.forming import Former
 from torchweave.engine.kv_cache import KVCache
 from torchweave.engine.limits import Limits, why_not_together
 from torchweave.engine.planner import Planner
 from torchweave.engine.request import FinishReason, InferenceRequest, Output
-from torchweave.engine.responses import NO_TOKENS, Response, Responses, refusal
+from torchweave.engine.responses import Response, Responses, refusal
 from torchweave.engine.running import Running
 from torchweave.engine.scheduler import Decision, Policy, static_batch
 from torchweave.engine.scoring import chunk_size, take_in
@@ -322,7 +322,7 @@ class Batch:
     def _left(active: Active) -> Response:
         """The last response to a request that does not run."""
         if active.search is not None:
-            return _found(active)
+            return found(active)
         left = Output(active.generated[active.sent :], active.reason, active.logprobs, active.prompt_logprobs)
         return Response(active.request.id, left, final=True, error=active.error)
 
@@ -373,7 +373,7 @@ class Batch:
         active = group.active
         self._beams.leave(group)
         if active.reason is not None:
-            return [_found(active)]
+            return [found(active)]
         active.generated = group.search.beams[0].tokens
         active.paused = True
         self._waiting.add(active)
@@ -392,14 +392,3 @@ class Batch:
         self._preparing.clear()
         self._former.clear()
         return [refusal(request_id, message) for request_id in ids]
-
-
-def _found(active: Active) -> Response:
-    """The answers of a beam search that is over."""
-    assert active.search is not None
-    beams = active.search.best("cancelled" if active.reason == "cancelled" else None)
-    if not beams:  # stopped before its first step
-        return Response(active.request.id, Output(NO_TOKENS, active.reason), final=True)
-    return Response(
-        active.request.id, Output(beams[0].token_ids, active.reason, beams[0].logprobs, beams=beams), final=True
-    )

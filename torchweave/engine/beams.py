@@ -18,6 +18,8 @@ import numpy as np
 from torchweave.engine.active import Active
 from torchweave.engine.beam_search import BeamSearch, Continuations
 from torchweave.engine.kv_cache import KVCache
+from torchweave.engine.request import Output
+from torchweave.engine.responses import NO_TOKENS, Response
 from torchweave.engine.slots import Slots
 from torchweave.engine.step import StepLogprobs
 from torchweave.ops.state import SlotUpdates
@@ -235,3 +237,14 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
     """Tokens that two sequences of the same length begin with in common."""
     different = np.flatnonzero(one != other)
     return int(different[0]) if different.size else len(one)
+
+
+def found(active: Active) -> Response:
+    """The answers of a beam search that is over."""
+    assert active.search is not None
+    beams = active.search.best("cancelled" if active.reason == "cancelled" else None)
+    if not beams:  # stopped before its first step
+        return Response(active.request.id, Output(NO_TOKENS, active.reason), final=True)
+    return Response(
+        active.request.id, Output(beams[0].token_ids, active.reason, beams[0].logprobs, beams=beams), final=True
+    )

@@ -43,6 +43,9 @@ class NoDevice:
         assert isinstance(handle, np.ndarray)
         return StepResult(handle, "plain")
 
+    def memory_in_use(self) -> int | None:
+        return None
+
     def rest(self) -> None:
         pass
 

@@ -77,6 +77,10 @@ class StepRunner(Protocol):
         """Wait for a step."""
         ...
 
+    def memory_in_use(self) -> int | None:
+        """Bytes of the GPU's memory that are taken; None where there is no GPU."""
+        ...
+
     def rest(self) -> None:
         """Called when there is nothing left to run: what only a running engine needs may be let go."""
         ...
@@ -237,13 +241,14 @@ class GenerationLoop:
     def _take_in(self, request: InferenceRequest) -> None:
         try:
             error = self._why_not(request)
+            if not error:
+                self._batch.add(request, int(self._seeds.integers(2**64, dtype=np.uint64)))
         except Exception as fault:
             error = f"The request cannot be read ({fault}); give an InferenceRequest."
         if error:
             self._answer([refusal(request.id, error)])
-            return
-        self._batch.add(request, int(self._seeds.integers(2**64, dtype=np.uint64)))
-        self._num_new += 1
+        else:
+            self._num_new += 1
 
     def _why_not(self, request: InferenceRequest) -> str:
         if not 0 <= request.id <= MAX_REQUEST_ID:
@@ -303,6 +308,7 @@ class GenerationLoop:
             num_paused=self._batch.num_paused,
             static=self._batch.static,
             max_requests=self._batch.limits.max_batch_size,
+            memory_in_use=self._runner.memory_in_use(),
         )
         self._num_new = self._num_completed = 0
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -374,13 +375,19 @@ class Runner:
         tokens = self._from_device.wait(handle.turn)[: handle.rows].numpy().copy()
         return StepResult(tokens, handle.how, _found(handle.logprobs), _found(handle.scores))
 
+    def memory_in_use(self) -> int | None:
+        if self._device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
     def rest(self) -> None:
         """Let the workers of the CPU go, so that they are not in the way of what the process computes elsewhere."""
         if self._device.type == "cpu":
             release_workers()
 
-    def _on_stream(self) -> torch.cuda.StreamContext | _Nothing:
-        return torch.cuda.stream(self._stream) if self._stream is not None else _Nothing()
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
 
 def _found(tensors: tuple[np.ndarray, tuple[Tensor, ...]] | None) -> StepLogprobs | None:
@@ -388,11 +395,3 @@ def _found(tensors: tuple[np.ndarray, tuple[Tensor, ...]] | None) -> StepLogprob
         return None
     rows, (chosen, values, ids, ranks) = tensors
     return StepLogprobs(rows, chosen.numpy(), ranks.numpy(), values.numpy(), ids.numpy())
-
-
-class _Nothing:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: object) -> None:
-        pass

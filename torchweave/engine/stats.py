@@ -16,7 +16,7 @@ from torchweave.engine.step import Step
 
 @dataclass(frozen=True)
 class IterationFacts:
-    """What the batch manager counts about one iteration; times in seconds."""
+    """What the batch manager counts about one iteration; times in seconds, memory of the GPU in bytes (None: there is none)."""
 
     latency: float
     num_active: int
@@ -26,16 +26,45 @@ class IterationFacts:
     num_paused: int
     max_requests: int
     static: bool = False
+    memory_in_use: int | None = None
 
 
-def _static(step: Step, facts: IterationFacts) -> dict[str, int]:
-    """What is reported of a static batch alone (V1 batching)."""
-    if not facts.static:
-        return {}
+def _seed_keys(step: Step, facts: IterationFacts) -> dict[str, int]:
+    """What the batch manager reports of a step, by the way requests are batched."""
+    record = {"Scheduled Requests": step.num_requests, "Context Requests": len(step.chunks)}
+    if facts.static:  # V1 batching
+        return {
+            **record,
+            "Total Generation Tokens": step.num_generation,
+            "Total Context Tokens": step.num_context_tokens,
+            "Empty Generation Slots": facts.max_requests - step.num_rows,
+        }
     return {
-        "Total Generation Tokens": step.num_generation,
-        "Empty Generation Slots": facts.max_requests - step.num_rows,
+        **record,
+        "Generation Requests": step.num_generation - step.extra_rows,
+        "Total Context Tokens": step.num_context_tokens,
+        "MicroBatch ID": 0,  # there is one
     }
+
+
+def _batching(step: Step, facts: IterationFacts) -> dict[str, dict[str, int | float]]:
+    """The same as the later record has it."""
+    record: dict[str, int | float] = {
+        "numScheduledRequests": step.num_requests,
+        "numContextRequests": len(step.chunks),
+        "numCtxTokens": step.num_context_tokens,
+    }
+    if facts.static:
+        record |= {"numGenTokens": step.num_generation, "emptyGenSlots": facts.max_requests - step.num_rows}
+        return {"staticBatchingStats": record}
+    record |= {
+        "numGenRequests": step.num_generation - step.extra_rows,
+        "numPausedRequests": facts.num_paused,
+        "microBatchId": 0,
+    }
+    if step.num_generation:
+        record["avgNumDecodedTokensPerIter"] = 1.0  # one token a sequence and step
+    return {"inflightBatchingStats": record}
 
 
 def _reuse(kv: KVCache) -> dict[str, int | float]:
@@ -60,8 +89,7 @@ def _reuse(kv: KVCache) -> dict[str, int | float]:
 
 def statistics(step: Step, kv: KVCache, facts: IterationFacts) -> str:
     """One iteration as a JSON string."""
-    num_context = len(step.chunks)
-    record = {
+    record: dict[str, object] = {
         "Timestamp": time.strftime("%m-%d-%Y %H:%M:%S"),
         "Iteration Counter": step.index,
         "Active Request Count": facts.num_active,
@@ -70,12 +98,7 @@ def statistics(step: Step, kv: KVCache, facts: IterationFacts) -> str:
         "Free KV cache blocks": kv.num_free,
         "Used KV cache blocks": kv.num_used,
         "Tokens per KV cache block": kv.block_size,
-        "Scheduled Requests": step.num_rows,
-        "Context Requests": num_context,
-        "Generation Requests": step.num_generation,
-        "Total Context Tokens": step.num_context_tokens,
-        "MicroBatch ID": 0,
-        **_static(step, facts),
+        **_seed_keys(step, facts),
         "iter": step.index,
         "iterLatencyMS": facts.latency * 1e3,
         "numNewActiveRequests": facts.num_new,
@@ -90,14 +113,8 @@ def statistics(step: Step, kv: KVCache, facts: IterationFacts) -> str:
             "tokensPerBlock": kv.block_size,
             **_reuse(kv),
         },
-        "inflightBatchingStats": {
-            "numScheduledRequests": step.num_rows,
-            "numContextRequests": num_context,
-            "numGenRequests": step.num_generation,
-            "numPausedRequests": facts.num_paused,
-            "numCtxTokens": step.num_context_tokens,
-            "microBatchId": 0,
-            "avgNumDecodedTokensPerIter": 1.0 if step.num_generation else 0.0,
-        },
+        **_batching(step, facts),
     }
+    if facts.memory_in_use is not None:
+        record["gpuMemUsage"] = facts.memory_in_use
     return json.dumps(record)

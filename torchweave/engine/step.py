@@ -87,6 +87,10 @@ class Step:
         return len(self.slots)
 
     @property
+    def num_requests(self) -> int:
+        return self.num_rows - self.extra_rows
+
+    @property
     def num_generation(self) -> int:
         return len(self.starts)
 

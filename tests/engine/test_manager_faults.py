@@ -1,0 +1,148 @@
+"""Faults stay where they belong: whatever raises, every affected request is answered, others go on, and nothing hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.fake import expected
+from tests.engine.test_batch_manager import Harness
+from torchweave.engine.request import InferenceRequest, Output, SamplingParams
+
+
+class Lost(BaseException):
+    """Not even an Exception."""
+
+
+def test_B8_a_failing_response_stops_its_request_and_not_the_others() -> None:
+    h = Harness()
+
+    def fails(request_id: int, output: Output, final: bool) -> None:
+        if request_id == 1:
+            raise RuntimeError("the client is gone")
+
+    h.before_send = fails
+    with h.manager:
+        h.ask(1, [1], streaming=True, max_tokens=60)
+        h.ask(2, [2], streaming=True, max_tokens=60)
+        h.wait_final(2)
+    assert h.tokens(2) == expected([2], 60)
+    assert h.batch.kv.num_free == h.batch.kv.num_blocks
+
+
+def test_B8_a_failing_call_with_all_responses_stops_those_that_it_was_about() -> None:
+    with (h := Harness(together=True)).manager:
+        h.faults["send_responses"] = RuntimeError("the socket is gone")
+        h.ask(1, [1], streaming=True, max_tokens=80)
+        while h.order.count("send_responses") < 2 or h.batch.num_active:
+            time.sleep(0.001)
+        del h.faults["send_responses"]
+        h.ask(2, [2], streaming=True, max_tokens=20)
+        h.wait_final(2)
+    assert not h.said[1] and h.tokens(2) == expected([2], 20)
+    assert h.batch.kv.num_free == h.batch.kv.num_blocks
+
+
+@pytest.mark.parametrize("callback", ["get_requests", "poll_stop", "return_stats"])
+def test_B8_a_failing_callback_costs_no_request(callback: str) -> None:
+    with (h := Harness(sizes={"max_model_len": 500, "num_blocks": 200})).manager:
+        h.ask(1, [1], streaming=True, max_tokens=300)
+        while not h.said[1]:
+            time.sleep(0.001)
+        h.faults[callback] = RuntimeError("not now")
+        seen = len(h.order)
+        while len(h.order) < seen + 10:
+            time.sleep(0.001)
+        del h.faults[callback]
+        h.ask(2, [2], max_tokens=20)
+        h.wait_final(1, 2)
+    assert h.tokens(1) == expected([1], 300) and h.tokens(2) == expected([2], 20)
+    assert h.manager.failure is None
+
+
+def test_B8_what_was_handed_in_before_the_fault_is_answered() -> None:
+    h = Harness()
+
+    def some(max_num: int) -> Iterator[InferenceRequest]:
+        if h.order.count("some") == 0:
+            h.order.append("some")
+            yield InferenceRequest(1, np.array([1]), SamplingParams(temperature=0, max_tokens=9))
+            raise RuntimeError("the queue broke")
+
+    h.manager._loop._callbacks = h.manager._loop._callbacks.__class__(
+        some, None, h.send_response, h.poll_stop, h.return_stats
+    )
+    with h.manager:
+        h.wait_final(1)
+    assert h.tokens(1) == expected([1], 9)
+
+
+@pytest.mark.parametrize("prompt", [["a"], [[1, 2]], [1.5], [], None, np.array([None])], ids=str)
+def test_B8_a_request_that_cannot_be_read_is_answered(prompt: Any) -> None:
+    with (h := Harness()).manager:
+        h.todo.append(InferenceRequest(1, np.array(prompt) if isinstance(prompt, list) else prompt))
+        h.ask(2, [2], max_tokens=5)
+        h.wait_final(1, 2)
+    assert h.said[1][0][2] and h.tokens(2) == expected([2], 5)
+
+
+@pytest.mark.parametrize("moment", ["start", "launch", "collect"])
+@pytest.mark.parametrize(
+    "fault", [RuntimeError("the device is gone"), Lost("the device is gone")], ids=lambda f: type(f).__name__
+)
+def test_B8_a_device_that_fails_at_any_moment_answers_everyone_and_hangs_nobody(
+    moment: str, fault: BaseException
+) -> None:
+    h = Harness(start_fault=fault if moment == "start" else None)
+    if moment != "start":
+        h.ask(1, [1], streaming=True, max_tokens=60)
+        while not h.said[1]:
+            time.sleep(0.001)
+
+        def broken(*args: object) -> None:
+            raise fault
+
+        setattr(h.runner, moment, broken)
+        h.wait_final(1)
+        assert "the device is gone" in h.said[1][-1][2]
+    h.manager.shutdown(timeout=10)
+    assert not h.manager.alive and h.manager.failure is fault
+    assert h.batch.kv.num_free == h.batch.kv.num_blocks
+
+
+def test_B8_requests_that_come_with_the_end_are_refused() -> None:
+    """What was handed in while the device failed is answered too, once."""
+    h = Harness()
+    h.runner.fail_at = 0
+    h.todo = [InferenceRequest(number, np.array([1]), SamplingParams(max_tokens=5)) for number in range(1, 4)]
+    h.manager.wake()
+    h.wait_final(1, 2, 3)
+    h.manager.shutdown(timeout=10)
+    assert all(len(h.said[number]) == 1 and "failed" in h.said[number][0][2] for number in (1, 2, 3))
+
+
+def test_B8_waiting_for_a_wake_up_costs_nothing() -> None:
+    """An idle manager whose clients wake it does not look for requests by itself, and hears of the next one at once."""
+    with (h := Harness(idle_seconds=None)).manager:
+        h.ask(1, [1], max_tokens=1)
+        h.wait_final(1)
+        time.sleep(0.05)
+        calls = len(h.asked)
+        time.sleep(0.3)
+        assert len(h.asked) == calls
+        h.ask(2, [2], max_tokens=1)
+        h.wait_final(2)
+
+
+def test_B8_an_idle_manager_that_looks_for_requests_costs_less_than_a_hundredth_of_a_core() -> None:
+    with (h := Harness()).manager:
+        h.ask(1, [1], max_tokens=1)
+        h.wait_final(1)
+        time.sleep(0.2)
+        begin, used = time.monotonic(), time.process_time()
+        time.sleep(1.5)
+        assert (time.process_time() - used) / (time.monotonic() - begin) < 0.01

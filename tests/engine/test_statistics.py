@@ -1,0 +1,122 @@
+"""Row B5: the statistics, key by key."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+
+from tests.engine.test_batch_manager import Harness
+
+GENERAL = {"Timestamp", "Iteration Counter", "Active Request Count", "Max Request Count"}
+PAGED = {
+    "Max KV cache blocks",
+    "Free KV cache blocks",
+    "Used KV cache blocks",
+    "Tokens per KV cache block",
+    "Scheduled Requests",
+}
+INFLIGHT = {"Scheduled Requests", "Context Requests", "Generation Requests", "Total Context Tokens", "MicroBatch ID"}
+STATIC = {
+    "Scheduled Requests", "Context Requests", "Total Generation Tokens", "Total Context Tokens", "Empty Generation Slots",
+}  # fmt: skip
+TODAY = {
+    "iter", "iterLatencyMS", "numNewActiveRequests", "numActiveRequests", "numQueuedRequests", "numCompletedRequests",
+    "maxNumActiveRequests", "kvCacheStats",
+}  # fmt: skip
+CACHE = {
+    "maxNumBlocks", "freeNumBlocks", "usedNumBlocks", "tokensPerBlock", "allocTotalBlocks", "allocNewBlocks", "reusedBlocks",
+    "missedBlocks",
+}  # fmt: skip
+BATCHING = {
+    "numScheduledRequests",
+    "numContextRequests",
+    "numGenRequests",
+    "numPausedRequests",
+    "numCtxTokens",
+    "microBatchId",
+}
+
+
+def test_B5_the_keys_of_in_flight_batching_are_the_documented_ones() -> None:
+    with (h := Harness()).manager:
+        h.ask(1, [1] * 40, max_tokens=3)
+        h.wait_final(1)
+    for record in h.stats:
+        assert set(record) == GENERAL | PAGED | INFLIGHT | TODAY | {"inflightBatchingStats"}, (
+            "no GPU, so no gpuMemUsage"
+        )
+        assert set(record["kvCacheStats"]) - {"cacheHitRate"} == CACHE
+    first, last = h.stats[0], h.stats[-1]
+    assert set(first["inflightBatchingStats"]) == BATCHING, "nothing was decoded, so there is no average of it"
+    assert set(last["inflightBatchingStats"]) == BATCHING | {"avgNumDecodedTokensPerIter"}
+    assert set(list(first)[:4]) == GENERAL
+
+
+def test_B5_the_keys_of_static_batching_are_the_documented_ones() -> None:
+    with (h := Harness(sizes={"policy": "static_batch"})).manager:
+        h.ask(1, [1] * 5, max_tokens=3)
+        h.wait_final(1)
+    for record in h.stats:
+        assert set(record) == GENERAL | PAGED | STATIC | TODAY | {"staticBatchingStats"}
+    assert [s["Total Generation Tokens"] for s in h.stats] == [0, 1, 1]
+    assert [s["staticBatchingStats"]["numCtxTokens"] for s in h.stats] == [5, 0, 0]
+    assert {s["Empty Generation Slots"] for s in h.stats} == {h.batch.limits.max_batch_size - 1}
+
+
+def test_B5_the_figures_are_those_of_the_steps() -> None:
+    with (h := Harness()).manager:
+        h.ask(1, [1] * 40, max_tokens=3)
+        h.wait_final(1)
+        h.ask(2, [1] * 40, max_tokens=1)
+        h.wait_final(2)
+    assert [s["Total Context Tokens"] for s in h.stats] == [32, 8, 0, 0, 4]
+    assert [s["Iteration Counter"] for s in h.stats] == list(range(5))
+    assert [s["Context Requests"] for s in h.stats] == [1, 1, 0, 0, 1]
+    assert [s["Generation Requests"] for s in h.stats] == [0, 0, 1, 1, 0]
+    assert [s["numCompletedRequests"] for s in h.stats] == [0, 0, 0, 1, 1]
+    assert sum(s["numNewActiveRequests"] for s in h.stats) == 2
+    cache = h.stats[-1]["kvCacheStats"]
+    assert cache["reusedBlocks"] == 9 and cache["missedBlocks"] == 10 + 1 and cache["cacheHitRate"] == 9 / 20
+    assert all(s["Free KV cache blocks"] + s["Used KV cache blocks"] == s["Max KV cache blocks"] for s in h.stats)
+    for record in h.stats:
+        assert abs(datetime.strptime(record["Timestamp"], "%m-%d-%Y %H:%M:%S").timestamp() - time.time()) < 60
+        assert 0 < record["iterLatencyMS"] < 10_000
+
+
+def test_B5_a_beam_search_is_one_request() -> None:
+    with (h := Harness()).manager:
+        h.ask(1, [1] * 5, beam_width=4, max_tokens=4)
+        h.wait_final(1)
+    assert [s["Scheduled Requests"] for s in h.stats] == [1] * 4
+    assert [s["Generation Requests"] for s in h.stats] == [0, 1, 1, 1]
+
+
+def test_B5_there_are_none_when_nothing_is_active() -> None:
+    with (h := Harness()).manager:
+        time.sleep(0.05)
+        assert not h.stats
+        h.ask(1, [1], max_tokens=3)
+        h.wait_final(1)
+        time.sleep(0.05)
+        seen = len(h.stats)
+        time.sleep(0.1)
+        assert len(h.stats) == seen == 3
+
+
+def test_B5_the_latency_of_an_iteration_is_not_that_of_the_pause_before() -> None:
+    with (h := Harness()).manager:
+        for number in (1, 2):
+            h.ask(number, [1], max_tokens=1)
+            h.wait_final(number)
+            time.sleep(0.3)
+    assert all(record["iterLatencyMS"] < 250 for record in h.stats)
+
+
+def test_B5_they_can_be_had_less_often_and_lose_no_request() -> None:
+    """The last before the manager falls idle always come, so that nobody goes on showing what has ended."""
+    with (h := Harness(stats_interval=0.02, sizes={"max_model_len": 1000, "num_blocks": 400})).manager:
+        h.ask(1, [1], max_tokens=900)
+        h.wait_final(1)
+        time.sleep(0.05)
+    assert 1 < len(h.stats) < 300
+    assert sum(s["numCompletedRequests"] for s in h.stats) == sum(s["numNewActiveRequests"] for s in h.stats) == 1
