@@ -17,6 +17,7 @@ from torchweave.engine.beam_search import BeamSearch, Continuations, num_candida
 from torchweave.engine.buffers import StepBuffers, pack, packed_size
 from torchweave.engine.forming import GRANT_AHEAD
 from torchweave.engine.kv_cache import KVCache
+from torchweave.engine.kv_groups import Sight
 from torchweave.engine.limits import Limits
 from torchweave.engine.offload import HostPool
 from torchweave.engine.request import SamplingParams
@@ -71,10 +72,20 @@ def expected_beams(prompt: Sequence[int], params: SamplingParams, stops: Sequenc
     return [beam.token_ids.tolist() for beam in search.best()]
 
 
-def expected(prompt: Sequence[int], max_tokens: int, stops: Sequence[int] = ()) -> list[int]:
+def seen(ids: Sequence[int], sights: Sequence[Sight]) -> list[int]:
+    """What the last of `ids` sees: group by group, as far back as that group looks."""
+    found: list[int] = []
+    for sight in sights:
+        found += ids[int(sight.lowest(np.array(len(ids) - 1))) :]
+    return found
+
+
+def expected(
+    prompt: Sequence[int], max_tokens: int, stops: Sequence[int] = (), sights: Sequence[Sight] = (Sight(),)
+) -> list[int]:
     ids = list(prompt)
     for _ in range(max_tokens):
-        ids.append(next_token(ids))
+        ids.append(next_token(seen(ids, sights)))
         if ids[-1] in stops:
             break
     return ids[len(prompt) :]
@@ -83,12 +94,16 @@ def expected(prompt: Sequence[int], max_tokens: int, stops: Sequence[int] = ()) 
 class FakeRunner:
     """Runs steps at once, on the CPU, with the project's own step ops."""
 
-    def __init__(self, limits: Limits, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, limits: Limits, num_blocks: int, block_size: int, sights: Sequence[Sight] = (Sight(),)
+    ) -> None:
         self.block_size = block_size
+        self.sights = tuple(sights)
         width = -(-limits.max_model_len // block_size)
-        self.state = SlotState(limits.max_batch_size, width)
+        self.state = SlotState(limits.max_batch_size, width, num_tables=len(sights))
         self.cache = np.full(num_blocks * block_size, -1)
-        self.buffers = StepBuffers(limits.max_batch_size, limits.max_num_tokens, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        self.buffers = StepBuffers(limits.max_batch_size, limits.max_num_tokens, cpu, len(sights))
         self.launched = 0
         self.fail_at: int | None = None
         self.start_fault: BaseException | None = None
@@ -126,7 +141,7 @@ class FakeRunner:
             "ids": buffers.ids[:tokens],
             "positions": buffers.positions[:tokens],
             "seq_lens": buffers.seq_lens[:rows],
-            "slot_mapping": buffers.slot_mapping[:tokens],
+            "slot_mapping": buffers.slot_mapping[..., :tokens],
         }
         if step.chunks:
             pack(step, rows, tokens, buffers.packed.numpy()[: packed_size(rows, tokens)])
@@ -143,13 +158,26 @@ class FakeRunner:
         assert (mapping >= 0).all(), "a token has no place in the cache"
         self.cache[mapping] = into["ids"].numpy()
         drawn = buffers.tokens[:rows]
-        lengths = into["seq_lens"].numpy().astype(np.int64)
-        at = np.arange(int(lengths.max()))
-        table = self.state.host["block_table"][slots.numpy()]
-        numbers = hashes(self.cache[table[:, at // self.block_size] * self.block_size + at % self.block_size], lengths)
+        numbers = self._numbers(slots.numpy(), into["seq_lens"].numpy().astype(np.int64))
         drawn.numpy()[:] = numbers % VOCAB
         advance(drawn, slots, emit, self.state, buffers.out[:rows])
         return buffers.out[:rows].numpy().copy(), self._logprobs(step, numbers, drawn.numpy())
+
+    def _numbers(self, slots: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """The number of what each row sees, read by the tables of all groups."""
+        size = self.block_size
+        if self.sights == (Sight(),):
+            at = np.arange(int(lengths.max()))
+            table = self.state.host["block_table"][slots]
+            return hashes(self.cache[table[:, at // size] * size + at % size], lengths)
+        numbers = []
+        for slot, length in zip(slots, lengths, strict=True):
+            ids: list[int] = []
+            for sight, table in zip(self.sights, self.state.tables, strict=True):
+                at = np.arange(int(sight.lowest(np.array(length - 1))), length)
+                ids += self.cache[table[slot].numpy()[at // size] * size + at % size].tolist()
+            numbers.append(int(hashes(np.array([ids]), np.array([len(ids)]))[0]))
+        return np.array(numbers)
 
     def _logprobs(self, step: Step, numbers: np.ndarray, drawn: np.ndarray) -> StepLogprobs | None:
         if step.logprobs is None:
@@ -214,15 +242,16 @@ def make(
     policy: str = "guaranteed_no_evict",
     reuse: bool = True,
     mover: FakeMover | None = None,
+    sights: Sequence[Sight] = (Sight(),),
     **limits_too: Any,
 ) -> tuple[Batch, FakeRunner]:
     limits = Limits(max_batch_size, max_num_tokens, max_model_len, VOCAB, chunked, **limits_too)
-    runner = FakeRunner(limits, num_blocks, block_size)
+    runner = FakeRunner(limits, num_blocks, block_size, sights)
     host = None
     if mover is not None:
         mover.device = runner.cache.reshape(num_blocks, block_size)
         host = HostPool(mover, max_batch_size)
     width, longest = -(-max_model_len // block_size), max_num_tokens + GRANT_AHEAD
-    kv = KVCache(num_blocks, block_size, max_batch_size, width, longest_step=longest, host=host)
+    kv = KVCache(num_blocks, block_size, max_batch_size, width, sights, longest, host)
     batch = Batch(limits, kv, POLICIES[policy], runner.state.updates(), eos, reuse)
     return batch, runner

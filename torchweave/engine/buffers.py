@@ -69,14 +69,15 @@ def _split(flat: np.ndarray, rows: int, tokens: int) -> list[np.ndarray]:
 class StepBuffers:
     """Device tensors that steps read and write, sized for the largest step.
 
-    ids, positions int64 [T]; slot_mapping int64 [T]; seq_lens int32 [R]; tokens, out int32 [R]; arange int64 [R].
+    ids, positions int64 [T]; slot_mapping int64 [T], or [G, T] for G groups of layers; seq_lens int32 [R]; tokens, out int32 [R]; arange int64 [R].
     """
 
-    def __init__(self, max_rows: int, max_tokens: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_tokens: int, device: torch.device, num_tables: int = 1) -> None:
         self.device = device
         self.ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self.slot_mapping = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        shape = (max_tokens,) if num_tables == 1 else (num_tables, max_tokens)
+        self.slot_mapping = torch.full(shape, -1, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.out = torch.zeros(max_rows, dtype=torch.int32, device=device)

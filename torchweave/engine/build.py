@@ -14,10 +14,10 @@ from torchweave.config import EngineConfig
 from torchweave.engine import warm_up
 from torchweave.engine.batch import Batch
 from torchweave.engine.facts import device_facts
-from torchweave.engine.forming import GRANT_AHEAD
 from torchweave.engine.kv_cache import KVCache
 from torchweave.engine.limits import Limits
-from torchweave.engine.memory import GIB, MemoryUse, blocks_that_fit, bytes_per_block
+from torchweave.engine.kv_groups import Layout, layout_of, longest_sequence
+from torchweave.engine.memory import GIB, MemoryUse, blocks_that_fit, bytes_per_block, longest_step
 from torchweave.engine.movers import mover_of
 from torchweave.engine.offload import HostPool
 from torchweave.engine.runner import Runner
@@ -109,29 +109,33 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
         )
     layers = _kept(loaded.module.attention_layers, plan)
     backend, plan = _attention(plan, layers, dtype)
-    block_bytes = bytes_per_block(layers, plan.block_size, dtype)
+    layout = layout_of(layers, plan.max_model_len)
+    block_bytes = bytes_per_block(list(dict(zip(layout.places, layers, strict=True)).values()), plan.block_size, dtype)
     if not plan.device.startswith("cuda"):
-        blocks_that_fit(plan, block_bytes, None)  # refused before the model is woven, which takes longest
+        blocks_that_fit(plan, block_bytes, None, layout.sights)  # refused before the model is woven, which takes longest
     warming = warm_up.start(plan, loaded.module, layers, loaded.module.vocab_size, backend, dtype)
     forward, plan = forward_of(loaded.module, plan, report)
     if warming is not None:
         with report.stage("building kernels"):
             warming.join()
 
-    state = SlotState(plan.max_batch_size, -(-plan.max_model_len // plan.block_size), device=plan.device)
+    columns, num_groups = -(-plan.max_model_len // plan.block_size), len(layout.sights)
+    state = SlotState(plan.max_batch_size, columns, device=plan.device, num_tables=num_groups)
 
     def allocate(blocks: int) -> list[KVLayer]:
-        return [backend.allocate(layer, blocks, plan.block_size, dtype, torch.device(plan.device)) for layer in layers]
+        return _allocate(backend, layers, layout, blocks, plan, dtype)
 
     with report.stage("measuring memory"):
         use = _measure(plan, forward, backend, allocate, state, report)
-    blocks = blocks_that_fit(plan, block_bytes, use)
-    plan = _settle(plan, blocks, use)
+    blocks = blocks_that_fit(plan, block_bytes, use, layout.sights)
+    plan = _settle(plan, blocks, use, layout)
     with report.stage("allocating the KV cache"):
         runner = Runner(plan, forward, backend, allocate(blocks), state, report)
     report.event(
-        "kv_cache", blocks=blocks, block_size=plan.block_size, bytes=blocks * block_bytes, dtype=plan.kv_cache_dtype
-    )
+        "kv_cache", blocks=blocks, block_size=plan.block_size, bytes=blocks * block_bytes, dtype=plan.kv_cache_dtype,
+        groups=[{"window": each.window, "chunk": each.chunk, "layers": layout.groups.count(number)}
+                for number, each in enumerate(layout.sights)],
+    )  # fmt: skip
     if plan.device.startswith("cuda"):
         _record(runner, plan, report)
     else:
@@ -157,7 +161,8 @@ def _batch(runner: Runner, num_blocks: int, loaded: LoadedModel, plan: Plan, rep
         plan.block_size,
         plan.max_batch_size,
         state.max_blocks_per_seq,
-        longest_step=plan.max_num_tokens + GRANT_AHEAD,
+        sights=layout.sights,
+        longest_step=longest_step(plan),
         host=_host_pool(runner, plan, report),
     )
     policy = POLICIES[config.capacity_scheduler_policy]
@@ -165,6 +170,19 @@ def _batch(runner: Runner, num_blocks: int, loaded: LoadedModel, plan: Plan, rep
     eos, tokenizer = tuple(loaded.generation.eos_token_ids), loaded.tokenizer
     grammars = None if tokenizer is None else Grammars(tokenizer, limits.vocab_size, eos)
     return Batch(limits, kv, policy, state.updates(), eos, reuse, grammars)
+
+
+def _allocate(
+    backend: AttentionBackend, layers: Sequence[LayerSpec], layout: Layout, blocks: int, plan: Plan, dtype: torch.dtype
+) -> list[KVLayer]:
+    """The cache of each layer; layers of different groups that have the same place share its memory."""
+    places: dict[int, KVLayer] = {}
+    caches = []
+    for layer, group, place in zip(layers, layout.groups, layout.places, strict=True):
+        if place not in places:
+            places[place] = backend.allocate(layer, blocks, plan.block_size, dtype, torch.device(plan.device))
+        caches.append(places[place]._replace(k_scale=layer.k_scale, v_scale=layer.v_scale, group=group))
+    return caches
 
 
 def _host_pool(runner: Runner, plan: Plan, report: Report) -> HostPool | None:
@@ -249,13 +267,13 @@ def _measure(
     return use
 
 
-def _settle(plan: Plan, blocks: int, use: MemoryUse | None) -> Plan:
+def _settle(plan: Plan, blocks: int, use: MemoryUse | None, layout: Layout) -> Plan:
     """Write down how many blocks there are; a request cannot be longer than all of them."""
     why = (
         "" if plan.config.num_kv_blocks is not None else "fills the memory that is left" if use else "cpu_kv_cache_gib"
     )
     plan = plan.settle("num_kv_blocks", blocks, why or "as asked")
-    longest = blocks * plan.block_size
+    longest = longest_sequence(layout.sights, blocks, longest_step(plan), plan.block_size, plan.max_model_len)
     if longest < plan.max_model_len:
         plan = plan.settle("max_model_len", longest, "what the KV cache holds", max_model_len=longest)
     return plan

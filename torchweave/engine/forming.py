@@ -97,9 +97,9 @@ class Former:
         emits = np.ones(len(slots), bool)
         for row, (slot, _) in enumerate(chunks, start=len(generating)):
             emits[row] = self._slots.context_left(slot) == 0
-            if emits[row]:
-                self._kv.reserve(slot, int(self._slots.limit[slot]), 1 + GRANT_AHEAD)
             running.publish(slot, int(computed[slot]))
+            if emits[row]:
+                self._kv.narrow(slot, int(computed[slot]), int(self._slots.limit[slot]), 1 + GRANT_AHEAD)
 
         step = Step(
             index=self._next_index,

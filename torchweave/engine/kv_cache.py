@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchweave.engine.kv_check import check_blocks
-from torchweave.engine.kv_groups import Sight
+from torchweave.engine.kv_groups import Sight, most_blocks
 from torchweave.engine.kv_match import NOT_KNOWN, Grant, Match
 from torchweave.engine.offload import HostPool
 
@@ -119,9 +119,7 @@ class KVCache:
     def most_blocks(self, num_tokens: int, step: int | None = None) -> np.ndarray:
         """Most blocks of each group that a sequence of `num_tokens` tokens holds at once, if it grows by at most `step`."""
         step = self.longest_step if step is None else min(step, self.longest_step)
-        columns = self.blocks_for(num_tokens)
-        tokens = (sight.most_tokens(num_tokens, step) for sight in self.sights)
-        return np.array([min(self.blocks_for(each) + 1, columns) for each in tokens])
+        return most_blocks(self.sights, num_tokens, step, self.block_size)
 
     def reserve(self, slot: int, num_tokens: int, step: int | None = None) -> None:
         """Note that a slot may come to hold `num_tokens` tokens, of which one step adds at most `step` from here on."""
@@ -137,6 +135,12 @@ class KVCache:
         """Most blocks that `width` sequences hold at once whose first `common` columns are the same."""
         most = width * self.most_blocks(num_tokens)
         return int(most.sum()) - (width - 1) * common * (self.num_groups - len(self._windowed))
+
+    def narrow(self, slot: int, num_computed: int, num_tokens: int, step: int) -> None:
+        """A slot whose prompt has been read grows by little from here on, and needs less in groups with windows."""
+        if self._windowed:
+            self.slide(np.array([slot]), np.array([num_computed]))
+            self.reserve(slot, num_tokens, step)
 
     # -- granting ------------------------------------------------------------------------------------------------------
 

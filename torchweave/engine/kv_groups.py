@@ -44,6 +44,23 @@ class Sight:
         return min(num_tokens, self.reach + longest_step) if self.reach else num_tokens
 
 
+def most_blocks(sights: Sequence[Sight], num_tokens: int, step: int, block_size: int) -> np.ndarray:
+    """Most blocks of each group that a sequence of `num_tokens` tokens holds at once, if it grows by at most `step` at a time."""
+    columns = -(-num_tokens // block_size)
+    tokens = (sight.most_tokens(num_tokens, step) for sight in sights)
+    return np.array([min(-(-each // block_size) + 1, columns) for each in tokens])
+
+
+def longest_sequence(sights: Sequence[Sight], num_blocks: int, step: int, block_size: int, limit: int) -> int:
+    """Most tokens, `limit` at the most, of a sequence that so many blocks hold to its end."""
+    low, high = 0, -(-limit // block_size)  # in columns
+    while low < high:
+        middle = (low + high + 1) // 2
+        needed = int(most_blocks(sights, middle * block_size, step, block_size).sum())
+        low, high = (middle, high) if -(-needed // len(sights)) <= num_blocks // len(sights) else (low, middle - 1)
+    return min(low * block_size, limit)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the layers' keys and values are.
@@ -71,7 +88,7 @@ def layout_of(layers: Sequence[LayerSpec], max_model_len: int) -> Layout:
         sight = Sight(layer.window, layer.chunk)
         kinds.setdefault(sight if 0 < sight.reach < max_model_len else Sight(), []).append(index)
     sizes = {
-        replace(layer, num_heads=0, window=0, chunk=0, softcap=0.0, sinks=False, k_scale=1.0, v_scale=1.0)
+        replace(layer, window=0, chunk=0, softcap=0.0, sinks=False, k_scale=1.0, v_scale=1.0)
         for layer in layers
     }
     width = _width([len(members) for members in kinds.values()]) if len(sizes) == 1 else 0

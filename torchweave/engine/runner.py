@@ -13,9 +13,9 @@ more behind the step. Steps are run the best way that fits:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,24 +53,23 @@ BEGIN = "begin"  # handed to the boundary once the step's metadata is in place, 
 
 
 class AttentionBoundary:
-    """Carries out the attention op with the cache of the op's layer and the facts of one bucket.
+    """Carries out the attention op with the cache of the op's layer and the facts of one bucket, by the layer's group.
 
     A backend may want to look at a step's metadata on the host before the first layer (`begin`). That goes through the
     boundary like attention itself, so that a piecewise recording does it anew at every replay.
     """
 
-    def __init__(self, backend: AttentionBackend, caches: list[KVLayer], meta: AttentionMetadata) -> None:
+    def __init__(self, backend: AttentionBackend, caches: list[KVLayer], metas: Sequence[AttentionMetadata]) -> None:
         self._backend = backend
         self._caches = caches
-        self._meta = meta
-        self._step: AttentionStep | None = None
+        self._metas = metas
+        self._steps: list[AttentionStep] = []
 
     def __call__(self, op: Any, args: tuple, kwargs: dict) -> None:
         if op is BEGIN:
-            self._step = self._backend.begin(self._meta)
+            self._steps = [self._backend.begin(meta) for meta in self._metas]
             return
-        assert self._step is not None
-        carry_out_call(self._step, self._caches, op, args, kwargs)
+        carry_out_call(self._steps, self._caches, op, args, kwargs)
 
 
 class Runner:
@@ -103,7 +102,7 @@ class Runner:
         self._report = report
         self._device = torch.device(plan.device)
         self._debug = plan.config.torch_compile_config.debug
-        self._buffers = StepBuffers(plan.max_batch_size, plan.max_num_tokens, self._device)
+        self._buffers = StepBuffers(plan.max_batch_size, plan.max_num_tokens, self._device, state.num_tables)
         self._decode_graphs: dict[int, Recording] = {}
         self._mixed_graphs: dict[int, Recording] = {}
         depth = plan.run_ahead + 1
@@ -121,7 +120,7 @@ class Runner:
             return self._decode_steps[rows]
         buffers, state = self._buffers, self.state
         slots, ids, positions = state.slots[:rows], buffers.ids[:rows], buffers.positions[:rows]
-        seq_lens, mapping = buffers.seq_lens[:rows], buffers.slot_mapping[:rows]
+        seq_lens, mapping = buffers.seq_lens[:rows], buffers.slot_mapping[..., :rows]
         tokens, out, index = buffers.tokens[:rows], buffers.out[:rows], buffers.row_index[:rows]
         every = buffers.every[:rows]
         block_size = self.plan.block_size
@@ -153,7 +152,7 @@ class Runner:
             decode_only=True,
             max_seq_len=self.plan.max_model_len,
         )
-        self._decode_steps[rows] = run, AttentionBoundary(self._backend, self.caches, meta)
+        self._decode_steps[rows] = run, self._boundary(meta)
         return self._decode_steps[rows]
 
     def _mixed_step(
@@ -162,7 +161,7 @@ class Runner:
         """The step of `tokens` tokens over `rows` rows, which reads the packed inputs; also the logits of tokens `scored`."""
         buffers, state = self._buffers, self.state
         packed = buffers.views(rows, tokens)
-        ids, positions, mapping = buffers.ids[:tokens], buffers.positions[:tokens], buffers.slot_mapping[:tokens]
+        ids, positions, mapping = buffers.ids[:tokens], buffers.positions[:tokens], buffers.slot_mapping[..., :tokens]
         seq_lens, drawn, out = buffers.seq_lens[:rows], buffers.tokens[:rows], buffers.out[:rows]
         index = buffers.logits_index[:rows]
         block_size = self.plan.block_size
@@ -199,7 +198,15 @@ class Runner:
             decode_only=False,
             max_seq_len=max_seq_len,
         )
-        return run, AttentionBoundary(self._backend, self.caches, meta)
+        return run, self._boundary(meta)
+
+    def _boundary(self, meta: AttentionMetadata) -> AttentionBoundary:
+        """The boundary of a step; `meta` has the tables and the slot mappings of all groups of layers."""
+        metas = [meta]
+        if self.state.num_tables > 1:
+            pairs = zip(self.state.tables, meta.slot_mapping, strict=True)
+            metas = [replace(meta, block_table=table, slot_mapping=mapping) for table, mapping in pairs]
+        return AttentionBoundary(self._backend, self.caches, metas)
 
     def rows_of(self, tokens: int) -> int:
         """Rows that a recording of `tokens` tokens has room for."""

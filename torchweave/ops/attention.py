@@ -169,12 +169,16 @@ class LayerSpec:
 
 
 class KVLayer(NamedTuple):
-    """One layer's cache: `k` is `[num_blocks, block_size, KH, D]`, `v` is `[num_blocks, block_size, KH, Dv]`; FP8 has scales."""
+    """One layer's cache: `k` is `[num_blocks, block_size, KH, D]`, `v` is `[num_blocks, block_size, KH, Dv]`; FP8 has scales.
+
+    `group` says whose block table leads to it: layers that see equally far back share one.
+    """
 
     k: Tensor
     v: Tensor
     k_scale: float = 1.0
     v_scale: float = 1.0
+    group: int = 0
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:

@@ -60,14 +60,14 @@ def carry_out(
 
 
 def carry_out_call(
-    step: AttentionStep, caches: Sequence[KVLayer], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    steps: Sequence[AttentionStep], caches: Sequence[KVLayer], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Carry out one intercepted call of either op."""
+    """Carry out one intercepted call of either op, with the step of the layer's group."""
+    before, rest, scales = args[:4], args[4:], {}
     if op is torch.ops.torchweave.attention_fp8.default:
-        *before, out_scale = args[:5]
-        carry_out(step, caches, *before, *args[5:], **kwargs, out_scale=out_scale)
-    else:
-        carry_out(step, caches, *args, **kwargs)
+        rest, scales = args[5:], {"out_scale": args[4]}
+    layer = kwargs["layer"] if "layer" in kwargs else rest[0]
+    carry_out(steps[caches[layer].group], caches, *before, *rest, **kwargs, **scales)
 
 
 def attend_into(

@@ -39,7 +39,7 @@ IntArray = np.ndarray | Sequence[int] | int
 
 
 class SlotState:
-    """The arena and its views. S = max_batch slots, B = max_blocks_per_seq, R = max_rows.
+    """The arena and its views. S = max_batch slots, B = max_blocks_per_seq, R = max_rows, G = num_tables groups of layers.
 
     last_token    int32 [S]     token that the slot's next decode step feeds
     position      int32 [S]     position of the last token fed or, between steps, of `last_token`; the token that a step samples
@@ -50,7 +50,7 @@ class SlotState:
     seed_lo/hi    int32 [S]     the two halves of the 64-bit seed
     min_position  int32 [S]     stop ids may not be sampled at positions below (prompt length + min_tokens; 0 = no bound)
     stop_ids      int32 [S, 8]  -1 = unused
-    block_table   int32 [S, B]  cache block of each block_size tokens; -1 = none
+    block_table   int32 [G * S, B]  cache block of each block_size tokens, group by group (`tables`); -1 = none
     slots         int32 [R]     the running decode batch, -1 = padding
     """
 
@@ -68,15 +68,21 @@ class SlotState:
     slots: Tensor
 
     def __init__(
-        self, max_batch: int, max_blocks_per_seq: int, max_rows: int | None = None, device: str | torch.device = "cpu"
+        self,
+        max_batch: int,
+        max_blocks_per_seq: int,
+        max_rows: int | None = None,
+        device: str | torch.device = "cpu",
+        num_tables: int = 1,
     ) -> None:
         max_rows = max_batch if max_rows is None else max_rows
-        assert max_batch > 0 and max_blocks_per_seq > 0 and max_rows > 0
+        assert max_batch > 0 and max_blocks_per_seq > 0 and max_rows > 0 and num_tables > 0
+        self.num_tables = num_tables
         self.max_batch, self.max_blocks_per_seq, self.max_rows = max_batch, max_blocks_per_seq, max_rows
         self.device = torch.device(device)
         self.shapes: dict[str, tuple[int, ...]] = {name: (max_batch,) for name, _, _ in _SLOT_FIELDS}
         self.shapes["stop_ids"] = (max_batch, MAX_STOP_IDS)
-        self.shapes["block_table"] = (max_batch, max_blocks_per_seq)
+        self.shapes["block_table"] = (num_tables * max_batch, max_blocks_per_seq)
         self.shapes["slots"] = (max_rows,)
         self.layout: dict[str, int] = {}
         """Flat offset of each region in the arena, in int32 elements."""
@@ -101,6 +107,11 @@ class SlotState:
         self._flat = self.arena.numpy() if self.device.type == "cpu" else np.empty(0, np.int32)
         self._last_writer = np.empty(end, dtype=np.int32)
         self._uploader = _Uploader(self.arena) if self.device.type == "cuda" else None
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """The block table `[S, B]` of each group of layers."""
+        return self.block_table.split(self.max_batch)
 
     def _view(self, name: str) -> Tensor:
         shape = self.shapes[name]
@@ -181,11 +192,11 @@ class SlotUpdates:
         self.set("stop_ids", slot, row)
 
     def set_blocks(self, slots: IntArray, columns: IntArray, blocks: IntArray) -> None:
-        """Set block_table[slots, columns] = blocks; the three broadcast to one length."""
+        """Set block_table[slots, columns] = blocks; the three broadcast to one length. Row g * S + s is slot s in group g."""
         state = self.state
         slots, columns = np.asarray(slots, dtype=np.int32), np.asarray(columns, dtype=np.int32)
         blocks = np.asarray(blocks, dtype=np.int32)
-        _check_range("block_table", slots, state.max_batch)
+        _check_range("block_table", slots, state.num_tables * state.max_batch)
         _check_range("block_table column", columns, state.max_blocks_per_seq)
         flat = slots * np.int32(state.max_blocks_per_seq) + columns + np.int32(state.layout["block_table"])
         flat, blocks = np.broadcast_arrays(np.atleast_1d(flat), blocks)

@@ -33,7 +33,8 @@ def prepare(
     slot_mapping: Tensor,
     block_size: int,
 ) -> None:
-    """Inputs of a mixed step. Fills ids int64 [T], positions int64 [T], seq_lens int32 [R], slot_mapping int64 [T].
+    """Inputs of a mixed step. Fills ids int64 [T], positions int64 [T], seq_lens int32 [R], slot_mapping int64 [T], or [G, T]
+    for a state with G block tables.
 
     slots int32 [R], query_start int32 [R+1], host_ids and host_positions int32 or int64 [T]. A token whose host id is -1 takes
     `last_token` and `position` of the row's slot (its host position is ignored): a generation row, one token. Other tokens take the
@@ -41,7 +42,7 @@ def prepare(
     last token. Padded tokens get id 0, position 0, slot -1; padding rows get length 0.
     """
     assert query_start.numel() == slots.numel() + 1 == seq_lens.numel() + 1
-    assert host_ids.numel() == host_positions.numel() == ids.numel() == positions.numel() == slot_mapping.numel()
+    assert host_ids.numel() == host_positions.numel() == ids.numel() == positions.numel() == slot_mapping.shape[-1]
     if state.device.type == "cuda":
         from torchweave.ops.kernels.step import launch_prepare
 
@@ -59,8 +60,8 @@ def prepare(
     out_ids[:num_real] = np.where(own, state.host["last_token"][token_slots], host_ids.numpy()[:num_real])
     at = np.where(own, state.host["position"][token_slots], host_positions.numpy()[:num_real])
     out_positions[:num_real] = at
-    mapping[:num_real] = _cache_slots(state, token_slots, at, block_size)
-    out_ids[num_real:], out_positions[num_real:], mapping[num_real:] = 0, 0, -1
+    _map(state, token_slots, at, block_size, mapping[..., :num_real])
+    out_ids[num_real:], out_positions[num_real:], mapping[..., num_real:] = 0, 0, -1
 
     filled = (lengths > 0) & (row_slots >= 0)
     final = at[starts[1:][filled] - 1]
@@ -82,9 +83,9 @@ def prepare_decode(
 ) -> None:
     """Inputs of a step in which row i is one token of slots[i] (int32 [R], usually `state.slots[:R]`): T = R, all from the state.
 
-    Fills ids int64 [R], positions int64 [R], seq_lens int32 [R], slot_mapping int64 [R]; padding rows get 0, 0, 0, -1.
+    Fills ids int64 [R], positions int64 [R], seq_lens int32 [R], slot_mapping int64 [R] or [G, R]; padding rows get 0, 0, 0, -1.
     """
-    assert slots.numel() == ids.numel() == positions.numel() == seq_lens.numel() == slot_mapping.numel()
+    assert slots.numel() == ids.numel() == positions.numel() == seq_lens.numel() == slot_mapping.shape[-1]
     if state.device.type == "cuda":
         from torchweave.ops.kernels.step import launch_prepare_decode
 
@@ -106,7 +107,7 @@ def prepare_decode(
     ids.numpy()[...] = np.where(running, state.host["last_token"][row_slots], 0)
     positions.numpy()[...] = at
     seq_lens.numpy()[...] = np.where(running, at + 1, 0)
-    slot_mapping.numpy()[...] = _cache_slots(state, row_slots, at, block_size)
+    _map(state, row_slots, at, block_size, slot_mapping.numpy())
 
 
 def advance(tokens: Tensor, slots: Tensor, emit: Tensor, state: SlotState, out: Tensor) -> None:
@@ -134,9 +135,15 @@ def advance(tokens: Tensor, slots: Tensor, emit: Tensor, state: SlotState, out: 
     coded[active] = np.where(is_stop, -1 - new, new)
 
 
-def _cache_slots(state: SlotState, slots: np.ndarray, at: np.ndarray, block_size: int) -> np.ndarray:
+def _map(state: SlotState, slots: np.ndarray, at: np.ndarray, block_size: int, mapping: np.ndarray) -> None:
+    """Fill mapping [N], or [G, N], with the cache slot of position `at` of each slot."""
+    for group, row in enumerate(mapping if mapping.ndim == 2 else mapping[None]):
+        row[...] = _cache_slots(state, slots, at, block_size, group)
+
+
+def _cache_slots(state: SlotState, slots: np.ndarray, at: np.ndarray, block_size: int, group: int) -> np.ndarray:
     """Cache slot of position `at` of each slot; -1 for slot -1, a position without a block, or one beyond the table."""
     columns, offsets = np.divmod(at, block_size)
     valid = (slots >= 0) & (columns < state.max_blocks_per_seq)
-    blocks = state.host["block_table"][slots, np.where(valid, columns, 0)].astype(np.int64)
+    blocks = state.host["block_table"][slots + group * state.max_batch, np.where(valid, columns, 0)].astype(np.int64)
     return np.where(valid & (blocks >= 0), blocks * block_size + offsets, -1)

@@ -53,19 +53,20 @@ def _find_row(query_start, tile, num_rows, BQ: tl.constexpr, CHUNK: tl.constexpr
 @triton.jit
 def _attend_tiles(
     acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, begin, end,
-    scale, softcap, window, chunk,
+    scale, softcap, window, chunk, lowest,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, LOCAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend keys `[begin, end)`, where `begin` is a multiple of BLOCK_N. Not MASKED: `end` is too, and all are seen."""
+    """Attend keys `[begin, end)`, where `begin` is a multiple of BLOCK_N. Not MASKED: `end` is too, and all are seen. Blocks of
+    keys below `lowest` may be another sequence's by now."""
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
     blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
     for tile in tl.range(begin, end, BLOCK_N):
         tile = tl.multiple_of(tile, BLOCK_N)
         keys = tile + tl.arange(0, BLOCK_N)
-        there = keys < end
+        there = (keys < end) & (keys >= lowest)
         places = cache_places(blocks, tile, BLOCK_SIZE, BLOCK_N)
         blocks = load_blocks(table_row, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         places = places[:, None] * KV_HEADS + head
@@ -155,24 +156,25 @@ def paged_prefill(
 
     # Keys [base, edge) are out of reach for some queries, [edge, diagonal) are seen by all, the rest is causal.
     diagonal = (first_position + 1) // BLOCK_N * BLOCK_N
+    lowest = lowest_key(first_position, window, chunk)
     edge = 0
     if LOCAL:
-        base = lowest_key(first_position, window, chunk) // BLOCK_N * BLOCK_N
+        base = lowest // BLOCK_N * BLOCK_N
         reached = tl.cdiv(lowest_key(last_position, window, chunk), BLOCK_N) * BLOCK_N
         edge = tl.maximum(tl.minimum(reached, diagonal), base)
         acc, maximum, total = _attend_tiles(
             acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, base, edge,
-            scale, softcap, window, chunk, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
+            scale, softcap, window, chunk, lowest, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
             SOFTCAP, LOCAL, True,
         )  # fmt: skip
     acc, maximum, total = _attend_tiles(
         acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, edge, diagonal,
-        scale, softcap, window, chunk, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
+        scale, softcap, window, chunk, lowest, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
         SOFTCAP, LOCAL, False,
     )  # fmt: skip
     acc, maximum, total = _attend_tiles(
         acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, diagonal, last_position + 1,
-        scale, softcap, window, chunk, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
+        scale, softcap, window, chunk, lowest, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
         SOFTCAP, LOCAL, True,
     )  # fmt: skip
     tl.store(out_at, (acc / total[:, None] * v_scale).to(out.dtype.element_ty), mask=out_mask)

@@ -34,10 +34,11 @@ def prepare_kernel(
     last_token, position, block_table,
     slots, query_start, host_ids, host_positions,
     ids, positions, seq_lens, slot_mapping,
-    num_rows, num_tokens, max_blocks,
-    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    num_rows, num_tokens, max_blocks, table_stride, mapping_stride,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, TABLES: tl.constexpr,
 ):  # fmt: skip
-    """One program per row; one more for the padded tokens behind the last row."""
+    """One program per row; one more for the padded tokens behind the last row. Of TABLES block tables, `table_stride` apart,
+    each has a slot mapping, `mapping_stride` apart."""
     row = tl.program_id(0)
     start = tl.load(query_start + row)
     if row == num_rows:
@@ -46,7 +47,8 @@ def prepare_kernel(
             padded = token < num_tokens
             tl.store(ids + token, tl.zeros([BLOCK], tl.int64), mask=padded)
             tl.store(positions + token, tl.zeros([BLOCK], tl.int64), mask=padded)
-            tl.store(slot_mapping + token, tl.full([BLOCK], -1, tl.int64), mask=padded)
+            for table in tl.static_range(TABLES):
+                tl.store(slot_mapping + table * mapping_stride + token, tl.full([BLOCK], -1, tl.int64), mask=padded)
     else:
         end = tl.load(query_start + row + 1)
         slot = tl.load(slots + row)
@@ -64,8 +66,10 @@ def prepare_kernel(
             at = tl.where(given < 0, own_position, at)
             tl.store(ids + token, tl.where(given < 0, own_token, given).to(tl.int64), mask=inside)
             tl.store(positions + token, at.to(tl.int64), mask=inside)
-            mapped = _cache_slot(block_table, slot, at, max_blocks, inside & filled, BLOCK_SIZE)
-            tl.store(slot_mapping + token, mapped, mask=inside)
+            for table in tl.static_range(TABLES):
+                rows = block_table + table * table_stride
+                mapped = _cache_slot(rows, slot, at, max_blocks, inside & filled, BLOCK_SIZE)
+                tl.store(slot_mapping + table * mapping_stride + token, mapped, mask=inside)
         tl.store(seq_lens + row, tl.where(filled, final_position + 1, 0))
         tl.store(position + slot, final_position, mask=filled)
 
@@ -74,8 +78,8 @@ def prepare_kernel(
 def prepare_decode_kernel(
     last_token, position, block_table, slots,
     ids, positions, seq_lens, slot_mapping,
-    num_rows, max_blocks,
-    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    num_rows, max_blocks, table_stride, mapping_stride,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, TABLES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
@@ -83,11 +87,12 @@ def prepare_decode_kernel(
     running = slot >= 0
     at = tl.load(position + slot, mask=running, other=0)
     token = tl.load(last_token + slot, mask=running, other=0)
-    mapped = _cache_slot(block_table, slot, at, max_blocks, running, BLOCK_SIZE)
     tl.store(ids + row, token.to(tl.int64), mask=inside)
     tl.store(positions + row, at.to(tl.int64), mask=inside)
     tl.store(seq_lens + row, tl.where(running, at + 1, 0), mask=inside)
-    tl.store(slot_mapping + row, mapped, mask=inside)
+    for table in tl.static_range(TABLES):
+        mapped = _cache_slot(block_table + table * table_stride, slot, at, max_blocks, running, BLOCK_SIZE)
+        tl.store(slot_mapping + table * mapping_stride + row, mapped, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_CUT)
@@ -122,6 +127,15 @@ def scatter_kernel(arena, pairs, count, BLOCK: tl.constexpr):
     tl.store(arena + index, tl.load(pairs + count + i, mask=inside, other=0), mask=inside)
 
 
+def _tables(slot_mapping: Tensor) -> int:
+    return 1 if slot_mapping.dim() == 1 else slot_mapping.shape[0]
+
+
+def _strides(block_table: Tensor, slot_mapping: Tensor) -> tuple[int, int]:
+    """Between the block tables, and between their slot mappings."""
+    return block_table.numel() // _tables(slot_mapping), 0 if slot_mapping.dim() == 1 else slot_mapping.stride(0)
+
+
 def launch_prepare(
     last_token: Tensor, position: Tensor, block_table: Tensor,
     slots: Tensor, query_start: Tensor, host_ids: Tensor, host_positions: Tensor,
@@ -130,8 +144,8 @@ def launch_prepare(
     rows = slots.numel()
     prepare_kernel[(rows + 1,)](
         last_token, position, block_table, slots, query_start, host_ids, host_positions,
-        ids, positions, seq_lens, slot_mapping, rows, ids.numel(), block_table.shape[1],
-        BLOCK_SIZE=block_size, BLOCK=_TOKENS, num_warps=4,
+        ids, positions, seq_lens, slot_mapping, rows, ids.numel(), block_table.shape[1], *_strides(block_table, slot_mapping),
+        TABLES=_tables(slot_mapping), BLOCK_SIZE=block_size, BLOCK=_TOKENS, num_warps=4,
     )  # fmt: skip
 
 
@@ -142,7 +156,7 @@ def launch_prepare_decode(
     rows = slots.numel()
     prepare_decode_kernel[(triton.cdiv(rows, _ROWS),)](
         last_token, position, block_table, slots, ids, positions, seq_lens, slot_mapping,
-        rows, block_table.shape[1], BLOCK_SIZE=block_size, BLOCK=_ROWS, num_warps=4,
+        rows, block_table.shape[1], *_strides(block_table, slot_mapping), TABLES=_tables(slot_mapping), BLOCK_SIZE=block_size, BLOCK=_ROWS, num_warps=4,
     )  # fmt: skip
 
 
