@@ -94,9 +94,7 @@ def expected(
 class FakeRunner:
     """Runs steps at once, on the CPU, with the project's own step ops."""
 
-    def __init__(
-        self, limits: Limits, num_blocks: int, block_size: int, sights: Sequence[Sight] = (Sight(),)
-    ) -> None:
+    def __init__(self, limits: Limits, num_blocks: int, block_size: int, sights: Sequence[Sight] = (Sight(),)) -> None:
         self.block_size = block_size
         self.sights = tuple(sights)
         width = -(-limits.max_model_len // block_size)

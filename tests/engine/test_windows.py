@@ -48,7 +48,9 @@ def test_B11_tokens_are_those_of_a_cache_that_gives_nothing_back(policy: str, mi
 
 
 def test_B11_a_window_bounds_what_a_request_holds() -> None:
-    batch, runner = make(sights=(WINDOW,), num_blocks=12, max_batch_size=1, max_num_tokens=8, max_model_len=400, reuse=False)
+    batch, runner = make(
+        sights=(WINDOW,), num_blocks=12, max_batch_size=1, max_num_tokens=8, max_model_len=400, reuse=False
+    )
     prompt = list(range(90))
     assert not batch.why_not(request(0, prompt, max_tokens=300)), "a cache of 48 tokens serves 390 of them"
     most = 0
@@ -92,7 +94,9 @@ def test_a_prefix_needs_only_the_last_window_of_a_group() -> None:
     kv.publish(0, hashes)
     kv.check()
     found = kv.match(hashes[:9])
-    assert found.columns == 9 and found.blocks is not None and (found.blocks[1] >= 0).tolist() == [False] * 6 + [True] * 3
+    assert (
+        found.columns == 9 and found.blocks is not None and (found.blocks[1] >= 0).tolist() == [False] * 6 + [True] * 3
+    )
     assert kv.match(hashes[:5]).columns == 5 and kv.match(hashes[:4]).columns == 0, "column 1 of the window is gone"
     assert kv.match([*hashes[:5], b"other"]).columns == 5
     kv.attach(1, found)

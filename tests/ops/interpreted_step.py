@@ -13,18 +13,19 @@ from torchweave.ops.step import advance, prepare, prepare_decode
 def main() -> None:
     for seed in range(8):
         generator = np.random.default_rng(seed)
-        state = random_state(generator)
+        tables = 1 + seed % 3
+        state = random_state(generator, tables=tables)
         twin = copy_state(state)
         step = random_step(generator, state)
         rows, tokens = step.slots.numel(), step.host_ids.numel()
         inputs = (step.slots, step.query_start, step.host_ids, step.host_positions)
-        expected, got = Outputs.empty(rows, tokens), Outputs.empty(rows, tokens)
+        expected, got = (Outputs.empty(rows, tokens, tables=tables) for _ in range(2))
         prepare(state, *inputs, **expected.arguments(), block_size=BLOCK_SIZE)
         views = (twin.last_token, twin.position, twin.block_table)
         kernels.launch_prepare(*views, *inputs, *got.arguments().values(), BLOCK_SIZE)
         assert expected.lists() == got.lists()
 
-        expected, got = Outputs.empty(rows, rows), Outputs.empty(rows, rows)
+        expected, got = (Outputs.empty(rows, rows, tables=tables) for _ in range(2))
         prepare_decode(state, step.slots, **expected.arguments(), block_size=BLOCK_SIZE)
         kernels.launch_prepare_decode(*views, step.slots, *got.arguments().values(), BLOCK_SIZE)
         assert expected.lists() == got.lists()

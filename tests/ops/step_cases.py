@@ -34,15 +34,17 @@ class Outputs:
     slot_mapping: Tensor
 
     @classmethod
-    def empty(cls, rows: int, tokens: int, device: str = "cpu") -> Outputs:
-        def garbage(size: int, dtype: torch.dtype) -> Tensor:
-            return torch.full((size,), 77, dtype=dtype, device=device)
+    def empty(cls, rows: int, tokens: int, device: str = "cpu", tables: int = 1) -> Outputs:
+        def garbage(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.full(shape, 77, dtype=dtype, device=device)
 
         return cls(
-            garbage(tokens, torch.int64),
-            garbage(tokens, torch.int64),
-            garbage(rows, torch.int32),
-            garbage(tokens, torch.int64),
+            garbage(tokens, dtype=torch.int64),
+            garbage(tokens, dtype=torch.int64),
+            garbage(rows, dtype=torch.int32),
+            garbage(tokens, dtype=torch.int64)
+            if tables == 1
+            else garbage(tables, tokens + 3, dtype=torch.int64)[:, :tokens],
         )
 
     def arguments(self) -> dict[str, Tensor]:
@@ -52,15 +54,16 @@ class Outputs:
         return {name: value.tolist() for name, value in self.arguments().items()}
 
 
-def random_state(generator: np.random.Generator, max_batch: int = 9, columns: int = 6) -> SlotState:
-    state = SlotState(max_batch, columns, max_rows=12)
+def random_state(generator: np.random.Generator, max_batch: int = 9, columns: int = 6, tables: int = 1) -> SlotState:
+    state = SlotState(max_batch, columns, max_rows=12, num_tables=tables)
     updates = state.updates()
     every = np.arange(max_batch)
     updates.set("last_token", every, generator.integers(0, 1000, max_batch))
     updates.set("position", every, generator.integers(0, columns * BLOCK_SIZE + 2, max_batch))  # some beyond the table
     updates.set("min_position", every, generator.integers(0, columns * BLOCK_SIZE, max_batch))
     updates.set("stop_ids", every, generator.integers(-1, 6, (max_batch, 8)))
-    updates.set("block_table", every, generator.integers(-1, 50, (max_batch, columns)))
+    rows = np.arange(tables * max_batch)
+    updates.set("block_table", rows, generator.integers(-1, 50, (rows.size, columns)))
     state.apply(updates)
     return state
 
@@ -89,6 +92,6 @@ def random_step(generator: np.random.Generator, state: SlotState) -> MixedStep:
 
 
 def copy_state(state: SlotState, device: str = "cpu") -> SlotState:
-    copy = SlotState(state.max_batch, state.max_blocks_per_seq, state.max_rows, device)
+    copy = SlotState(state.max_batch, state.max_blocks_per_seq, state.max_rows, device, state.num_tables)
     copy.arena.copy_(state.arena)
     return copy

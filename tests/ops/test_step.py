@@ -79,6 +79,23 @@ def test_prepare_decode(seed: int) -> None:
         assert tuple(value[row].item() for value in got.arguments().values()) == expected
 
 
+def test_every_group_of_layers_has_its_own_places() -> None:
+    generator = np.random.default_rng(3)
+    state = random_state(generator, tables=3)
+    step = random_step(generator, state)
+    rows, tokens = step.slots.numel(), step.host_ids.numel()
+    inputs = (step.slots, step.query_start, step.host_ids, step.host_positions)
+    got = Outputs.empty(rows, tokens, tables=3)
+    prepare(copy_state(state), *inputs, **got.arguments(), block_size=BLOCK_SIZE)
+    for group in range(3):
+        alone = SlotState(state.max_batch, state.max_blocks_per_seq, state.max_rows)
+        for name in alone.shapes:
+            getattr(alone, name).copy_(state.tables[group] if name == "block_table" else getattr(state, name))
+        expected = Outputs.empty(rows, tokens)
+        prepare(alone, *inputs, **expected.arguments(), block_size=BLOCK_SIZE)
+        assert torch.equal(got.slot_mapping[group], expected.slot_mapping) and torch.equal(got.ids, expected.ids)
+
+
 def test_advance() -> None:
     state = SlotState(5, 2)
     updates = state.updates()

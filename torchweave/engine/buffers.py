@@ -69,7 +69,8 @@ def _split(flat: np.ndarray, rows: int, tokens: int) -> list[np.ndarray]:
 class StepBuffers:
     """Device tensors that steps read and write, sized for the largest step.
 
-    ids, positions int64 [T]; slot_mapping int64 [T], or [G, T] for G groups of layers; seq_lens int32 [R]; tokens, out int32 [R]; arange int64 [R].
+    ids, positions int64 [T]; slot_mapping int64 [T], or [G, T] for G groups of layers; seq_lens int32 [R];
+    tokens, out int32 [R]; arange int64 [R].
     """
 
     def __init__(self, max_rows: int, max_tokens: int, device: torch.device, num_tables: int = 1) -> None:

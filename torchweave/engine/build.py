@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -15,8 +16,8 @@ from torchweave.engine import warm_up
 from torchweave.engine.batch import Batch
 from torchweave.engine.facts import device_facts
 from torchweave.engine.kv_cache import KVCache
-from torchweave.engine.limits import Limits
 from torchweave.engine.kv_groups import Layout, layout_of, longest_sequence
+from torchweave.engine.limits import Limits
 from torchweave.engine.memory import GIB, MemoryUse, blocks_that_fit, bytes_per_block, longest_step
 from torchweave.engine.movers import mover_of
 from torchweave.engine.offload import HostPool
@@ -111,8 +112,8 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
     backend, plan = _attention(plan, layers, dtype)
     layout = layout_of(layers, plan.max_model_len)
     block_bytes = bytes_per_block(list(dict(zip(layout.places, layers, strict=True)).values()), plan.block_size, dtype)
-    if not plan.device.startswith("cuda"):
-        blocks_that_fit(plan, block_bytes, None, layout.sights)  # refused before the model is woven, which takes longest
+    if not plan.device.startswith("cuda"):  # refused before the model is woven, which takes longest
+        blocks_that_fit(plan, block_bytes, None, layout.sights)
     warming = warm_up.start(plan, loaded.module, layers, loaded.module.vocab_size, backend, dtype)
     forward, plan = forward_of(loaded.module, plan, report)
     if warming is not None:
@@ -131,19 +132,17 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
     plan = _settle(plan, blocks, use, layout)
     with report.stage("allocating the KV cache"):
         runner = Runner(plan, forward, backend, allocate(blocks), state, report)
-    report.event(
-        "kv_cache", blocks=blocks, block_size=plan.block_size, bytes=blocks * block_bytes, dtype=plan.kv_cache_dtype,
-        groups=[{"window": each.window, "chunk": each.chunk, "layers": layout.groups.count(number)}
-                for number, each in enumerate(layout.sights)],
-    )  # fmt: skip
+    report.event("kv_cache", **_cache_facts(plan, layout, blocks, block_bytes))
     if plan.device.startswith("cuda"):
         _record(runner, plan, report)
     else:
         release_workers()
-    return Engine(plan, loaded, _batch(runner, blocks, loaded, plan, report), runner, report)
+    return Engine(plan, loaded, _batch(runner, blocks, loaded, layout, plan, report), runner, report)
 
 
-def _batch(runner: Runner, num_blocks: int, loaded: LoadedModel, plan: Plan, report: Report) -> Batch:
+def _batch(
+    runner: Runner, num_blocks: int, loaded: LoadedModel, layout: Layout, plan: Plan, report: Report
+) -> Batch:
     """The host's side of the engine."""
     config, state = plan.config, runner.state
     limits = Limits(
@@ -170,6 +169,16 @@ def _batch(runner: Runner, num_blocks: int, loaded: LoadedModel, plan: Plan, rep
     eos, tokenizer = tuple(loaded.generation.eos_token_ids), loaded.tokenizer
     grammars = None if tokenizer is None else Grammars(tokenizer, limits.vocab_size, eos)
     return Batch(limits, kv, policy, state.updates(), eos, reuse, grammars)
+
+
+def _cache_facts(plan: Plan, layout: Layout, blocks: int, block_bytes: int) -> dict[str, Any]:
+    """What is told of the KV cache."""
+    groups = [
+        {"window": sight.window, "chunk": sight.chunk, "layers": layout.groups.count(number)}
+        for number, sight in enumerate(layout.sights)
+    ]
+    size = {"blocks": blocks, "block_size": plan.block_size, "bytes": blocks * block_bytes}
+    return {**size, "dtype": plan.kv_cache_dtype, "groups": groups}
 
 
 def _allocate(

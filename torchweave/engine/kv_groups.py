@@ -87,10 +87,7 @@ def layout_of(layers: Sequence[LayerSpec], max_model_len: int) -> Layout:
     for index, layer in enumerate(layers):
         sight = Sight(layer.window, layer.chunk)
         kinds.setdefault(sight if 0 < sight.reach < max_model_len else Sight(), []).append(index)
-    sizes = {
-        replace(layer, window=0, chunk=0, softcap=0.0, sinks=False, k_scale=1.0, v_scale=1.0)
-        for layer in layers
-    }
+    sizes = {replace(layer, window=0, chunk=0, softcap=0.0, sinks=False, k_scale=1.0, v_scale=1.0) for layer in layers}
     width = _width([len(members) for members in kinds.values()]) if len(sizes) == 1 else 0
     if len(kinds) == 1:
         width = len(layers)

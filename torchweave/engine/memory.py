@@ -30,9 +30,7 @@ def bytes_per_block(layers: Sequence[LayerSpec], block_size: int, dtype: torch.d
     return block_size * sum(layer.bytes_per_token(dtype) for layer in layers)
 
 
-def blocks_that_fit(
-    plan: Plan, block_bytes: int, use: MemoryUse | None, sights: Sequence[Sight] = (Sight(),)
-) -> int:
+def blocks_that_fit(plan: Plan, block_bytes: int, use: MemoryUse | None, sights: Sequence[Sight] = (Sight(),)) -> int:
     """Blocks of `block_bytes` that fit; `use` is what was measured on a GPU, None on a CPU.
 
     Never more than all slots can hold together. `sights` are those of the groups of layers, each of which takes blocks of its own.

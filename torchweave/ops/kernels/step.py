@@ -156,7 +156,8 @@ def launch_prepare_decode(
     rows = slots.numel()
     prepare_decode_kernel[(triton.cdiv(rows, _ROWS),)](
         last_token, position, block_table, slots, ids, positions, seq_lens, slot_mapping,
-        rows, block_table.shape[1], *_strides(block_table, slot_mapping), TABLES=_tables(slot_mapping), BLOCK_SIZE=block_size, BLOCK=_ROWS, num_warps=4,
+        rows, block_table.shape[1], *_strides(block_table, slot_mapping),
+        TABLES=_tables(slot_mapping), BLOCK_SIZE=block_size, BLOCK=_ROWS, num_warps=4,
     )  # fmt: skip
 
 
