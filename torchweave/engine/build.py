@@ -140,9 +140,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
     return Engine(plan, loaded, _batch(runner, blocks, loaded, layout, plan, report), runner, report)
 
 
-def _batch(
-    runner: Runner, num_blocks: int, loaded: LoadedModel, layout: Layout, plan: Plan, report: Report
-) -> Batch:
+def _batch(runner: Runner, num_blocks: int, loaded: LoadedModel, layout: Layout, plan: Plan, report: Report) -> Batch:
     """The host's side of the engine."""
     config, state = plan.config, runner.state
     limits = Limits(

@@ -13,10 +13,9 @@ more behind the step. Steps are run the best way that fits:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,14 +23,14 @@ from torch import Tensor
 
 from torchweave.compile.graphs import Boundary, Forward, GraphPool, Recording, record
 from torchweave.compile.woven import Woven
+from torchweave.engine.boundary import BEGIN, AttentionBoundary, boundary_of
 from torchweave.engine.buffers import Staging, StepBuffers, pack, packed_size
 from torchweave.engine.movers import copy_blocks
 from torchweave.engine.redraw import Redraw
 from torchweave.engine.step import Step, StepLogprobs, StepResult
 from torchweave.engine.threads import release_workers
 from torchweave.log import Report
-from torchweave.ops.attention import AttentionBackend, AttentionMetadata, AttentionStep, KVLayer
-from torchweave.ops.attention_calls import carry_out_call
+from torchweave.ops.attention import AttentionBackend, AttentionMetadata, KVLayer
 from torchweave.ops.sampling import logprobs, sample
 from torchweave.ops.state import SlotState
 from torchweave.ops.step import advance, prepare, prepare_decode
@@ -47,29 +46,6 @@ class Handle:
     how: str
     logprobs: tuple[np.ndarray, tuple[Tensor, ...]] | None
     scores: tuple[np.ndarray, tuple[Tensor, ...]] | None
-
-
-BEGIN = "begin"  # handed to the boundary once the step's metadata is in place, before the model runs
-
-
-class AttentionBoundary:
-    """Carries out the attention op with the cache of the op's layer and the facts of one bucket, by the layer's group.
-
-    A backend may want to look at a step's metadata on the host before the first layer (`begin`). That goes through the
-    boundary like attention itself, so that a piecewise recording does it anew at every replay.
-    """
-
-    def __init__(self, backend: AttentionBackend, caches: list[KVLayer], metas: Sequence[AttentionMetadata]) -> None:
-        self._backend = backend
-        self._caches = caches
-        self._metas = metas
-        self._steps: list[AttentionStep] = []
-
-    def __call__(self, op: Any, args: tuple, kwargs: dict) -> None:
-        if op is BEGIN:
-            self._steps = [self._backend.begin(meta) for meta in self._metas]
-            return
-        carry_out_call(self._steps, self._caches, op, args, kwargs)
 
 
 class Runner:
@@ -152,7 +128,7 @@ class Runner:
             decode_only=True,
             max_seq_len=self.plan.max_model_len,
         )
-        self._decode_steps[rows] = run, self._boundary(meta)
+        self._decode_steps[rows] = run, boundary_of(self._backend, self.caches, meta, self.state)
         return self._decode_steps[rows]
 
     def _mixed_step(
@@ -198,15 +174,7 @@ class Runner:
             decode_only=False,
             max_seq_len=max_seq_len,
         )
-        return run, self._boundary(meta)
-
-    def _boundary(self, meta: AttentionMetadata) -> AttentionBoundary:
-        """The boundary of a step; `meta` has the tables and the slot mappings of all groups of layers."""
-        metas = [meta]
-        if self.state.num_tables > 1:
-            pairs = zip(self.state.tables, meta.slot_mapping, strict=True)
-            metas = [replace(meta, block_table=table, slot_mapping=mapping) for table, mapping in pairs]
-        return AttentionBoundary(self._backend, self.caches, metas)
+        return run, boundary_of(self._backend, self.caches, meta, self.state)
 
     def rows_of(self, tokens: int) -> int:
         """Rows that a recording of `tokens` tokens has room for."""
