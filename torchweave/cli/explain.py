@@ -139,7 +139,7 @@ def _graph_rows(graphs: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, s
 
 
 def _is_bytes(key: str) -> bool:
-    return key not in ("kv_cache_blocks", "kv_cache_block_size")
+    return not key.endswith(("_blocks", "_block_size", "_groups"))
 
 
 def _size(value: int) -> str:

@@ -140,7 +140,9 @@ def _choices(report: Report) -> list[Facts]:
 
 def _memory(report: Report) -> Facts:
     memory = _last(report, "memory")
-    memory |= {f"kv_cache_{key}": value for key, value in _last(report, "kv_cache").items()}
+    for kind in ("kv_cache", "kv_offload"):
+        facts = _last(report, kind).items()
+        memory |= {f"{kind}_{key}": len(value) if isinstance(value, list) else value for key, value in facts if key != "dtype"}
     loaded, recorded = _last(report, "model_loaded"), _last(report, "graphs_recorded")
     if "bytes" in loaded:
         memory["weights"] = loaded["bytes"]
