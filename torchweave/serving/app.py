@@ -15,6 +15,7 @@ from torchweave.serving.errors import add_error_handlers
 from torchweave.serving.guard import Guard, read_keys
 from torchweave.serving.live import Live
 from torchweave.serving.metrics import HttpCounts, HttpMeter, Metrics
+from torchweave.serving.openapi import describe
 from torchweave.serving.routes import chat, completions, live, metrics, models, status, tokens
 from torchweave.serving.service import Service
 
@@ -43,6 +44,7 @@ def create_app(client: EngineClient, settings: ServerConfig) -> FastAPI:
     add_error_handlers(app)
     for each in (status, models, chat, completions, tokens, metrics, live):
         app.include_router(each.router)
+    describe(app)
     http = HttpCounts()
     app.state.metrics = Metrics(client, client.traffic, http, service.names[0])
     app.state.live = Live(service)
