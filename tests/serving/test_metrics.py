@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import openai
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families as families
 
-from tests.serving.running import serving
+from tests.serving.running import Running
 from tests.serving.watched import STATS, asking, some_traffic, watched
 from torchweave.serving.counting import FIRST_TOKEN_SECONDS
 
@@ -127,23 +128,22 @@ def test_open_metrics_too():
     }
 
 
-def test_E1_metrics_count_what_was_asked():
+def test_E1_metrics_count_what_was_asked(server: Running):
     """Known traffic through a real server, read back from its metrics."""
-    import httpx
-
-    with serving() as server:
-        client = server.client()
-        for prompt in ("12+30=", "1+1=", "copy: a b"):
-            client.completions.create(model="demo", prompt=prompt, temperature=0, max_tokens=6)
-        answer = client.completions.create(
-            model="demo", prompt=[5] * 40, max_tokens=9, temperature=0, n=2, extra_body={"ignore_eos": True}
-        )
-        with pytest.raises(openai.BadRequestError):
-            client.completions.create(model="demo", prompt=[5] * 4000)
-        found = values_of(httpx.get(f"{server.url}/metrics").text)
-        live = httpx.get(f"{server.url}/live").json()
+    before = values_of(httpx.get(f"{server.url}/metrics").text)
+    client = server.client()
+    for prompt in ("12+30=", "1+1=", "copy: a b"):
+        client.completions.create(model="demo", prompt=prompt, temperature=0, max_tokens=6)
+    answer = client.completions.create(
+        model="demo", prompt=[5] * 40, max_tokens=9, temperature=0, n=2, extra_body={"ignore_eos": True}
+    )
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="demo", prompt=[5] * 4000)
+    after = values_of(httpx.get(f"{server.url}/metrics").text)
+    live = httpx.get(f"{server.url}/live").json()
+    found = {key: value - before.get(key, 0) for key, value in after.items()}
     assert answer.usage is not None and answer.usage.completion_tokens == 18
-    assert found["engine_up", ()] == 1
+    assert after["engine_up", ()] == 1
     assert found["generation_tokens_total", ()] >= 18 + 3 and found["request_generation_tokens_count", ()] == 5
     assert found["request_success_total", (("finished_reason", "length"),)] >= 2
     assert found["requests_refused_total", ()] == 1
@@ -152,7 +152,7 @@ def test_E1_metrics_count_what_was_asked():
     assert found["time_to_first_token_seconds_sum", ()] < found["e2e_request_latency_seconds_sum", ()]
     assert found["http_requests_total", (("method", "POST"), ("path", "/v1/completions"), ("status", "200"))] == 4
     assert found["http_requests_total", (("method", "POST"), ("path", "/v1/completions"), ("status", "400"))] == 1
-    assert found["num_requests_running", ()] == found["num_requests_waiting", ()] == 0
+    assert after["num_requests_running", ()] == after["num_requests_waiting", ()] == 0
     assert found["iteration_tokens_sum", ()] >= found["generation_tokens_total", ()]
-    assert live["tokens"]["generated"] == found["generation_tokens_total", ()]
+    assert live["tokens"]["generated"] == after["generation_tokens_total", ()]
     assert live["blocks"]["used"] == 0 and live["blocks"]["total"] > 0 and live["requests"]["open"] == 0

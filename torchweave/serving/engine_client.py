@@ -161,13 +161,19 @@ class EngineClient:
 
         Raises:
             EngineGone: the engine is not ready.
+            ValueError: the request holds what cannot be sent.
         """
         if self.state != "ready":
             raise EngineGone(self.failure or "The engine is starting; see /ready.")
         request = InferenceRequest(next(self._ids), prompt, params, streaming, priority, cache_salt)
+        try:
+            message = wire.encode(wire.submit(request))
+        except (UnicodeEncodeError, OverflowError):
+            sentence = "A text of the request holds half of a surrogate pair, or a number needs more than 64 bits; send others."
+            raise ValueError(sentence) from None
         self._flights[request.id] = flight
         self.traffic.submitted(request.id, len(prompt), streaming)
-        self._send(wire.submit(request))
+        self._send_bytes(message)
         return request.id
 
     def cancel(self, ids: Sequence[int]) -> None:
@@ -322,9 +328,12 @@ class EngineClient:
         self._changed.set()
 
     def _send(self, message: msgspec.Struct) -> None:
+        self._send_bytes(wire.encode(message))
+
+    def _send_bytes(self, message: bytes) -> None:
         if self._to_engine is not None:
             with contextlib.suppress(zmq.Again):  # nobody is at the other end any more
-                self._to_engine.send(wire.encode(message), zmq.NOBLOCK)
+                self._to_engine.send(message, zmq.NOBLOCK)
 
 
 def _spawn(config: EngineConfig, addresses: wire.Addresses) -> SpawnProcess:
