@@ -63,6 +63,17 @@ def test_E1_echo_and_logprobs_of_the_prompt(server: Running) -> None:
     )
 
 
+def test_E1_a_beam_search_has_several_answers(server: Running) -> None:
+    client = server.client()
+    asked: Any = {"model": "demo", "prompt": "12+30=", "max_tokens": 4}
+    found = client.completions.create(n=2, extra_body={"beam_width": 4}, **asked).choices
+    assert [choice.index for choice in found] == [0, 1] and found[0].text == "42" != found[1].text
+    vllms = client.completions.create(n=2, extra_body={"use_beam_search": True}, **asked).choices
+    assert vllms[0].text == "42"
+    with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
+        client.completions.create(stream=True, extra_body={"beam_width": 4}, **asked)
+
+
 def test_E1_bad_requests_are_one_sentence(server: Running) -> None:
     client = server.client()
     with pytest.raises(openai.BadRequestError, match=r"temperature must be 0 \(greedy\) or a positive number"):

@@ -43,7 +43,10 @@ def run(argv: Sequence[str]) -> int:
     begin = time.monotonic()
     server = Server(config, settings, on_ready=lambda server: _greet(server, time.monotonic() - begin, stop_bars))
     with _bars(server.client, args) as stop_bars:
-        return server.run()
+        code = server.run()
+    if code:
+        print(f"torchweave: {server.client.failure}", file=sys.stderr)
+    return code
 
 
 def _greet(server: Server, seconds: float, stop_bars: Any) -> None:

@@ -30,6 +30,7 @@ class Growing:
     def __init__(self, index: int, answer: Answer) -> None:
         self.index = index
         self.answer = answer
+        self.told = False  # to its end
         self._logprobs: list[TokenLogprobs] = []
 
     def add(self, token_ids: Sequence[int], reason: str | None, logprobs: Sequence[TokenLogprobs]) -> bool:
@@ -39,6 +40,7 @@ class Growing:
 
     def take(self) -> Delta:
         new = self.answer.take()
+        self.told = self.answer.finished
         logprobs = self._logprobs[: len(new.token_ids)]
         del self._logprobs[: len(logprobs)]
         return Delta(self.index, new.text, new.token_ids, new.finish_reason, logprobs)
@@ -51,7 +53,8 @@ class Run:
         self, flight: Flight, codec: Codec | None, params: SamplingParams, finished: Callable[[], None]
     ) -> None:
         self.flight = flight
-        self.growing: dict[int, Growing] = {}
+        self._growing: dict[int, list[Growing]] = {}  # by request id; a beam search has several answers
+        self._num_answers = 0
         self.prompts: list[list[int]] = []
         self._codec = codec
         self._params = params
@@ -64,10 +67,18 @@ class Run:
             ids = list(prompt)
             self.prompts.append(ids)
             tokens = _as_tokens(ids)
+            if params.beam_width > 1:
+                answers = [self._answer(ids, index) for index in range(params.n)]
+                self._growing[self.flight.submit(tokens, params, stream, priority, cache_salt)] = answers
+                continue
             for index, seeded in enumerate(params.each()):
-                text = None if self._codec is None else self._codec.stream(ids, params.skip_special_tokens)
-                growing = Growing(len(self.growing), Answer(params, text, index))
-                self.growing[self.flight.submit(tokens, seeded, heard, priority, cache_salt)] = growing
+                answer = self._answer(ids, index)
+                self._growing[self.flight.submit(tokens, seeded, heard, priority, cache_salt)] = [answer]
+
+    def _answer(self, prompt: list[int], index: int) -> Growing:
+        text = None if self._codec is None else self._codec.stream(prompt, self._params.skip_special_tokens)
+        self._num_answers += 1
+        return Growing(self._num_answers - 1, Answer(self._params, text, index))
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """What is new, whenever something is, until all answers have ended.
@@ -76,25 +87,24 @@ class Run:
             EngineGone: the engine ended before them.
             RequestFailed: one failed alone.
         """
-        ended: set[int] = set()
         async for responses in self.flight.responses():
-            told: dict[int, None] = {}
+            told: dict[int, Growing] = {}
             for response in responses:
-                output, growing = response.output, self.growing[response.id]
-                growing.answer.prompt_logprobs += output.prompt_logprobs
-                if growing.add(output.token_ids.tolist(), output.finish_reason, output.logprobs):
-                    self.flight.stop(response.id)
-                told[response.id] = None
+                output, answers = response.output, self._growing[response.id]
+                answers[0].answer.prompt_logprobs += output.prompt_logprobs
+                for growing, said in zip(answers, output.beams or (output,), strict=False):
+                    if growing.add(said.token_ids.tolist(), said.finish_reason, said.logprobs):
+                        self.flight.stop(response.id)
+                    told[growing.index] = growing
                 if response.final:
                     self._finished()
-            found = [self.growing[each].take() for each in told if each not in ended]
-            ended |= {each for each in told if self.growing[each].answer.finished}
+            found = [growing.take() for growing in told.values() if not growing.told]
             if found:
                 yield found
 
     async def whole(self) -> list[Delta]:
         """The answers when all have ended, in their order."""
-        parts: list[list[Delta]] = [[] for _ in self.growing]
+        parts: list[list[Delta]] = [[] for _ in range(self._num_answers)]
         async for found in self.deltas():
             for delta in found:
                 parts[delta.index].append(delta)
@@ -102,7 +112,7 @@ class Run:
 
     def prompt_logprobs(self, prompt: int) -> list[TokenLogprobs | None]:
         """Of each token of a prompt, None for the first; known with the first response to it, if they were asked for."""
-        answers = list(self.growing.values())
+        answers = [growing for several in self._growing.values() for growing in several]
         return [None, *answers[prompt * self._params.n].answer.prompt_logprobs]
 
     @property
@@ -111,7 +121,7 @@ class Run:
 
     @property
     def num_answer_tokens(self) -> int:
-        return sum(len(growing.answer.token_ids) for growing in self.growing.values())
+        return sum(len(growing.answer.token_ids) for several in self._growing.values() for growing in several)
 
     def close(self) -> None:
         self.flight.close()

@@ -246,6 +246,7 @@ class EngineClient:
         self._bars.clear()
         self._stats = {}
         try:
+            self._note(0.0, "progress", wire.PROCESS_BAR)
             self._process = _spawn(self.config, addresses)
             ended = _ended(self._process)
             reading = asyncio.create_task(self._read(from_engine))

@@ -44,6 +44,7 @@ def main(config: EngineConfig, addresses: wire.Addresses) -> None:
     outbox = Outbox(addresses.from_engine)
     report = Report(show=False)
     report.listen(lambda kind, facts: outbox.put(wire.Happened(report.seconds(), kind, facts)))
+    report.event("progress", **(wire.PROCESS_BAR | {"done": 1, "note": ""}))
     try:
         open_dump(config.torch_compile_config, report)
         engine = build(config, report)

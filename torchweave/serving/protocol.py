@@ -175,6 +175,10 @@ class Generation(Body):
     bad_words: list[str] | None = None
     prompt_logprobs: Whole | None = None
     structured_outputs: StructuredBody | None = None
+    beam_width: Whole | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None

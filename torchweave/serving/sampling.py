@@ -11,7 +11,8 @@ from torchweave.serving.wire import ModelCard
 _SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
-    "prompt_logprobs", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output",
+    "prompt_logprobs", "beam_width", "length_penalty", "early_stopping", "ignore_eos", "skip_special_tokens",
+    "include_stop_str_in_output",
 )  # fmt: skip
 
 
@@ -68,10 +69,14 @@ def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams
     """
     if body.prompt_logprobs is not None and body.stream:
         raise ValueError("prompt_logprobs cannot be streamed; echo with logprobs (completions) can.")
+    if body.use_beam_search:
+        others.setdefault("beam_width", body.beam_width or body.n or 1)  # vLLM's name: `n` is the width
     defaults = {"temperature": model.temperature, "top_k": model.top_k, "top_p": model.top_p, "min_p": model.min_p}
     given = {name: getattr(body, name) for name in _SAME_NAME}
     known = {name: value for name, value in {**given, **others}.items() if value is not None or name in others}
-    merged: dict[str, Any] = {name: value for name, value in defaults.items() if value is not None} | known
+    searches = (known.get("beam_width") or 1) > 1  # and draws nothing
+    merged: dict[str, Any] = {} if searches else {name: value for name, value in defaults.items() if value is not None}
+    merged |= known
     asked = _structure(body)
     if asked is not None:
         if "structured_outputs" in others:

@@ -24,6 +24,10 @@ class Addresses:
     from_engine: str
 
 
+PROCESS_BAR = {"title": "engine process", "done": 0, "total": 1, "note": "importing"}
+"""The first progress event, of what takes seconds before the engine's report begins."""
+
+
 @dataclass(frozen=True)
 class ModelCard:
     """What the HTTP process has to know of the model that the engine serves.
