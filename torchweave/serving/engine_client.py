@@ -218,7 +218,10 @@ class EngineClient:
     async def _live(self) -> None:
         """From start to end, once or (with `restart`) again and again."""
         while True:
-            await self._one_life()
+            try:
+                await self._one_life()
+            except Exception as error:
+                self.failure = f"The engine process could not be run: {type(error).__name__}: {error}"
             was_ready, self.model = self.model is not None, None
             why = self.failure or "The engine process ended unexpectedly."
             self._refuse_all(why)

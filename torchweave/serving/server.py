@@ -86,8 +86,8 @@ class Server:
         following = asyncio.create_task(self._follow())
         await serving
         following.cancel()
-        if self.service.asked_too_much:
-            raise ValueError(self.client.failure)
+        if self.service.fault:
+            raise ValueError(self.service.fault)
         return 1 if self.client.state == "failed" else 0
 
     async def _follow(self) -> None:

@@ -30,7 +30,7 @@ class Service:
         codec: None until the engine is ready, and for a model without tokenizer.
         draining: the server ends once what runs has finished; new requests are refused.
         opened: set once it is known whether the server became ready.
-        asked_too_much: it did not, and a fault in what was asked is the reason.
+        fault: it did not, and this fault in what was asked is the reason.
     """
 
     def __init__(self, client: EngineClient, settings: ServerConfig) -> None:
@@ -39,7 +39,7 @@ class Service:
         self.codec: Codec | None = None
         self.draining = False
         self.opened = asyncio.Event()
-        self.asked_too_much = False
+        self.fault = ""
         self._template = read_template(settings)
         self.created = int(time.time())
         self._finished: deque[float] = deque(maxlen=_RATE_WINDOW)
@@ -54,10 +54,12 @@ class Service:
             if folder is not None:
                 self.codec = await Codec.open(folder, self._template)
             self._codec_read = True
-        except ValueError as error:
-            self.asked_too_much, self.client.failure = True, str(error)
         except EngineGone:
-            pass
+            pass  # the client knows why
+        except ValueError as error:
+            self.fault = str(error)
+        except Exception as error:
+            self.fault = f"The tokenizer of {self.client.config.model} cannot be used: {type(error).__name__}: {error}"
         finally:
             self.opened.set()
 

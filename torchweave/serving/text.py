@@ -67,10 +67,13 @@ class Codec:
         Raises:
             ValueError: there is no template, or it refuses the messages.
         """
-        _check_text(json.dumps([messages, variables], ensure_ascii=False, default=str))
         if self._template is not None:
             variables["chat_template"] = self._template
-        return await self._on_thread(lambda: self._encoder.chat(messages, **variables))
+        return await self._on_thread(lambda: self._chat(messages, variables))
+
+    def _chat(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
+        _check_text(json.dumps([messages, variables], ensure_ascii=False, default=str))
+        return self._encoder.chat(messages, **variables)
 
     @property
     def chat_template(self) -> str:
