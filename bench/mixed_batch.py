@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -98,6 +99,7 @@ def main() -> None:
     with LLM(args.model, load_format=args.load_format, max_model_len=512, report=Report(show=False)) as llm:
         results = measure(llm, args)
         facts = environment(llm.plan.device) | {"command": "python " + " ".join(sys.argv)}
+        facts["load_average"] = round(os.getloadavg()[1], 1)  # of the last five minutes: what else the machine did
     for row in results:
         if "skipped" in row:
             print(f"{row['kind']:<10} skipped: {row['skipped']}")
