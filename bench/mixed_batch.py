@@ -1,10 +1,11 @@
-"""What requests that ask for more cost those beside them: milliseconds a token of others, with 0, 1 and 8 of each kind.
+"""What requests that ask for more cost those beside them: milliseconds a token of others.
 
     python bench/mixed_batch.py [--model demo] [--others 8] [--beside 0 1 8] [--tokens 200] [--rounds 7] [--json FILE]
 
 `others` are greedy and ask for nothing. `plain` beside them is as many more of their kind: what a larger batch costs by itself,
 and what `penalties` (all three, a bias and a barred word) and `grammar` (a JSON schema) are compared with. A request with a
-grammar takes part in every second step. Rounds go through all cases in turn; the fastest counts.
+grammar takes part in every second step. Rounds go through all cases in turn; medians count, and of
+the ratios to plain the median over the rounds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,19 +44,13 @@ KINDS = {
 
 
 def round_of(llm: LLM, others: int, beside: int, kind: str, tokens: int) -> float:
-    """Milliseconds a token of the others, from their first token on."""
+    """Milliseconds of a step while the others generate, a token each; the slowest tenth of the steps left out."""
     prompts = [np.random.default_rng(n).integers(8, 100, 16).tolist() for n in range(others + beside)]
-    # Those beside begin first and end last, so that they are there all the time.
     params = [replace(PLAIN, max_tokens=tokens)] * others + [replace(KINDS[kind], max_tokens=tokens + 20)] * beside
-    first, last, count = [0.0] * others, [0.0] * others, [0] * others
-    for number, output in llm.stream_all(prompts, params):
-        if number < others and output.token_ids:
-            now = time.perf_counter()
-            first[number] = first[number] or now
-            last[number] = now
-            count[number] += len(output.token_ids)
-    assert all(n == tokens for n in count)
-    return statistics.mean((end - begin) / (tokens - 1) * 1e3 for begin, end in zip(first, last, strict=True))
+    llm.manager.timings.clear()
+    llm.generate(prompts, params)
+    steps = sorted(1e3 * sum(timing) for timing in list(llm.manager.timings)[5 : tokens - 5])
+    return statistics.mean(steps[: -(len(steps) // 10)])
 
 
 def measure(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -72,17 +66,19 @@ def measure(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
     for _ in range(args.rounds + 1):
         for kind, beside in cases:
             times[kind, beside].append(round_of(llm, args.others, beside, kind, args.tokens))
-    fastest = {case: min(found[1:]) for case, found in times.items()}
-    found: list[dict[str, Any]] = [
-        {
-            "beside": beside,
-            "kind": kind,
-            "ms_per_token": round(best, 3),
-            "to_plain": round(best / fastest["plain", beside], 3),
-            "rounds": [round(value, 3) for value in times[kind, beside][1:]],
-        }
-        for (kind, beside), best in fastest.items()
-    ]
+    found: list[dict[str, Any]] = []
+    for (kind, beside), mine in times.items():
+        mine, plain = mine[1:], times["plain", beside][1:]
+        ratio = statistics.median(a / b for a, b in zip(mine, plain, strict=True))
+        found.append(
+            {
+                "beside": beside,
+                "kind": kind,
+                "ms_per_token": round(statistics.median(mine), 3),
+                "to_plain": round(ratio, 3),
+                "rounds": [round(value, 3) for value in mine],
+            }
+        )
     return found + [{"kind": kind, "skipped": why} for kind, why in refused.items()]
 
 

@@ -183,8 +183,8 @@ class GenerationLoop:
                 self._drop_in_flight()
                 self._answer(self._batch.abandon("The engine was shut down before the request had finished."))
                 return
-            self._answer(self._batch.attend())
             begin = time.perf_counter()
+            self._answer(self._batch.attend())
             step = self._batch.next_step()
             formed = time.perf_counter()
             if step is not None:
