@@ -105,6 +105,15 @@ def test_turning_queries_and_keys_takes_no_launch_of_its_own(spec: LayerSpec, no
         assert compile_for_hopper(launch).metadata.shared <= HOPPER_SMEM
 
 
+@pytest.mark.parametrize("norm", [False, True])
+def test_few_rows_turn_in_a_dependent_launch_of_their_own(norm: bool) -> None:
+    spec, dependent = LayerSpec(8, 64, 64, 32), DecodeConfig(dependent=2)
+    few, more = (((1, 200),) * count for count in (4, 5))
+    found = launches(Case(few, spec, rotary=64, norm=norm), dependent)
+    assert names(found) == ["rope_kernel", "paged_decode"] and found[1].kwargs["HALF"] == 0
+    assert names(launches(Case(more, spec, rotary=64, norm=norm), dependent)) == ["paged_decode"]
+
+
 @pytest.mark.parametrize(
     ("rows", "kv_heads", "max_len"), [(1, 8, 8192), (1, 1, 100), (32, 8, 8192), (256, 8, 8192), (1, 200, 64)]
 )

@@ -1,7 +1,7 @@
 """The Triton backend: every length, slot and block table is read on the device, so that any step can be captured whole.
 
-A decode step is one launch a layer. A mixed step is three: write the keys and values, context rows, decode rows; which rows are
-which is found on the device.
+A decode step is one launch a layer, or two where few rows turn their queries and keys. A mixed step is three: write the keys and
+values, context rows, decode rows; which rows are which is found on the device.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from torchweave.ops.kv_format import limit
 from torchweave.ops.rope import Rotary
 
 MAX_SPLITS = 64
+TURNED_APART = 4
+"""Up to this many rows a chain of dependent launches is faster with the turning as a link of its own, which overlaps, than with a
+longer decode kernel: Llama 1B on an H100 at one row 1.007 against 1.074 ms a token, 8B equal; at 8 rows 1.206 against 1.199."""
 
 
 @dataclass(frozen=True)
@@ -269,6 +272,9 @@ class TritonStep:
         heads, kv_heads, head_dim, value_dim = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
         group = heads // kv_heads
         config = backend.decode_config(head_dim, q.dtype)
+        if rotary is not None and config.dependent and meta.num_rows <= TURNED_APART:
+            q, k = launch_rope(q, k, rotary.cos, rotary.sin, _norm_of(rotary))
+            rotary = None
         splits = backend.num_splits(config, meta.num_rows, kv_heads, meta.max_seq_len)
         work = backend.workspace(group, head_dim, value_dim, q.dtype)
         turning = rotary or Rotary(meta.slots, meta.slots)
@@ -344,8 +350,11 @@ def turn_and_write(
     rotary: Rotary, q: Tensor, k: Tensor, v: Tensor, cache: KVLayer, meta: AttentionMetadata
 ) -> tuple[Tensor, Tensor]:
     """q and k turned, and `write` of the keys and values, in one launch."""
-    norm = None
-    if rotary.q_weight is not None and rotary.k_weight is not None:
-        norm = Norm(rotary.q_weight, rotary.k_weight, rotary.eps, rotary.offset, rotary.wide)
     target = CacheWrite(v, cache.k, cache.v, meta.slot_mapping, cache.k_scale, cache.v_scale, limit(cache.k.dtype))
-    return launch_rope(q, k, rotary.cos, rotary.sin, norm, target)
+    return launch_rope(q, k, rotary.cos, rotary.sin, _norm_of(rotary), target)
+
+
+def _norm_of(rotary: Rotary) -> Norm | None:
+    if rotary.q_weight is None or rotary.k_weight is None:
+        return None
+    return Norm(rotary.q_weight, rotary.k_weight, rotary.eps, rotary.offset, rotary.wide)

@@ -142,7 +142,9 @@ def _memory(report: Report) -> Facts:
     memory = _last(report, "memory")
     for kind in ("kv_cache", "kv_offload"):
         facts = _last(report, kind).items()
-        memory |= {f"{kind}_{key}": len(value) if isinstance(value, list) else value for key, value in facts if key != "dtype"}
+        memory |= {
+            f"{kind}_{key}": len(value) if isinstance(value, list) else value for key, value in facts if key != "dtype"
+        }
     loaded, recorded = _last(report, "model_loaded"), _last(report, "graphs_recorded")
     if "bytes" in loaded:
         memory["weights"] = loaded["bytes"]

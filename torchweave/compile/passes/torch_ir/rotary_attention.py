@@ -8,8 +8,8 @@ When      on a GPU, where the kernel that carries out a decode step turns what i
           and sin, in the half style, whole or in part. The norm comes along when it is over heads, in one of the dialects of
           `torchweave.ops.norm`, and the same for both (Qwen 3, Gemma 3); else it stays in the piece.
 Numerics  exact.
-Pays      one launch a layer in a decode graph, two with norms; in mixed steps the launch that writes the cache turns as well.
-          See bench/fusions.py.
+Pays      one launch a layer in a decode graph of more than a few rows, two with norms; in mixed steps the launch that writes
+          the cache turns as well. See bench/fusions.py.
 """
 
 from __future__ import annotations
