@@ -33,7 +33,7 @@ class Batches(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)), seed=st.integers(0, 2**16))
     def begin(self, policy: str, seed: int) -> None:
-        self.world = World(policy, seed=seed, **random_options(np.random.default_rng(seed)))
+        self.world = World(policy, seed=seed, **random_options(policy, np.random.default_rng(seed)))
 
     @rule(
         prompt=st.lists(st.integers(0, 3), min_size=1, max_size=30), seed=st.integers(0, 99), salt=st.sampled_from("ab")
