@@ -30,7 +30,7 @@ SETTINGS: list[dict[str, Any]] = [
 def by_transformers(
     model: PreTrainedModel, prompt: list[int], max_tokens: int, stops: list[int], settings: dict[str, Any]
 ) -> list[list[int]]:
-    given = torch.tensor([prompt])
+    given = torch.tensor([prompt], device=model.device)
     found = model.generate(
         given,
         attention_mask=torch.ones_like(given),

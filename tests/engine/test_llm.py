@@ -122,6 +122,14 @@ def test_answers_are_counted_and_ids_are_taken_as_prompts(fresh: LLM) -> None:
 # -- those who leave ---------------------------------------------------------------------------------------------------
 
 
+def test_B8_an_idle_engine_costs_less_than_a_hundredth_of_a_core(llm: LLM) -> None:
+    llm.generate("1+1=", GREEDY)
+    time.sleep(0.2)
+    begin, used = time.monotonic(), time.process_time()
+    time.sleep(2)
+    assert (time.process_time() - used) / (time.monotonic() - begin) < 0.01
+
+
 def test_leaving_a_stream_early_stops_its_request(llm: LLM) -> None:
     before = steps(llm)
     for _ in llm.stream("copy: ", LONG):
