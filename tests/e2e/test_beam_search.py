@@ -133,3 +133,16 @@ def test_B7_beams_are_the_same_with_a_cache_of_a_few_blocks_and_no_shared_ones(
         max_batch_size=12,
     )
     assert tokens(paused) == tokens(demo[1]) and small.engine.batch.paused_total > 0
+
+
+def test_B7_beams_of_a_model_with_windows_equal_those_of_transformers(tmp_path: Path) -> None:
+    """Groups of layers have block tables of their own, and give back what has left their window."""
+    model = zoo.build(zoo.specimen("gemma2"))
+    zoo.save(model, tmp_path)
+    settings = {"beam_width": 4, "n": 4, "early_stopping": True}
+    params = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=[7], **settings)  # type: ignore[arg-type]
+    wanted = [by_transformers(model, prompt, 20, [7], settings) for prompt in prompts(70)]
+    with LLM(str(tmp_path), device="cpu", dtype="float32", block_size=8, torch_compile_config=PLAIN) as llm:
+        assert llm.engine.batch.kv.num_groups > 1
+        assert by_engine(llm, prompts(70), params) == wanted
+        llm.engine.batch.check()
