@@ -26,6 +26,8 @@ _KEPT_GRAMMARS = 64
 _MOST_THREADS = 8
 _LONGEST_COMPLAINT = 300
 _MISSING = "structured_outputs needs the package llguidance; install torchweave[structured]."
+_WHITE_SPACE = r"[ \n\r\t]{0,24}"
+"""Between two parts of JSON: room for lines and indents, but not for the white space without end that small models fall into."""
 _DEAD_END = "none of the model's tokens can go on here."
 
 
@@ -96,7 +98,9 @@ def _grammar(structured: StructuredOutputs) -> str:
             raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema is an object, but this is {json.dumps(schema)}")
-    options = {"whitespace_flexible": False} if structured.disable_any_whitespace else None
+    options = (
+        {"whitespace_flexible": False} if structured.disable_any_whitespace else {"whitespace_pattern": _WHITE_SPACE}
+    )
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
 
 
