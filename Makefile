@@ -9,13 +9,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-# Without an NVIDIA GPU: the CPU build of torch, and Triton to interpret the GPU kernels in tests.
+# Without an NVIDIA GPU: the torch whose CPU build is tested.
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 TORCH := torch==2.13.0
-TEST_EXTRAS := test,triton-on-cpu
 else
 TORCH := torch>=2.11
-TEST_EXTRAS := test
 endif
 
 .PHONY: help demo test lint clean
@@ -49,9 +47,10 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@$(PIP) --editable .
 	@touch $@
 
+# A build of torch for GPUs brings its Triton; beside the CPU build one is installed, to interpret the GPU kernels.
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
 	@echo "installing the test tools"
-	@$(PIP) --editable '.[$(TEST_EXTRAS)]'
+	@extras=test; $(BIN)/python -c 'import triton' 2>/dev/null || extras+=,triton-on-cpu; $(PIP) --editable ".[$$extras]"
 	@touch $@
 
 clean:
