@@ -178,7 +178,8 @@ def test_X6_a_woven_module_computes_the_same_on_and_off(device: torch.device, in
     off = weave(module, inputs(device, 5, 0), DYNAMIC, config=config)
     config = replace(config, max_num_streams=2)
     on = weave(module, inputs(device, 5, 0), DYNAMIC, config=config, report=report)
-    assert [event["kept"] for event in report.select("streams")] == [True]
+    kept = [event["kept"] for event in report.select("streams")]  # one for each range of tokens that is built apart
+    assert kept and all(kept)
     for tokens in (1, 2, 7, 64, 300):
         given = inputs(device, tokens, tokens).values()
         for one, other in zip(on(call_as_is, *given), off(call_as_is, *given), strict=True):
