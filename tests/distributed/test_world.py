@@ -1,0 +1,47 @@
+"""Worlds of several ranks: who is who, and that groups hold those that they should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from torchweave.distributed.world import World, init_world
+
+
+def _look(world: World) -> tuple:
+    sums = {}
+    for name, group in world.groups.items():
+        total = torch.tensor([2.0**world.rank])
+        dist.all_reduce(total, group=group)
+        sums[name] = int(total)
+    with pytest.raises(ValueError, match="already"):
+        init_world(0, 1, 1, "cpu", dist.HashStore())
+    return world.rank, world.tensor_rank, world.pipeline_rank, sums, world.smallest(10 - world.rank)
+
+
+def test_tensor_groups_are_neighbours_and_pipelines_cross_them():
+    found = run_ranks(_look, 4, pipeline_parallel_size=2)
+    assert found == [
+        (0, 0, 0, {"tp": 0b0011, "pp": 0b0101}, 7),
+        (1, 1, 0, {"tp": 0b0011, "pp": 0b1010}, 7),
+        (2, 0, 1, {"tp": 0b1100, "pp": 0b0101}, 7),
+        (3, 1, 1, {"tp": 0b1100, "pp": 0b1010}, 7),
+    ]
+
+
+def _fail(world: World) -> None:
+    if world.rank == 1:
+        raise RuntimeError("rank 1 had enough")
+
+
+def test_what_a_rank_raises_is_raised_here():
+    with pytest.raises(AssertionError, match="rank 1 had enough"):
+        run_ranks(_fail, 2)
+
+
+def test_one_rank_exchanges_nothing():
+    world = World.single()
+    assert (world.rank, world.size, world.smallest(3), world.is_leader) == (0, 1, 3, True)
+    world.barrier()

@@ -1,0 +1,138 @@
+"""Which ranks run one engine, and the process groups between them.
+
+A rank is a process with a device of its own. Ranks are numbered so that those of one tensor-parallel group are neighbours:
+`rank = pipeline_rank * tensor_parallel_size + tensor_rank`. Rank 0 leads: it alone knows requests.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Store
+
+TENSOR, PIPELINE = "tp", "pp"
+"""Names under which a graph knows its groups: the same on every rank, so that all ranks have the same graph."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of one engine, as one of them sees them.
+
+    Attributes:
+        rank: of this process.
+        size: ranks in all: `tensor_parallel_size * pipeline_parallel_size`.
+        tensor_parallel_size: ranks that share each layer.
+        pipeline_parallel_size: stages that the layers are divided into.
+        device: of this rank: `cpu` or `cuda:N`.
+        groups: process groups by name: `tp`, `pp` (this rank's own ones), for tensors on its device.
+        host: a gloo group of all ranks, for what the host has to tell; None in a world of one rank.
+    """
+
+    rank: int = 0
+    size: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    device: str = "cpu"
+    groups: Mapping[str, ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
+    host: ProcessGroup | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def single(cls) -> World:
+        """One rank, which is all there is: nothing is exchanged."""
+        return cls()
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def tensor_group(self) -> str:
+        """The name that collective ops of a graph carry."""
+        return TENSOR
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    def smallest(self, number: int) -> int:
+        """The smallest of the numbers that the ranks give, each its own; waits for all of them."""
+        if self.host is None:
+            return number
+        found = torch.tensor([number], dtype=torch.int64)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.host)
+        return int(found)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.host is not None:
+            dist.barrier(group=self.host)
+
+
+def init_world(
+    rank: int,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    device: str,
+    store: Store,
+    timeout: float = 600.0,
+) -> World:
+    """Join the world; returns once every rank has joined.
+
+    Args:
+        rank: of this process.
+        device: of this rank; `cpu` takes gloo for everything, `cuda:N` takes NCCL for tensors and gloo for the host.
+        store: where the ranks find each other, such as a `TCPStore`.
+        timeout: seconds that ranks wait for each other, here and in collectives of the host.
+
+    Raises:
+        ValueError: this process takes part in a `torch.distributed` world already.
+    """
+    size = tensor_parallel_size * pipeline_parallel_size
+    if dist.is_initialized():
+        raise ValueError(
+            "This process has initialised torch.distributed already, and an engine over several ranks needs it for itself; "
+            "call torch.distributed.destroy_process_group() first, or shut the other engine down."
+        )
+    limit = datetime.timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    groups = {}
+    for name, members in (
+        (TENSOR, _tensor_groups(tensor_parallel_size, size)),
+        (PIPELINE, _pipeline_groups(tensor_parallel_size, size)),
+    ):
+        for ranks in members:  # every rank takes part in making every group
+            group = _new_group(ranks, device, limit)
+            if rank in ranks:
+                groups[name] = group
+    host = dist.group.WORLD
+    assert host is not None
+    return World(rank, size, tensor_parallel_size, pipeline_parallel_size, device, groups, host)
+
+
+def close_world(world: World) -> None:
+    """Leave the world. The process may join another one afterwards."""
+    if world.host is not None and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _new_group(ranks: list[int], device: str, limit: datetime.timedelta) -> ProcessGroup | None:
+    """A group for tensors on `device`."""
+    if device.startswith("cuda"):
+        return dist.new_group(ranks, timeout=limit, backend="nccl", device_id=torch.device(device))
+    return dist.new_group(ranks, timeout=limit, backend="gloo")
+
+
+def _tensor_groups(tensor_parallel_size: int, size: int) -> list[list[int]]:
+    return [list(range(first, first + tensor_parallel_size)) for first in range(0, size, tensor_parallel_size)]
+
+
+def _pipeline_groups(tensor_parallel_size: int, size: int) -> list[list[int]]:
+    return [list(range(first, size, tensor_parallel_size)) for first in range(tensor_parallel_size)]
