@@ -24,6 +24,7 @@ import triton
 from torchweave.ops.attention import (
     AttentionBackend,
     AttentionMetadata,
+    AttentionVariant,
     KVLayer,
     LayerSpec,
     available_backends,
@@ -121,7 +122,7 @@ def time_us(backend: AttentionBackend, bench: Bench) -> float:
     def run() -> None:
         step = backend.begin(bench.meta)
         for cache in bench.caches:
-            step.forward(bench.q, bench.k, bench.v, out, cache, scale=bench.scale)
+            step.forward(bench.q, bench.k, bench.v, out, cache, AttentionVariant(bench.scale))
 
     return graph_us(run) / len(bench.caches)
 

@@ -29,7 +29,7 @@ from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.manager import default_passes
 from torchweave.compile.tuning.measure import Call, GraphClock
 from torchweave.config import TorchCompileConfig
-from torchweave.ops.attention import AttentionMetadata, LayerSpec
+from torchweave.ops.attention import AttentionMetadata, AttentionVariant, LayerSpec
 from torchweave.ops.attention_triton import TritonBackend
 from torchweave.ops.rope import Rotary
 
@@ -182,13 +182,13 @@ def measure_attention(model: Model, tokens: list[int], clock: GraphClock, normed
             i: int, given: list[Any] = given, caches: list[Any] = caches, out: Tensor = out, step: Any = step
         ) -> None:
             q, k = piece(call_as_is, *given[i].values())
-            step.forward(q, k, heads(i)[2], out, caches[i], scale=0.125)
+            step.forward(q, k, heads(i)[2], out, caches[i], AttentionVariant(scale=0.125))
 
         def inside(
             i: int, given: list[Any] = given, caches: list[Any] = caches, out: Tensor = out, step: Any = step
         ) -> None:
             rotary = Rotary(given[i]["cos"], given[i]["sin"], *weights, eps=EPS)
-            step.forward_turning(rotary, *heads(i), out, caches[i], scale=0.125)
+            step.forward_turning(rotary, *heads(i), out, caches[i], AttentionVariant(scale=0.125))
 
         times = clock.time({"inductor": apart, "inductor kept": inside}, copies)
         rows += [{"fusion": name, "tokens": count, "build": build} | asdict(timing) for build, timing in times.items()]

@@ -41,7 +41,7 @@ def backend_for(case: Case, name: str = "triton") -> AttentionBackend:
 
 
 def attend(backend: AttentionBackend, built: Built) -> None:
-    backend.begin(built.meta).forward(built.q, built.k, built.v, built.out, built.cache, **built.arguments)
+    backend.begin(built.meta).forward(built.q, built.k, built.v, built.out, built.cache, built.variant)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -119,7 +119,7 @@ def test_attention_quantises_in_its_decode_kernel(given: float | None) -> None:
     written = torch.empty_like(s) if scale is None else None
     target = Quantized(out, written, scale)
     assert isinstance(step, QuantizingStep)
-    step.forward_quantized(target, built.rotary, built.q, built.k, built.v, built.cache, **built.arguments)
+    step.forward_quantized(target, built.rotary, built.q, built.k, built.v, built.cache, built.variant)
     near((out.flatten(1), s if written is None else written), (q, s))
 
 

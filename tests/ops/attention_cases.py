@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from torchweave.ops.attention import AttentionMetadata, AttentionStep, KVLayer, LayerSpec, TurningStep
+from torchweave.ops.attention import AttentionMetadata, AttentionStep, AttentionVariant, KVLayer, LayerSpec, TurningStep
 from torchweave.ops.kv_format import keep, raw, recall
 from torchweave.ops.rope import Rotary
 
@@ -43,7 +43,7 @@ class Built:
     v: Tensor
     out: Tensor
     cache: KVLayer
-    arguments: dict
+    variant: AttentionVariant
     expected: Tensor
     expected_cache: KVLayer
     rotary: Rotary | None = None
@@ -51,10 +51,10 @@ class Built:
     def run(self, step: AttentionStep) -> None:
         """One layer of the step."""
         if self.rotary is None:
-            step.forward(self.q, self.k, self.v, self.out, self.cache, **self.arguments)
+            step.forward(self.q, self.k, self.v, self.out, self.cache, self.variant)
         else:
             assert isinstance(step, TurningStep)
-            step.forward_turning(self.rotary, self.q, self.k, self.v, self.out, self.cache, **self.arguments)
+            step.forward_turning(self.rotary, self.q, self.k, self.v, self.out, self.cache, self.variant)
 
     def check(self, tolerance: float) -> None:
         """`out` and the cache hold what they must, padding included, and nothing else was written."""
@@ -75,25 +75,25 @@ class Built:
         assert steps.max() <= (0 if self.rotary is None else 1), "the cache is wrong"
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, arguments: dict) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant) -> Tensor:
     """Attention of the last `len(q)` of `len(k)` positions of one sequence, in float64."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     k_pos = torch.arange(len(k))[None]
     q_pos = torch.arange(len(k) - len(q), len(k))[:, None]
-    scores = torch.einsum("qhd,khd->hqk", q, k) * arguments["scale"]
-    if arguments["softcap"]:
-        scores = arguments["softcap"] * torch.tanh(scores / arguments["softcap"])
+    scores = torch.einsum("qhd,khd->hqk", q, k) * variant.scale
+    if variant.softcap:
+        scores = variant.softcap * torch.tanh(scores / variant.softcap)
     seen = k_pos <= q_pos
-    if arguments["window"]:
-        seen &= q_pos - k_pos < arguments["window"]
-    if arguments["chunk"]:
-        seen &= k_pos // arguments["chunk"] == q_pos // arguments["chunk"]
+    if variant.window:
+        seen &= q_pos - k_pos < variant.window
+    if variant.chunk:
+        seen &= k_pos // variant.chunk == q_pos // variant.chunk
     weights = scores.masked_fill(~seen, float("-inf")).exp()
     total = weights.sum(-1, keepdim=True)
-    if arguments["sinks"] is not None:
-        total = total + arguments["sinks"].double().cpu().exp()[:, None, None]
+    if variant.sinks is not None:
+        total = total + variant.sinks.double().cpu().exp()[:, None, None]
     return torch.einsum("hqk,khd->qhd", weights / total, v)
 
 
@@ -113,13 +113,8 @@ def build(case: Case, device: str = "cpu") -> Built:
     table = torch.randperm(num_blocks, generator=generator)[: num_slots * per_row].view(num_slots, per_row).int()
     slots = torch.randperm(num_slots, generator=generator)[: len(case.rows)].int()
     padding = torch.tensor([row is None for row in case.rows])
-    arguments = {
-        "scale": spec.head_dim**-0.5,
-        "window": spec.window,
-        "softcap": spec.softcap,
-        "chunk": spec.chunk,
-        "sinks": draw(spec.num_heads).to(device) if spec.sinks else None,
-    }
+    sinks = draw(spec.num_heads).to(device) if spec.sinks else None
+    variant = AttentionVariant(spec.head_dim**-0.5, spec.window, spec.softcap, sinks, spec.chunk)
     decode_only = case.decode_only
     tokens = len(case.rows) if decode_only else sum(new) + case.padded_tokens
     nan = float("nan")
@@ -156,7 +151,7 @@ def build(case: Case, device: str = "cpu") -> Built:
                 raw(store.v).flatten(0, 1)[place[:content]] = raw(values)[:content]
             mapping[start : start + count] = place[cached:]
             seen = (recall(keys, spec.k_scale, torch.float32), recall(values, spec.v_scale, torch.float32))
-            expected[start : start + count] = reference(q[start : start + count], *seen, arguments)
+            expected[start : start + count] = reference(q[start : start + count], *seen, variant)
             start += count
         starts.append(start)
     meta = AttentionMetadata(
@@ -173,7 +168,7 @@ def build(case: Case, device: str = "cpu") -> Built:
     out = torch.full((tokens, spec.num_heads, spec.value_dim), nan, dtype=case.dtype, device=device)
     cache = KVLayer(cache.k.to(device), cache.v.to(device), *scales)
     given = (given_q.to(device), given_k.to(device), v.to(device))
-    return Built(meta, *given, out, cache, arguments, expected, after, rotary)
+    return Built(meta, *given, out, cache, variant, expected, after, rotary)
 
 
 def in_fp8(case: Case, cache_dtype: torch.dtype = torch.float8_e4m3fn) -> Case:

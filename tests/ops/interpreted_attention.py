@@ -67,7 +67,7 @@ def run_quantized(name: str, case: Case) -> None:
         written = None if given is not None else torch.full_like(scale, torch.nan)
         got = torch.full_like(built.out, torch.nan)
         step.forward_quantized(
-            Quantized(got, written, given), built.rotary, built.q, built.k, built.v, built.cache, **built.arguments
+            Quantized(got, written, given), built.rotary, built.q, built.k, built.v, built.cache, built.variant
         )
         assert torch.equal(got.to(FP8).float().view(tokens, -1), q.float()), group
         assert written is None or torch.equal(written, scale), group

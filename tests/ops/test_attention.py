@@ -23,7 +23,7 @@ from torchweave.ops.registry import boundary_ops, define, op_info
 def run(case: Case) -> None:
     built = build(case)
     step = get_backend("torch", "cpu").begin(built.meta)
-    step.forward(built.q, built.k, built.v, built.out, built.cache, **built.arguments)
+    step.forward(built.q, built.k, built.v, built.out, built.cache, built.variant)
     built.check(1e-5 if case.dtype == torch.float32 else 2e-2)
 
 
@@ -86,9 +86,9 @@ def test_decode_dispatches_do_not_grow_with_rows() -> None:
         built = build(Case(tuple((1, 10 + i) for i in range(rows))))
         with Count() as begin:
             step = get_backend("torch", "cpu").begin(built.meta)
-            step.forward(built.q, built.k, built.v, built.out, built.cache, **built.arguments)
+            step.forward(built.q, built.k, built.v, built.out, built.cache, built.variant)
         with Count() as layer:
-            step.forward(built.q, built.k, built.v, built.out, built.cache, **built.arguments)
+            step.forward(built.q, built.k, built.v, built.out, built.cache, built.variant)
         return begin.calls, layer.calls
 
     few, many = count(2), count(32)
@@ -107,8 +107,8 @@ def test_mixed_steps_need_few_groups() -> None:
 def test_op_is_one_causal_sequence(name: str) -> None:
     built = build(Case(((19, 0),), CASES[name].spec))
     args = (built.q, built.k, built.v, built.out, 0)
-    attention(*args, **built.arguments)
-    expected = reference(built.q, built.k, built.v, built.arguments)
+    attention(*args, *built.variant)
+    expected = reference(built.q, built.k, built.v, built.variant)
     torch.testing.assert_close(built.out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -117,7 +117,7 @@ def test_op_accepts_the_strides_that_models_produce() -> None:
     q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (built.q, built.k, built.v))
     assert not q.is_contiguous()
     step = get_backend("torch", "cpu").begin(built.meta)
-    carry_out(step, [built.cache], q, k, v, built.out, 0, built.arguments["scale"])
+    carry_out(step, [built.cache], q, k, v, built.out, 0, built.variant.scale)
     built.check(1e-5)
 
 

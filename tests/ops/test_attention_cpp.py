@@ -28,7 +28,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def run(built: Built) -> Tensor:
     step = get_backend("cpp", "cpu").begin(built.meta)
-    step.forward(built.q, built.k, built.v, built.out, built.cache, **built.arguments)
+    step.forward(built.q, built.k, built.v, built.out, built.cache, built.variant)
     return built.out
 
 

@@ -217,27 +217,24 @@ class AttentionMetadata:
     max_seq_len: int
 
 
+class AttentionVariant(NamedTuple):
+    """How the scores of a layer are made and which keys are seen; as in `attention`."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    chunk: int = 0
+
+
 class AttentionStep(Protocol):
     """A backend that has looked at the metadata of one step; its `forward` is called once per layer.
 
     One that can also turn queries and keys, for less than a kernel of its own would take, is a `TurningStep`.
     """
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        cache: KVLayer,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = 0,
-    ) -> None:
-        """Write this step's keys and values into `cache`, then attend into `out`; shapes and arguments as `attention`.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
+        """Write this step's keys and values into `cache`, then attend into `out`; shapes as `attention`.
 
         Rows of `out` that belong to padded tokens become zero, and padded tokens write nothing into the cache.
         """
@@ -249,19 +246,7 @@ class TurningStep(Protocol):
     """An `AttentionStep` that takes queries and keys before their rotary embedding, and applies it itself."""
 
     def forward_turning(
-        self,
-        rotary: Rotary,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        cache: KVLayer,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = 0,
+        self, rotary: Rotary, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant
     ) -> None:
         """As `AttentionStep.forward` of what `rotary.turn(q, k)` gives."""
         ...
@@ -279,12 +264,7 @@ class QuantizingStep(Protocol):
         k: Tensor,
         v: Tensor,
         cache: KVLayer,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = 0,
+        variant: AttentionVariant,
     ) -> None:
         """As `AttentionStep.forward`, or with `rotary` as `TurningStep.forward_turning`, and `quantize_into`."""
         ...

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchweave.ops.attention import (
     AttentionStep,
+    AttentionVariant,
     KVLayer,
     Quantized,
     QuantizingStep,
@@ -47,16 +48,16 @@ def carry_out(
 ) -> None:
     """Carry out one intercepted call of `torchweave::attention`, given as the op's own arguments; or, with `out_scale`, one of
     `torchweave::attention_fp8`."""
-    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
+    variant = AttentionVariant(scale, window, softcap, sinks, chunk)
     rotary = rotary_of(cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
     if out.dtype != FP8:
-        attend_into(step, rotary, q, k, v, out, caches[layer], **how)
+        attend_into(step, rotary, q, k, v, out, caches[layer], variant)
         return
     target = Quantized(out, out_scale, given_scale)
     if isinstance(step, QuantizingStep):
-        step.forward_quantized(target, rotary, q, k, v, caches[layer], **how)
+        step.forward_quantized(target, rotary, q, k, v, caches[layer], variant)
     else:
-        attend_quantized(step, target, rotary, q, k, v, caches[layer], **how)
+        attend_quantized(step, target, rotary, q, k, v, caches[layer], variant)
 
 
 def carry_out_call(
@@ -71,15 +72,22 @@ def carry_out_call(
 
 
 def attend_into(
-    step: AttentionStep, rotary: Rotary | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, **how: Any
+    step: AttentionStep,
+    rotary: Rotary | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    cache: KVLayer,
+    variant: AttentionVariant,
 ) -> None:
     """One layer of a step, queries and keys turned by the step or before it."""
     if rotary is None:
-        step.forward(q, k, v, out, cache, **how)
+        step.forward(q, k, v, out, cache, variant)
     elif isinstance(step, TurningStep):
-        step.forward_turning(rotary, q, k, v, out, cache, **how)
+        step.forward_turning(rotary, q, k, v, out, cache, variant)
     else:
-        step.forward(*rotary.turn(q, k), v, out, cache, **how)
+        step.forward(*rotary.turn(q, k), v, out, cache, variant)
 
 
 def attend_quantized(
@@ -90,9 +98,9 @@ def attend_quantized(
     k: Tensor,
     v: Tensor,
     cache: KVLayer,
-    **how: Any,
+    variant: AttentionVariant,
 ) -> None:
     """One layer of a step that does not quantise: its result in q's dtype, and that quantised."""
     wide = torch.empty(target.q.shape, dtype=q.dtype, device=q.device)
-    attend_into(step, rotary, q, k, v, wide, cache, **how)
+    attend_into(step, rotary, q, k, v, wide, cache, variant)
     quantize_into(target, wide)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec
+from torchweave.ops.attention import AttentionMetadata, AttentionVariant, KVLayer, LayerSpec
 from torchweave.ops.attention_torch import TorchBackend, TorchStep
 from torchweave.ops.kernels import cpp
 
@@ -36,30 +36,16 @@ class CppStep:
         self._long = TorchStep(meta, at_least=LONG_CONTEXT) if has_long else None
         self._all: TorchStep | None = None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        cache: KVLayer,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = 0,
-    ) -> None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
         """See `AttentionStep.forward`."""
         by_torch = self._long
         if q.dtype != torch.float32:
             by_torch = self._all = self._all or TorchStep(self._meta)
         if by_torch is not None:
-            how = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
-            by_torch.forward(q, k, v, out, cache, **how)
+            by_torch.forward(q, k, v, out, cache, variant)
         if q.dtype != torch.float32:
             return
-        meta = self._meta
+        meta, (scale, window, softcap, sinks, chunk) = self._meta, variant
         (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = q.stride(), k.stride(), v.stride()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec
+from torchweave.ops.attention import AttentionMetadata, AttentionVariant, KVLayer, LayerSpec
 from torchweave.ops.attention_triton import TritonBackend, TritonStep, turn_and_write, write
 from torchweave.ops.rope import Rotary
 
@@ -64,47 +64,21 @@ class Fa3Step:
     meta: AttentionMetadata
     pages: Tensor
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        cache: KVLayer,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = 0,
-    ) -> None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
         """See `AttentionStep.forward`."""
-        assert not window and not softcap and sinks is None and not chunk, "refused when the backend was chosen"
         write(k, v, cache, self.meta)
-        self._attend(q, out, cache, scale)
+        self._attend(q, out, cache, variant)
 
     def forward_turning(
-        self,
-        rotary: Rotary,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        cache: KVLayer,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = 0,
+        self, rotary: Rotary, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant
     ) -> None:
         """See `TurningStep.forward_turning`: by the kernel that writes the cache."""
-        assert not window and not softcap and sinks is None and not chunk, "refused when the backend was chosen"
         q, _ = turn_and_write(rotary, q, k, v, cache, self.meta)
-        self._attend(q, out, cache, scale)
+        self._attend(q, out, cache, variant)
 
-    def _attend(self, q: Tensor, out: Tensor, cache: KVLayer, scale: float) -> None:
-        meta = self.meta
+    def _attend(self, q: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
+        meta, (scale, window, softcap, sinks, chunk) = self.meta, variant
+        assert not window and not softcap and sinks is None and not chunk, "refused when the backend was chosen"
         out.zero_()  # padded tokens belong to no row, which leaves their results as they were
         _fwd(q, cache, out, meta.query_start, meta.seq_lens, max(meta.num_tokens, LONG_QUERY), self.pages, scale)
 

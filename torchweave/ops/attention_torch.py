@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec, attend
+from torchweave.ops.attention import AttentionMetadata, AttentionVariant, KVLayer, LayerSpec, attend
 from torchweave.ops.kv_format import keep, raw, recall
 
 MAX_GROUP_SCORES = 1 << 22
@@ -61,20 +61,7 @@ class TorchStep:
         host.counts[host.counts < at_least] = 0
         self.groups = [self._group(host, rows) for rows in _group_rows(host)]
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        cache: KVLayer,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = 0,
-    ) -> None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
         """See `AttentionStep.forward`."""
         k_cache, v_cache = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
         k, v = keep(k, k_cache.dtype, cache.k_scale), keep(v, v_cache.dtype, cache.v_scale)
@@ -84,7 +71,7 @@ class TorchStep:
         block_size = cache.k.shape[1]
         for group in self.groups:
             rows, queries = group.tokens.shape
-            index, bias = self._view(group, window, chunk, block_size, q.dtype)
+            index, bias = self._view(group, variant.window, variant.chunk, block_size, q.dtype)
             queries_of = q[slice(*group.span)] if group.span is not None else q.index_select(0, group.token_index)
             if index is None:
                 start, stop = group.span
@@ -93,8 +80,9 @@ class TorchStep:
                 keys = raw(k_cache).index_select(0, index).view(k_cache.dtype).unflatten(0, (rows, -1))
                 values = raw(v_cache).index_select(0, index).view(v_cache.dtype).unflatten(0, (rows, -1))
             keys, values = recall(keys, cache.k_scale, q.dtype), recall(values, cache.v_scale, q.dtype)
+            queries_of = queries_of.unflatten(0, (rows, queries))
             result = attend(
-                queries_of.unflatten(0, (rows, queries)), keys, values, bias, scale=scale, softcap=softcap, sinks=sinks
+                queries_of, keys, values, bias, scale=variant.scale, softcap=variant.softcap, sinks=variant.sinks
             )
             if group.span is not None:
                 out[slice(*group.span)].view(result.shape).copy_(result)

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec, Quantized
+from torchweave.ops.attention import AttentionMetadata, AttentionVariant, KVLayer, LayerSpec, Quantized
 from torchweave.ops.attention_calls import attend_quantized
 from torchweave.ops.fp8 import GROUP
 from torchweave.ops.kernels.dependent import options, takes_part
@@ -169,40 +169,15 @@ class TritonStep:
     backend: TritonBackend
     meta: AttentionMetadata
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        cache: KVLayer,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = 0,
-    ) -> None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
         """See `AttentionStep.forward`."""
-        self._forward(None, q, k, v, out, cache, scale, window, softcap, sinks, chunk)
+        self._forward(None, q, k, v, out, cache, variant)
 
     def forward_turning(
-        self,
-        rotary: Rotary,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        cache: KVLayer,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = 0,
+        self, rotary: Rotary, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant
     ) -> None:
         """See `TurningStep.forward_turning`: in the decode kernel itself, or by the kernel that writes the cache."""
-        self._forward(rotary, q, k, v, out, cache, scale, window, softcap, sinks, chunk)
+        self._forward(rotary, q, k, v, out, cache, variant)
 
     def forward_quantized(
         self,
@@ -212,20 +187,14 @@ class TritonStep:
         k: Tensor,
         v: Tensor,
         cache: KVLayer,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = 0,
+        variant: AttentionVariant,
     ) -> None:
         """See `QuantizingStep.forward_quantized`: in the decode kernel itself where a head is a group of its scales."""
         if self.meta.decode_only and (target.given is not None or v.shape[2] == GROUP):
             q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-            self._decode(rotary, q, k, v, target, cache, scale, window, softcap, sinks, chunk)
+            self._decode(rotary, q, k, v, target, cache, variant)
         else:
-            how = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
-            attend_quantized(self, target, rotary, q, k, v, cache, **how)
+            attend_quantized(self, target, rotary, q, k, v, cache, variant)
 
     def _forward(
         self,
@@ -235,23 +204,19 @@ class TritonStep:
         v: Tensor,
         out: Tensor,
         cache: KVLayer,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None,
-        chunk: int,
+        variant: AttentionVariant,
     ) -> None:
         assert out.is_contiguous(), "attention writes into a contiguous tensor"
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if self.meta.decode_only:
-            self._decode(rotary, q, k, v, Quantized(out, None, None), cache, scale, window, softcap, sinks, chunk)
+            self._decode(rotary, q, k, v, Quantized(out, None, None), cache, variant)
             return
         if rotary is None:
             write(k, v, cache, self.meta)
         else:
             q, k = turn_and_write(rotary, q, k, v, cache, self.meta)
-        self._prefill(q, out, cache, scale, window, softcap, sinks, chunk)
-        self._decode(None, q, k, v, Quantized(out, None, None), cache, scale, window, softcap, sinks, chunk)
+        self._prefill(q, out, cache, variant)
+        self._decode(None, q, k, v, Quantized(out, None, None), cache, variant)
 
     def _decode(
         self,
@@ -261,14 +226,10 @@ class TritonStep:
         v: Tensor,
         target: Quantized,
         cache: KVLayer,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None,
-        chunk: int,
+        variant: AttentionVariant,
     ) -> None:
         """The decode kernel; a `target` without a scale takes the result as it is."""
-        meta, backend = self.meta, self.backend
+        meta, backend, (scale, window, softcap, sinks, chunk) = self.meta, self.backend, variant
         heads, kv_heads, head_dim, value_dim = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
         group = heads // kv_heads
         config = backend.decode_config(head_dim, q.dtype)
@@ -300,18 +261,8 @@ class TritonStep:
             **options(config.dependent),
         )  # fmt: skip
 
-    def _prefill(
-        self,
-        q: Tensor,
-        out: Tensor,
-        cache: KVLayer,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None,
-        chunk: int,
-    ) -> None:
-        meta = self.meta
+    def _prefill(self, q: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
+        meta, (scale, window, softcap, sinks, chunk) = self.meta, variant
         kv_heads, head_dim, value_dim = cache.k.shape[2], q.shape[2], out.shape[2]
         group = q.shape[1] // kv_heads
         config = self.backend.prefill or default_prefill_config(head_dim, group, q.dtype)
