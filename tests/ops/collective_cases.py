@@ -1,0 +1,37 @@
+"""A group of ranks in one process, for tests of what only passes through a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from torchweave.ops.collectives import register_communicator
+
+
+class Mirror:
+    """`size` ranks that all hold what this one holds; this one is rank `rank`."""
+
+    def __init__(self, size: int = 2, rank: int = 0) -> None:
+        self.size, self.rank = size, rank
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return (x.float() * self.size).to(x.dtype)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat([x] * self.size, dim)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self.all_reduce(x).chunk(self.size)[self.rank].clone()
+
+
+@contextmanager
+def mirrored(group: str = "tp", size: int = 2, rank: int = 0) -> Iterator[str]:
+    """Within, collectives over `group` run as if all ranks were mirrors of this process."""
+    register_communicator(group, Mirror(size, rank))
+    try:
+        yield group
+    finally:
+        register_communicator(group, None)

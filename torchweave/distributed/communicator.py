@@ -1,0 +1,54 @@
+"""Collectives over torch.distributed (NCCL on GPUs, gloo on CPUs), as `torchweave.ops.collectives` asks for them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def sum_of_ranks(parts: Tensor) -> Tensor:
+    """`[size, ...]` -> the sum over ranks: added in float32 in their order, rounded once. What every faster sum is held to."""
+    wide = torch.float32 if parts.dtype.itemsize < 4 and parts.dtype.is_floating_point else parts.dtype
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return total.to(parts.dtype, copy=len(parts) == 1)
+
+
+class ProcessGroupCommunicator:
+    """A group of torch.distributed.
+
+    Over NCCL sums are NCCL's own: in an order that depends on its algorithm, in the dtype of x, and the same on all ranks. Over
+    gloo, where speed is not asked for, every rank gathers all parts and adds them itself, in the order of the ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+        self._reduces = group.name() == "nccl"
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if not self._reduces:
+            return sum_of_ranks(self._stack(x))
+        out = x.clone()
+        dist.all_reduce(out, group=self.group)
+        return out
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        parts = self._stack(x)
+        return parts.movedim(0, dim).reshape(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        rows = x.shape[0] // self.size
+        if not self._reduces:
+            return sum_of_ranks(self._stack(x)[:, self.rank * rows : (self.rank + 1) * rows])
+        out = x.new_empty(rows, *x.shape[1:])
+        dist.reduce_scatter_tensor(out, x, group=self.group)
+        return out
+
+    def _stack(self, x: Tensor) -> Tensor:
+        """x of all ranks, `[size, ...]`."""
+        parts = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(parts.view(-1), x.reshape(-1), group=self.group)
+        return parts
