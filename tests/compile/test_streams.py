@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,10 +19,12 @@ from tests.compile.stream_cases import DYNAMIC, captured_piece, example, random_
 from tests.compile.toy import BOUNDARY, SIZES, step, toy
 from tests.compile.toy import DYNAMIC as TOY_DYNAMIC
 from tests.compile.toy import example as toy_example
+from tests.ops.collective_cases import mirrored
 from torchweave.compile import CompileCache, weave
 from torchweave.compile.aliasing import NotUnderstood, memory_of, op_name
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.pieces import build_fx
+from torchweave.compile.ranks import group_of
 from torchweave.compile.split import Piece
 from torchweave.compile.streams.build import Split, StreamBuilder, join, plan
 from torchweave.compile.streams.cost import Costs, key_of
@@ -363,3 +367,44 @@ def test_T10_a_graph_that_cannot_be_understood_is_left_alone() -> None:
     piece.module.graph.find_nodes(op="call_function", target=torch.tanh)[0].target = lambda x: object()
     with pytest.raises(NotUnderstood, match="neither a tensor nor a size"):
         plan(piece, 2, Costs())
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+class TwoSums(torch.nn.Module):
+    """Two branches that know nothing of each other, each with sums over ranks: any order of the two would be right alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = torch.nn.ParameterList(torch.randn(32, 32) for _ in range(4))
+        self.requires_grad_(False)
+
+    def forward(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        a, b, c, d = self.weights
+        reduce = torch.ops.torchweave.all_reduce
+        left, right = reduce(attended @ a, "tp"), reduce(residual @ b, "tp")
+        return reduce(right.tanh() @ c, "tp"), reduce(left @ d, "tp").sin()
+
+
+def test_T10_collectives_keep_one_order_on_the_callers_stream_whatever_costs_say() -> None:
+    with mirrored():
+        _, piece = captured_piece(TwoSums())
+        names = [node.name for node in piece.module.graph.nodes if group_of(node) is not None]
+        assert len(names) == 4
+        found = order(piece)
+        assert {(*pair, "WAW") for pair in pairwise(names)} <= found
+        calls = [node for node in piece.module.graph.nodes if node.op.startswith("call")]
+        for seed in range(6):
+            draw = Random(seed)
+            costs = Costs(measured={key_of(node): draw.choice([0, 1, 5, 20]) for node in calls})
+            split = plan(piece, 3, costs)
+            launched = [
+                (node.name, run.stream) for index, run in enumerate(split.program.runs) for node in split.nodes(index)
+            ]
+            assert [(name, stream) for name, stream in launched if name in names] == [(name, 0) for name in names]
+        assert split.program.num_streams > 1, "what is no collective may still run beside them"
+        call, _ = join(split, [build_fx(part).call for part in split.parts], CheckedLanes(3))
+        inputs = [example()[name] for name in ("attended", "residual")]
+        same(call([*inputs, *TwoSums().weights]), piece.module(*inputs, *TwoSums().weights))

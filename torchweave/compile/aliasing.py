@@ -16,6 +16,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 
 from torchweave.compile.mutation import written
+from torchweave.compile.ranks import group_of
 from torchweave.compile.symbols import value
 
 # What these return may or may not be a view of what they take, by the sizes of the moment.
@@ -52,7 +53,7 @@ _MAYBE_VIEWS = frozenset(
 _RANDOM = frozenset(
     {"dropout", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "bernoulli", "multinomial", "normal"}
 )
-_ORDER = -1  # the group that stands for everything that is no tensor: the generator, assertions
+_ORDER = -1  # the group that stands for everything that is no tensor: the generator, assertions, the other ranks
 
 
 class NotUnderstood(Exception):
@@ -223,7 +224,9 @@ def _all(storages: dict[fx.Node, frozenset[int]], nodes: Iterable[fx.Node]) -> f
 
 
 def _is_ordered(node: fx.Node, writes: list[fx.Node]) -> bool:
-    """Whether the node does something that is neither its value nor a write: draws random numbers, or asserts."""
+    """Whether the node does what is neither its value nor a write: draws random numbers, asserts, or meets other ranks."""
+    if group_of(node) is not None:
+        return True
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in target.tags or not (target._schema.returns or writes)

@@ -117,7 +117,8 @@ def plan(piece: Piece, max_num_streams: int, costs: Costs) -> Split:
     """
     graph = task_graph(piece.module.graph, costs)
     each = [task.cost for task in graph.tasks]
-    slots = schedule(each, graph.before, max_num_streams, EVENT)
+    pinned = {index for index, task in enumerate(graph.tasks) if task.meets_ranks}
+    slots = schedule(each, graph.before, max_num_streams, EVENT, pinned)
     runs = program(slots, graph.before)
     placeholders = [node for node in piece.module.graph.nodes if node.op == "placeholder"]
     constants = frozenset(placeholders[len(piece.inputs) :])

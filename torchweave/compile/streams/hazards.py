@@ -1,7 +1,8 @@
 """Hazards: which nodes of a piece must stay in order, whatever stream they run on.
 
 Two nodes are ordered when one takes the other's value, or when both touch one storage, under whatever name, and at least one of
-them writes: read after write, write after read, write after write.
+them writes: read after write, write after read, write after write. What meets other ranks counts as a write to all of them at
+once: collectives stay in the graph's order, which is the same on every rank.
 """
 
 from __future__ import annotations

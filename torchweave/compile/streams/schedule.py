@@ -6,7 +6,7 @@ taken next; it goes to a stream that is free by the time its inputs are ready, e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -30,7 +30,11 @@ def priorities(costs: Sequence[float], before: Sequence[Mapping[int, object]]) -
 
 
 def schedule(
-    costs: Sequence[float], before: Sequence[Mapping[int, object]], num_streams: int, event: float = 0.0
+    costs: Sequence[float],
+    before: Sequence[Mapping[int, object]],
+    num_streams: int,
+    event: float = 0.0,
+    pinned: Collection[int] = (),
 ) -> list[Slot]:
     """Tasks onto streams, in the order in which they are launched: each after the tasks that it must wait for.
 
@@ -39,6 +43,7 @@ def schedule(
         before: for each task, the earlier tasks that it must wait for.
         num_streams: at least 1.
         event: what it costs to wait for another stream.
+        pinned: tasks that run on the caller's stream, such as collectives: all pieces share that one.
     """
     priority = priorities(costs, before)
     awaited = {earlier for each in before for earlier in each}
@@ -57,7 +62,8 @@ def schedule(
         # The caller's stream must wait for whatever comes last on another one.
         prices = [begin + (event if stream and task not in awaited else 0.0) for stream, begin in enumerate(begins)]
         home = max(inputs, key=lambda slot: slot.end).stream if inputs and task in awaited else 0
-        stream = _stream(free, max((slot.end for slot in inputs), default=0.0), prices, home)
+        ends = max((slot.end for slot in inputs), default=0.0)
+        stream = 0 if task in pinned else _stream(free, ends, prices, home)
         placed[task] = Slot(task, stream, begins[stream], begins[stream] + costs[task])
         free[stream] = placed[task].end
     return list(placed.values())

@@ -19,6 +19,7 @@ from itertools import islice
 from torch import Tensor, fx
 
 from torchweave.compile.aliasing import Memory, NotUnderstood, is_number, memory_of, op_name
+from torchweave.compile.ranks import group_of
 from torchweave.compile.streams.cost import ALLOCATIONS, Costs, is_opaque
 from torchweave.compile.streams.hazards import Edges, Hazard, hazards
 from torchweave.compile.symbols import value
@@ -35,6 +36,11 @@ class Task:
     def name(self) -> str:
         """What a person would call it: its heaviest operation."""
         return next((node.name for node in self.nodes if is_opaque(node)), self.nodes[-1].name)
+
+    @property
+    def meets_ranks(self) -> bool:
+        """Whether a collective is among them."""
+        return any(group_of(node) is not None for node in self.nodes)
 
 
 @dataclass(frozen=True)
