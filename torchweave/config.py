@@ -124,6 +124,9 @@ class EngineConfig:
             their end; `max_utilization`: those that it can hold now, the last one is paused when blocks run out;
             `static_batch`: a batch starts and ends together.
         context_chunking_policy: whose prompt is read where not all fit into a step: the oldest's, or a part of each.
+        mixed_step_tokens: while requests generate, prompts are read in steps of a multiple of so many tokens, so that nobody waits
+            long for the next token, and in larger ones the more prompt tokens wait. None: 256 on a GPU, 0 on a CPU; 0: a step
+            holds what max_num_tokens allows.
         batch_wait_timeout_iters: steps that prompts wait at the most for more of them while others generate.
         batch_wait_max_tokens_ratio: part of `max_num_tokens` that is worth reading without waiting for more.
         enable_prefix_caching: requests that begin alike share KV cache blocks, and blocks are kept for later requests.
@@ -152,6 +155,7 @@ class EngineConfig:
     attention_backend: AttentionName = "auto"
     capacity_scheduler_policy: CapacityPolicy = "guaranteed_no_evict"
     context_chunking_policy: ChunkingPolicy = "first_come_first_served"
+    mixed_step_tokens: int | None = None
     batch_wait_timeout_iters: int = 0
     batch_wait_max_tokens_ratio: float = 0.0
     enable_prefix_caching: bool = True

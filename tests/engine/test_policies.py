@@ -12,6 +12,7 @@ from tests.engine.test_batch import drive, request, tokens_of
 from torchweave.engine.responses import Response
 from torchweave.engine.scheduler import POLICIES, Context, Generation, Snapshot, Waiting
 from torchweave.engine.scheduler.chunking import chunk_sizes
+from torchweave.engine.scheduler.mixed_steps import step_tokens
 from torchweave.engine.scheduler.waiting import holds_back
 
 
@@ -223,6 +224,32 @@ def test_equal_progress(left: list[int], budget: int, sizes: list[int]) -> None:
 
 def test_without_chunks_a_prompt_is_read_at_once_or_not() -> None:
     assert chunk_sizes([5, 9, 3], 10, chunked=False, equal=True, unit=4) == [5, 0, 3]
+
+
+def test_steps_that_read_prompts_beside_others_are_small() -> None:
+    assert step_tokens(8192, 256, 0, 1000) == 8192, "nobody waits"
+    assert step_tokens(8192, 0, 40, 1000) == 8192, "switched off"
+    assert step_tokens(8192, 256, 40, 544) == 256
+    assert step_tokens(8192, 256, 200, 544) == 512, "half of 256 is left for prompts"
+    assert step_tokens(8192, 256, 40, 4000) == 768, "an eighth of what waits"
+    assert step_tokens(8192, 256, 40, 9000) == 8192, "many wait: all that counts is to read them"
+    assert step_tokens(300, 256, 200, 250) == 300
+
+
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+def test_a_long_prompt_does_not_hold_up_who_generates(policy: str) -> None:
+    batch, runner = make(policy=policy, max_num_tokens=64, mixed_step_tokens=8, reuse=False)
+    sizes = []
+    for number, length in enumerate((3, 30, 60)):
+        batch.add(request(number, list(range(length)), max_tokens=30), 0)
+        for _ in range(12):
+            step = batch.next_step()
+            assert step is not None
+            sizes.append((step.num_generation, step.num_context_tokens))
+            batch.absorb(step, runner.collect(runner.launch(step)))
+    assert sizes[0] == (0, 3), "alone, a prompt is read at once"
+    assert [size for size in sizes[:24] if size[1]][1:] == [(1, 7), (1, 7), (1, 7), (1, 7), (1, 2)]
+    assert max(sum(size) for size in sizes[24:]) == 16, "an eighth of 60, beside two"
 
 
 def test_prompts_wait_for_each_other_only_while_others_generate() -> None:

@@ -51,6 +51,7 @@ _AT_LEAST = {
     "block_size": 1,
     "num_kv_blocks": 1,
     "run_ahead": 0,
+    "mixed_step_tokens": 0,
     "batch_wait_timeout_iters": 0,
     "torch_compile_config.max_padding_ratio": 1,
     "torch_compile_config.max_num_streams": 1,

@@ -47,6 +47,7 @@ class Plan:
     kv_offload_gb: float
     max_batch_size: int
     max_num_tokens: int
+    mixed_step_tokens: int
     max_model_len: int
     block_size: int
     attention_backend: str

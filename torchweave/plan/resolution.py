@@ -83,6 +83,7 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
         kv_offload_gb=entries.note("kv_offload_gb", *_kv_offload(config)),
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
+        mixed_step_tokens=entries.note("mixed_step_tokens", *_mixed_step_tokens(config, device)),
         max_model_len=max_model_len,
         block_size=block_size,
         attention_backend=attention.name,
@@ -177,6 +178,14 @@ def _step_limits(config: EngineConfig, device: DeviceFacts, entries: _Entries) -
     entries.note("max_batch_size", batch, batch_why)
     entries.note("max_num_tokens", tokens, tokens_why)
     return batch, tokens
+
+
+def _mixed_step_tokens(config: EngineConfig, device: DeviceFacts) -> tuple[int, str]:
+    if not config.enable_chunked_context:
+        return 0, "a prompt is read at once: enable_chunked_context is off"
+    if config.mixed_step_tokens is not None:
+        return config.mixed_step_tokens, ""
+    return (256, "default on a GPU") if device.is_gpu else (0, "default on a CPU, where time grows with each token")
 
 
 def _attention(config: EngineConfig, device: DeviceFacts, kv_cache_dtype: str, entries: _Entries) -> AttentionFacts:

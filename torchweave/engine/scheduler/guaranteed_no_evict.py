@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torchweave.engine.scheduler.base import Decision, Snapshot
 from torchweave.engine.scheduler.chunking import chunk_sizes
+from torchweave.engine.scheduler.mixed_steps import step_tokens
 
 
 def guaranteed_no_evict(snapshot: Snapshot) -> Decision:
@@ -26,9 +27,11 @@ def admit(snapshot: Snapshot, num_fitting: int) -> Decision:
     """Read on, and start those of the first `num_fitting` waiting requests for which the step has tokens left."""
     left = [request.left for request in snapshot.context]
     left += [request.left for request in snapshot.waiting[:num_fitting]]
+    num_generating = snapshot.generation.num_tokens
+    unit = snapshot.mixed_step_tokens if snapshot.chunked_context else 0
     sizes = chunk_sizes(
         left,
-        snapshot.max_num_tokens - snapshot.generation.num_tokens,
+        step_tokens(snapshot.max_num_tokens, unit, num_generating, sum(left)) - num_generating,
         chunked=snapshot.chunked_context,
         equal=snapshot.equal_progress,
         unit=snapshot.block_size,

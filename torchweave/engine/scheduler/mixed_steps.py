@@ -1,0 +1,24 @@
+"""How many tokens a step holds that reads prompts while others generate: few enough that these hardly notice.
+
+Source: the stall-free batching of Sarathi-Serve (arXiv 2403.02310). A GPU carries out a step of a few hundred tokens in little
+more time than a decode step, because both read all weights once; a whole prompt in one step would keep everyone waiting.
+"""
+
+from __future__ import annotations
+
+_SHARE = 8  # of the prompt tokens that wait, one in so many is read at least: a queue of prompts shrinks as fast as it grows
+
+
+def step_tokens(most: int, unit: int, num_generating: int, backlog: int) -> int:
+    """Tokens of the next step, those that are generated included.
+
+    Args:
+        most: what a step can hold.
+        unit: the size is a multiple of it, at least half of which is left for prompts; 0: always `most`.
+        num_generating: rows that take a token each.
+        backlog: tokens of prompts that could be read now; from `most` on, reading them fast is all that counts.
+    """
+    if not unit or not num_generating or backlog >= most:
+        return most
+    wanted = num_generating + max(unit // 2, backlog // _SHARE)
+    return min(-(-wanted // unit) * unit, most)
