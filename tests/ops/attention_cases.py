@@ -27,6 +27,7 @@ class Case:
     seed: int = 0
     rotary: int = 0
     norm: bool = False
+    unused: float = float("nan")
 
     @property
     def decode_only(self) -> bool:
@@ -98,7 +99,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant) -> Ten
 
 
 def build(case: Case, device: str = "cpu") -> Built:
-    """Draw the tensors of `case`. Memory that no row may read is NaN: unused blocks, tails of blocks, and `out`."""
+    """Draw the tensors of `case`. Memory that no row may use is `case.unused`: other blocks, tails of blocks; `out` is NaN."""
     generator = torch.Generator().manual_seed(case.seed)
     spec, size = case.spec, case.block_size
 
@@ -120,8 +121,8 @@ def build(case: Case, device: str = "cpu") -> Built:
     nan = float("nan")
     kept, scales = spec.cache_dtype or case.dtype, (spec.k_scale, spec.v_scale)
     cache = KVLayer(
-        torch.full((num_blocks, size, spec.num_kv_heads, spec.head_dim), nan).to(kept),
-        torch.full((num_blocks, size, spec.num_kv_heads, spec.value_dim), nan).to(kept),
+        torch.full((num_blocks, size, spec.num_kv_heads, spec.head_dim), case.unused).to(kept),
+        torch.full((num_blocks, size, spec.num_kv_heads, spec.value_dim), case.unused).to(kept),
         *scales,
     )
     after = KVLayer(cache.k.clone(), cache.v.clone(), *scales)

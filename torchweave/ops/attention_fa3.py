@@ -42,13 +42,16 @@ class Fa3Backend(TritonBackend):
     def allocate(
         self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVLayer:
-        """See `AttentionBackend.allocate`."""
+        """See `AttentionBackend.allocate`. What lies behind a sequence's end has weight 0 but is multiplied: it must be finite."""
         reason = refusal(spec, dtype)
         if reason is not None:
             raise ValueError(f"attention_backend 'fa3' cannot run this model: {reason}; choose triton")
         if block_size != PAGE_SIZE:
             raise ValueError(f"attention_backend 'fa3' needs block_size {PAGE_SIZE}, not {block_size}")
-        return super().allocate(spec, num_blocks, block_size, dtype, device)
+        layer = super().allocate(spec, num_blocks, block_size, dtype, device)
+        for tensor in layer.tensors:
+            tensor.zero_()
+        return layer
 
     def begin(self, meta: AttentionMetadata) -> TritonStep | Fa3Step:
         """See `AttentionBackend.begin`; gathers the rows' pages on the device, which a capture records."""
