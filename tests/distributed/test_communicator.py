@@ -1,48 +1,95 @@
-"""Collectives over gloo, 2 ranks: exact sums in the order of ranks, the same bits everywhere."""
+"""Collectives and the fusions on them over gloo, 2 ranks: exact sums in the order of ranks, the same bits everywhere."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from itertools import product
 
-import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
+from tests.ops.fusion_cases import DIALECTS, norm64
+from tests.ranks import run_ranks
 from torchweave.distributed.communicator import ProcessGroupCommunicator, sum_of_ranks
-from torchweave.ops.collectives import all_gather, all_reduce, reduce_scatter, register_communicator
+from torchweave.distributed.world import World
+from torchweave.ops.collectives import (
+    all_gather,
+    all_reduce,
+    group_size,
+    own_rows,
+    reduce_scatter,
+    register_communicator,
+)
+from torchweave.ops.collectives_fused import (
+    all_reduce_add_rms_norm,
+    all_reduce_add_rms_norm_fp4,
+    all_reduce_add_rms_norm_fp8,
+)
+from torchweave.ops.fp4 import dequantize_fp4, fp4_quant, scale_for
+from torchweave.ops.fp8 import GROUP, fp8_quant
 
-SIZE = 2
-
-
-def operand(rank: int, tokens: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(rank + tokens)
-    return torch.randn(1, tokens, 24, generator=generator).to(dtype)
-
-
-def check(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE)
-    assert dist.group.WORLD is not None
-    register_communicator("tp", ProcessGroupCommunicator(dist.group.WORLD))
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32):
-        for tokens in (1, 5):
-            mine = operand(rank, tokens, dtype)
-            parts = torch.stack([operand(each, tokens, dtype) for each in range(SIZE)])
-            total = all_reduce(mine, "tp")
-            assert total.dtype == dtype and torch.equal(total, sum_of_ranks(parts))
-            for dim in (0, 1, -1):
-                assert torch.equal(all_gather(mine, dim, "tp"), torch.cat(list(parts), dim))
-            own = reduce_scatter(mine, "tp")
-            assert torch.equal(all_gather(own, -2, "tp")[:, :tokens], total)
-    dist.destroy_process_group()
+SIZE, EPS = 2, 1e-5
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
-def test_collectives_over_gloo(tmp_path: Path) -> None:
-    mp.spawn(check, (os.fspath(tmp_path / "store"),), nprocs=SIZE)
+def operand(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def exchange(world: World) -> None:
+    for dtype, tokens in product((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32), (1, 5)):
+        parts = torch.stack([operand(each, 1, tokens, 24, dtype=dtype) for each in range(SIZE)])
+        mine = parts[world.rank]
+        total = all_reduce(mine, "tp")
+        assert total.dtype == dtype and torch.equal(total, sum_of_ranks(parts))
+        for dim in (0, 1, -1):
+            assert torch.equal(all_gather(mine, dim, "tp"), torch.cat(list(parts), dim))
+        own = reduce_scatter(mine, "tp")
+        assert torch.equal(own, own_rows(total, world.rank, SIZE))
+        assert torch.equal(all_gather(own, -2, "tp")[:, :tokens], total)
+
+
+def fuse(world: World, dtype: torch.dtype) -> None:
+    """Each fused op is its parts to the bit, and near what float64 gives."""
+    parts = torch.stack([operand(each, 1, 5, 256, dtype=dtype) for each in range(SIZE)])
+    added, weight = operand(7, 1, 5, 256, dtype=dtype), operand(8, 256, dtype=dtype)
+    mine, total = parts[world.rank], sum_of_ranks(parts)
+    unit = torch.finfo(dtype).eps
+    for residual, (_, options) in product((added, None), DIALECTS):
+        offset, wide = options.get("offset", 0.0), options.get("wide", False)
+        dialect = (residual, weight, EPS, offset, wide)
+        h = total if residual is None else total + residual
+        y, kept = all_reduce_add_rms_norm(mine, *dialect, True, "tp")
+        sum64 = parts.double().sum(0) + (0.0 if residual is None else residual.double())
+        assert kept.equal(h)
+        torch.testing.assert_close(y.double(), norm64(sum64, weight, EPS, offset), rtol=4 * unit, atol=8 * unit)
+        alone, nothing = all_reduce_add_rms_norm(mine, *dialect, False, "tp")
+        assert alone.equal(y) and nothing.shape == (0,)
+        for group, scale in ((0, None), (GROUP, None), (0, torch.tensor([0.02]))):
+            right = fp8_quant(y, group, scale)
+            for keep in (True, False):
+                q, s, also, kept = all_reduce_add_rms_norm_fp8(mine, *dialect, group, scale, keep, keep, "tp")
+                assert q.float().equal(right[0].float()) and s.equal(right[1])
+                assert also.equal(y) and kept.equal(h) if keep else also.shape == kept.shape == (0,)
+        scale = scale_for(y.abs().max())
+        q, s, also, kept = all_reduce_add_rms_norm_fp4(mine, *dialect, scale, True, True, "tp")
+        assert q.equal(fp4_quant(y, scale)[0]) and also.equal(y) and kept.equal(h)
+        stands_for = dequantize_fp4(q, s, torch.float64) * scale
+        assert bool(((stands_for - y.double()).abs() <= y.abs().double() / 4 + float(y.abs().max()) / 12).all())
+
+
+def all_checks(world: World) -> list[bytes]:
+    register_communicator("tp", ProcessGroupCommunicator(world.groups["tp"]))
+    assert group_size("tp") == SIZE
+    exchange(world)
+    fuse(world, torch.float32)
+    fuse(world, torch.bfloat16)
+    mine = operand(world.rank, 3, 64, dtype=torch.bfloat16)
+    return [all_reduce(mine, "tp").view(torch.uint8).numpy().tobytes()]
+
+
+def test_T7_collectives_and_fusions_over_gloo() -> None:
+    first, second = run_ranks(all_checks, SIZE)
+    assert first == second, "every rank must have the same bits: sampling is replicated"
 
 
 def test_sums_are_rounded_once() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from torchweave.ops.collectives import register_communicator
+from torchweave.ops.collectives_fused import Norm
 
 
 class Mirror:
@@ -25,6 +26,12 @@ class Mirror:
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return self.all_reduce(x).chunk(self.size)[self.rank].clone()
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> None:
+        """None."""
+
+    def reduced_norm(self, x: Tensor, norm: Norm) -> None:
+        """None."""
 
 
 @contextmanager

@@ -17,6 +17,7 @@ TYPES = {
     torch.float16: "fp16",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
+    torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
 }

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from torchweave.ops.collectives_fused import Norm
 
 
 def sum_of_ranks(parts: Tensor) -> Tensor:
@@ -46,6 +50,12 @@ class ProcessGroupCommunicator:
         out = x.new_empty(rows, *x.shape[1:])
         dist.reduce_scatter_tensor(out, x, group=self.group)
         return out
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> None:
+        """None: torch.distributed reads any memory."""
+
+    def reduced_norm(self, x: Tensor, norm: Norm) -> None:
+        """None: the parts."""
 
     def _stack(self, x: Tensor) -> Tensor:
         """x of all ranks, `[size, ...]`."""

@@ -13,12 +13,16 @@ follows (sampling above all) is computed on every rank and must agree. NCCL adds
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from torchweave.ops.registry import define
+
+if TYPE_CHECKING:
+    from torchweave.ops.collectives_fused import Norm, Normed
 
 
 class Communicator(Protocol):
@@ -40,6 +44,18 @@ class Communicator(Protocol):
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """This rank's rows of the sum: x `[size * T, D]` -> `[T, D]`."""
+        ...
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> Tensor | None:
+        """Room in memory that all ranks see, for what the next collective reads; None where it would copy its operand anyway.
+
+        Who gets it writes all of it, and hands it to `all_reduce` or `reduced_norm`, as the next collective of this rank. Two
+        collectives that follow each other, in whatever order graphs are replayed, have different slots (0, 1 or 2).
+        """
+        ...
+
+    def reduced_norm(self, x: Tensor, norm: Norm) -> Normed | None:
+        """The sum of x `[..., D]` over ranks and what follows it, in one kernel; None where the parts are the faster way."""
         ...
 
 
@@ -69,6 +85,11 @@ def communicator(group: str) -> Communicator:
         ) from None
 
 
+def group_size(group: str) -> int:
+    """Number of ranks of a group."""
+    return communicator(group).size
+
+
 def _fake_all_reduce(x: Tensor, group: str) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
@@ -94,6 +115,12 @@ def all_gather(x: Tensor, dim: int, group: str) -> Tensor:
 def rows_of_rank(num_rows: int, size: int) -> int:
     """Rows of a tensor of `num_rows` that each of `size` ranks owns; the last ones own padding where it does not divide."""
     return (num_rows + size - 1) // size
+
+
+def own_rows(x: Tensor, rank: int, size: int) -> Tensor:
+    """The rows of x `[..., T, D]` that `reduce_scatter` leaves to a rank, zeros behind the last: `[..., ceil(T / size), D]`."""
+    own = rows_of_rank(x.shape[-2], size)
+    return torch.nn.functional.pad(x, (0, 0, 0, own * size - x.shape[-2])).narrow(-2, rank * own, own).contiguous()
 
 
 def _fake_reduce_scatter(x: Tensor, group: str) -> Tensor:

@@ -1,0 +1,37 @@
+"""Run by test_fp4 with TRITON_INTERPRET=1: the kernel against the reference, with odd sizes, strides and a token of zeros."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from torchweave.ops.fp4 import VALUES, empty_fp4, quantize_fp4, scale_for
+from torchweave.ops.fp8 import FP8
+from torchweave.ops.kernels import fp4_quant as kernels
+
+
+def kept_wide(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The interpreter does not store e4m3 as GPUs do. The kernel has rounded the scales itself: here they stay float32."""
+    q, s = empty_fp4(x)
+    return q, s.float()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    ties = torch.tensor([6.0, *((a + b) / 2 for a, b in pairwise(VALUES)), *VALUES])
+    for width in (16, 208, 1040):
+        x = torch.randn(4, 3, width) * 10.0 ** torch.arange(-4, 4).repeat(width)[:width]
+        x[1] = 0
+        x[2, 0, :16] = -ties
+        for scale in (scale_for(x.abs().max()), torch.tensor([1.0]), torch.tensor([1e-4])):
+            for form in (x, x[:, :2], x.transpose(0, 1)):
+                q, s = kernels.launch_fp4_quant(form, scale)
+                right_q, right_s = quantize_fp4(form, scale)
+                assert torch.equal(s.to(FP8).float(), s) and torch.equal(s, right_s.float()), width
+                assert torch.equal(q, right_q), width
+
+
+if __name__ == "__main__":
+    kernels.empty_fp4 = kept_wide
+    main()
