@@ -7,6 +7,8 @@ launch, and writing and reading the number in 16 bits. `group` and `scale` are t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,71 +19,33 @@ from torchweave.ops.registry import define
 
 
 def _fake_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    wide: bool,
-    group: int,
-    scale: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: int, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     return empty_quantized(x, x.shape[-1], group, scale)
 
 
-def _launch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    wide: bool,
-    group: int,
-    scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _launch_norm(x: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     from torchweave.ops.kernels.fp8_fused import launch_norm_fp8
 
-    return launch_norm_fp8(x, None, weight, eps, offset, wide, group, scale)[:2]
+    return launch_norm_fp8(x, None, *how)[:2]
 
 
 @define("torchweave::rms_norm_fp8", fake=_fake_norm, cuda=_launch_norm)
 def rms_norm_fp8(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    wide: bool,
-    group: int,
-    scale: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: int, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`fp8_quant(rms_norm(x, weight, eps, offset, wide), group, scale)`: x `[..., D]` -> (q, s)."""
     return quantize(rms_norm(x, weight, eps, offset, wide), group, scale)
 
 
-def _fake_add(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    wide: bool,
-    group: int,
-    scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return *empty_quantized(x, x.shape[-1], group, scale), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _fake_add(x: Tensor, residual: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return *_fake_norm(x, *how), torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _launch_add(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    wide: bool,
-    group: int,
-    scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _launch_add(x: Tensor, residual: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
     from torchweave.ops.kernels.fp8_fused import launch_norm_fp8
 
-    q, s, h = launch_norm_fp8(x, residual, weight, eps, offset, wide, group, scale)
+    q, s, h = launch_norm_fp8(x, residual, *how)
     assert h is not None, "the sum is kept"
     return q, s, h
 

@@ -9,6 +9,7 @@ project's kernels, bucket by bucket, as its argument `choices` says (`linear_con
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,34 +102,14 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, choices: str = "") 
     return F.linear(x, w, bias)
 
 
-def _fake_fused(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    offset: float,
-    wide: bool,
-    residual: Tensor | None,
-    activation: str | None,
-    choices: str,
-) -> Tensor:
+def _fake_fused(x: Tensor, w: Tensor, *around: Any) -> Tensor:
+    *_, activation, _ = around
     return x.new_empty((*x.shape[:-1], w.shape[0] // 2 if activation is not None else w.shape[0]))
 
 
-def _fused_on_gpu(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    offset: float,
-    wide: bool,
-    residual: Tensor | None,
-    activation: str | None,
-    choices: str,
-) -> Tensor:
-    return _chosen(x, w, Around(bias, norm, eps, offset, wide, residual, activation), choices)
+def _fused_on_gpu(x: Tensor, w: Tensor, *around: Any) -> Tensor:
+    *fields, choices = around
+    return _chosen(x, w, Around(*fields), choices)
 
 
 @define("torchweave::fused_linear", fake=_fake_fused, cuda=_fused_on_gpu)

@@ -13,13 +13,15 @@ squares and the last bits of rsqrt: |error| <= 2 ** -22 of a result before its f
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from torchweave.ops.registry import define
 
 
-def _fake(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, wide: bool = False) -> Tensor:
+def _fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
@@ -46,10 +48,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, 
     return _normalize(x, weight, eps, offset, wide).contiguous()
 
 
-def _fake_add(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, wide: bool = False
-) -> tuple[Tensor, Tensor]:
-    return _fake(x, weight, eps), _fake(x, weight, eps)
+def _fake_add(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _fake(x), _fake(x)
 
 
 def _launch_add(
@@ -71,12 +71,6 @@ def add_rms_norm(
     return _normalize(h, weight, eps, offset, wide), h
 
 
-def _fake_last(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, wide: bool = False
-) -> Tensor:
-    return _fake(x, weight, eps)
-
-
 def _launch_last(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, wide: bool = False
 ) -> Tensor:
@@ -85,7 +79,7 @@ def _launch_last(
     return launch_norm(x, residual, weight, eps, offset, wide, keep_sum=False)[0]
 
 
-@define("torchweave::rms_norm_of_sum", fake=_fake_last, cuda=_launch_last)
+@define("torchweave::rms_norm_of_sum", fake=_fake, cuda=_launch_last)
 def rms_norm_of_sum(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, wide: bool = False
 ) -> Tensor:

@@ -11,7 +11,7 @@ With the norm, see `torchweave.ops.norm` for what is left free.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torchweave.ops.norm import _normalize
 from torchweave.ops.registry import define
 
 
-def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return (
         torch.empty(q.shape, dtype=q.dtype, device=q.device),
         torch.empty(k.shape, dtype=k.dtype, device=k.device),
@@ -48,37 +48,15 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     return _turn(q, cos, sin), _turn(k, cos, sin)
 
 
-def _fake_norm(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    offset: float = 0.0,
-    wide: bool = False,
-) -> tuple[Tensor, Tensor]:
-    return _fake(q, k, cos, sin)
-
-
 def _launch_norm(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    offset: float = 0.0,
-    wide: bool = False,
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, *norm: Any
 ) -> tuple[Tensor, Tensor]:
     from torchweave.ops.kernels.rope import Norm, launch_rope
 
-    return launch_rope(q, k, cos, sin, Norm(q_weight, k_weight, eps, offset, wide))
+    return launch_rope(q, k, cos, sin, Norm(q_weight, k_weight, *norm))
 
 
-@define("torchweave::qk_norm_rope", fake=_fake_norm, cuda=_launch_norm)
+@define("torchweave::qk_norm_rope", fake=_fake, cuda=_launch_norm)
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,

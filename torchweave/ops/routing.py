@@ -7,6 +7,8 @@ its eager reference is their arithmetic.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,18 +20,7 @@ MAX_EXPERTS = 2048
 
 
 def _fake(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    score: str,
-    dtype: torch.dtype,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    group_best: int = 1,
-    fill: float = 0.0,
-    renormalize: bool = False,
-    epsilon: float = 0.0,
-    scale: float = 1.0,
+    logits: Tensor, bias: Tensor | None, top_k: int, score: str, dtype: torch.dtype, *_: Any
 ) -> tuple[Tensor, Tensor]:
     tokens = logits.shape[0]
     return logits.new_empty((tokens, top_k), dtype=dtype), logits.new_empty((tokens, top_k), dtype=torch.int64)

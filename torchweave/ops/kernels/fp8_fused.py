@@ -73,7 +73,7 @@ def gated_fp8_kernel(
 
 def launch_norm_fp8(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool,
-    group: int, scale: Tensor | None,
+    group: int, scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """As `rms_norm_fp8`, or with a residual as `add_rms_norm_fp8`: (q, s, the sum)."""
     rows, width = rows_of(x), x.shape[-1]

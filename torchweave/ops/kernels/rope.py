@@ -20,8 +20,8 @@ class Norm(NamedTuple):
     q_weight: Tensor
     k_weight: Tensor
     eps: float
-    offset: float
-    wide: bool
+    offset: float = 0.0
+    wide: bool = False
 
 
 class CacheWrite(NamedTuple):
