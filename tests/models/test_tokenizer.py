@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from torchweave.models import Tokenizer
+from torchweave.tokenizer import Tokenizer
 
 TEXT = ["Hello world, don't panic .", "naïve café — 日本語のテキスト 🎉👩‍👩‍👧 done", "  two spaces\n\ttab"] * 3
 CHAT = (

@@ -184,6 +184,21 @@ def test_F_a_server_that_starts_says_how_far_it_is_and_its_engine_ends_with_it()
     assert wait_until(lambda: not is_engine(engine))
 
 
+def test_F_the_http_process_never_loads_torch_whose_libraries_would_stop_all_answers(server: Running) -> None:
+    client = server.client()
+    messages: Any = [{"role": "user", "content": "what is 20 + 22?"}]
+    assert client.chat.completions.create(model="demo", messages=messages, temperature=0).choices[0].message.content
+    guided = {"guided_regex": "[0-9]{2}", "bad_words": ["42"]}
+    answer = client.completions.create(model="demo", prompt="20+22=", logprobs=1, extra_body=guided)
+    assert len(answer.choices[0].text) == 2 and answer.choices[0].text != "42"
+    assert not has_torch(server.process.pid) and has_torch(server.engine_pid())
+
+
+def has_torch(pid: int) -> bool:
+    """Whether a process has torch's libraries."""
+    return "/libtorch_python" in Path(f"/proc/{pid}/maps").read_text()
+
+
 def answers(server: Running) -> bool:
     try:
         return server.get("/version").status_code == 200

@@ -12,7 +12,7 @@ from torchweave.engine.client import Client, Inbox
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.responses import Response
 from torchweave.engine.text import Answer, Detokenizer
-from torchweave.models.tokenizer import Tokenizer
+from torchweave.tokenizer import Tokenizer
 
 _LOOK_SECONDS = 1.0  # between two looks at whether the engine is still alive, while waiting for it
 

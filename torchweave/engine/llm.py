@@ -20,8 +20,8 @@ from torchweave.engine.structured import why_not
 from torchweave.engine.text import in_tokens
 from torchweave.log import Report
 from torchweave.models.load import LoadedModel
-from torchweave.models.tokenizer import Tokenizer
 from torchweave.plan.check import config_from
+from torchweave.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, Any]]

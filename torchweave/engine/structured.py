@@ -32,7 +32,7 @@ _DEAD_END = "none of the model's tokens can go on here."
 
 
 class Vocabulary(Protocol):
-    """What a grammar has to know of a tokenizer; `torchweave.models.tokenizer.Tokenizer` is one."""
+    """What a grammar has to know of a tokenizer; `torchweave.tokenizer.Tokenizer` is one."""
 
     def serialized(self) -> str | None:
         """The tokenizer as JSON, in the form of Hugging Face's tokenizers; None where it has none."""

@@ -32,9 +32,9 @@ from torchweave.models.quantized_checkpoint import (
     take_scales,
 )
 from torchweave.models.resolve import Source, read_json, resolve
-from torchweave.models.tokenizer import Tokenizer
 from torchweave.ops.attention import LayerSpec
 from torchweave.plan import ModelFacts
+from torchweave.tokenizer import Tokenizer
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 

@@ -7,15 +7,12 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.text import in_tokens
-
-if TYPE_CHECKING:
-    from torchweave.models.tokenizer import TextStream, Tokenizer
+from torchweave.tokenizer import TextStream, Tokenizer, import_without_torch
 
 Value = TypeVar("Value")
 
@@ -45,8 +42,6 @@ class Codec:
 
     @classmethod
     def _read(cls, folder: str, template: str | None) -> Codec:
-        from torchweave.models.tokenizer import Tokenizer
-
         encoder, decoder = Tokenizer(Path(folder)), Tokenizer(Path(folder))
         encoder.encode("a")
         decoder.decode([0])
@@ -117,5 +112,5 @@ def _check_text(text: str) -> None:
 
 
 async def prepare() -> None:
-    """Import what a tokenizer needs, which takes seconds, while the engine is built."""
-    await asyncio.to_thread(import_module, "torchweave.models.tokenizer")
+    """Import what a tokenizer needs, which takes a second, while the engine is built."""
+    await asyncio.to_thread(import_without_torch)

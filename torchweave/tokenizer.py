@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,23 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekke
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WINDOW = 64
 """Ids that are decoded together at most, so that bytes which never become text cost no more and more."""
+
+
+def import_without_torch() -> None:
+    """Import transformers for its tokenizers alone, in a process that runs no model; with torch where that is there already.
+
+    Loading torch's libraries makes every thread of a process wait, from a cold disk for seconds. To transformers torch seems not
+    to be installed then, for as long as the process lives.
+    """
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        return
+    advice = logging.getLogger("transformers")  # would tell of the missing torch
+    sys.modules["torch"], advice.disabled = None, True  # type: ignore[assignment]
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+    finally:
+        del sys.modules["torch"]
+        advice.disabled = False
 
 
 class Tokenizer:
