@@ -74,6 +74,16 @@ def _print(facts: dict[str, Any]) -> None:
     _table(console, f"Pieces: {len(facts['pieces'])} distinct of {shared}", ("piece", "ops", "used", "built by"), [
         (str(row["hash"])[:12], str(row["operations"]), f"{row['shared_by']}x", str(row["built"])) for row in facts["pieces"]
     ])  # fmt: skip
+    communication = facts["communication"]
+    _table(console, "Communication", ("piece", "used", "collective", "message at 1", _at_most(communication), "runs as"), [
+        (row["piece"][:12], f"{row['used']}x", f"{each['calls']} {each['op']} over {each['group']}", _bytes(each["bytes"]),
+         _bytes(each["at_most"]), _became(row["became"]))
+        for row in communication["pieces"] for each in row["exchanges"]
+    ])  # fmt: skip
+    _table(console, "Fusions over ranks", ("pass", "matches", "us saved a call"), [
+        (row["pass"], str(row["matches"]), _saved({"microseconds": row["measured"]}) if row["measured"] else "not measured")
+        for row in communication["fusions"]
+    ])  # fmt: skip
     _table(
         console,
         "CUDA graphs",
@@ -125,6 +135,27 @@ def _saved(row: dict[str, Any]) -> str:
     for each in row["microseconds"]:
         best[each["tokens"]] = max(best.get(each["tokens"], 0.0), each["saved"])
     return ", ".join(f"T={tokens} {saved:.1f}" for tokens, saved in sorted(best.items())) or "-"
+
+
+def _at_most(communication: dict[str, Any]) -> str:
+    tokens = communication["max_num_tokens"]
+    return "at the most" if tokens is None else f"at {tokens}"
+
+
+def _bytes(value: int | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 2**10:.1f} KiB" if value < 2**20 else _size(value)
+
+
+def _became(runs: Sequence[dict[str, Any]]) -> str:
+    """Collectives as they were built: `T 1-64: 2 all_reduce_add_rms_norm`."""
+    texts = []
+    for run in runs:
+        low, high = run["tokens"] or (None, None)
+        tokens = "" if run["tokens"] is None else f"T {low}-{'' if high is None else high}: "
+        texts.append(tokens + ", ".join(f"{count} {op.partition('::')[2]}" for op, count in run["ops"].items()))
+    return "; ".join(texts) or "as it is"
 
 
 def _graph_rows(graphs: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str, str]]:

@@ -14,6 +14,7 @@ from torchweave.compile.capture import capture
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.manager import PassManager
+from torchweave.compile.ranks import tell_exchanges
 from torchweave.compile.split import Piece, describe, split
 from torchweave.compile.stored import StoredGraph
 from torchweave.compile.symbols import DynamicDims
@@ -61,6 +62,7 @@ def weave(
     parts = split(graph)
     pieces = [part for part in parts if isinstance(part, Piece)]
     report.event("parts", order=[describe(part) for part in parts])
+    tell_exchanges(pieces, graph.symbols, report)
     built = build_pieces(graph, pieces, manager, cache, device, report)
     return Woven(graph, parts, built, size_range(graph, config.dynamic_shapes, report), report)
 

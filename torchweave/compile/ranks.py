@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
+
+from torchweave.compile.symbols import free_symbols, value
+from torchweave.log import Report
+
+if TYPE_CHECKING:
+    from torchweave.compile.graph import Faked
+    from torchweave.compile.split import Piece
 
 
 def schema_of(node: fx.Node) -> Any:
@@ -27,3 +37,41 @@ def group_of(node: fx.Node) -> str | None:
             given = node.args[index] if index < len(node.args) else node.kwargs.get("group")
             return None if given is None else str(given)
     return None
+
+
+def exchanges(piece: Faked, symbols: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The collectives of a piece, equal ones counted.
+
+    Args:
+        symbols: the caller's names of sizes, by symbol.
+
+    Returns:
+        For each: `op`, `group`, `calls`, `per` (the size that its message grows with, "" for none) and `bytes`, the message of
+        one rank when that size is one.
+    """
+    found: Counter[tuple[str, str, str, int]] = Counter()
+    for node in piece.graph.nodes:
+        group = group_of(node)
+        sent = next((value(each) for each in node.all_input_nodes if isinstance(value(each), Tensor)), None)
+        if group is not None and sent is not None:
+            found[(schema_of(node).name, group, *_message(sent, symbols))] += 1
+    keys = ("op", "group", "per", "bytes")
+    return [{**dict(zip(keys, key, strict=True)), "calls": calls} for key, calls in found.items()]
+
+
+def _message(sent: Tensor, symbols: Mapping[str, str]) -> tuple[str, int]:
+    names = sorted(free_symbols(list(sent.shape)))
+    numel: Any = sent.numel()
+    if isinstance(numel, torch.SymInt):
+        expression = numel.node.expr
+        numel = expression.xreplace({symbol: sympy.Integer(1) for symbol in expression.free_symbols})
+    return ", ".join(symbols.get(name, name) for name in names), int(numel) * sent.dtype.itemsize
+
+
+def tell_exchanges(pieces: Sequence[Piece], symbols: Mapping[str, str], report: Report) -> None:
+    """An event for each distinct piece in which ranks meet."""
+    used = Counter(piece.digest for piece in pieces)
+    for piece in {piece.digest: piece for piece in reversed(pieces)}.values():
+        found = exchanges(piece, symbols)
+        if found:
+            report.event("communication", piece=piece.digest, shared_by=used[piece.digest], exchanges=found)

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any
 
+from torchweave.compile.explanation.communication import collectives_of, communication
 from torchweave.log import Report
 from torchweave.plan import Plan, show
 
@@ -18,6 +19,7 @@ Facts = dict[str, Any]
 def explain(plan: Plan | None, report: Report) -> Facts:
     """Everything that was decided so far; see `explain.schema.json`. `plan` is None for a module without an engine."""
     choices = _choices(report)
+    passes = _passes(report, choices)
     return {
         "version": VERSION,
         "torchweave": _installed(),
@@ -25,10 +27,11 @@ def explain(plan: Plan | None, report: Report) -> Facts:
         "quantization": _last(report, "quantized"),
         "plan": [] if plan is None else [_entry(entry) for entry in plan.entries],
         "capture": _last(report, "capture"),
-        "passes": _passes(report, choices),
+        "passes": passes,
         "choices": choices,
         "pieces": _events(report, "piece"),
         "parts": _last(report, "parts").get("order", []),
+        "communication": communication(report, passes, None if plan is None else plan.max_num_tokens),
         "streams": _events(report, "streams"),
         "graphs": _events(report, "graph"),
         "memory": _memory(report),
@@ -103,7 +106,7 @@ def _passes(report: Report, choices: Sequence[Facts]) -> list[Facts]:
             row["diff"][op] = row["diff"].get(op, 0) + times * change
         if "piece" in event:
             run = {name: event.get(name) for name in ("piece", "tokens", "matches", "rewritten", "shared_by")}
-            row["runs"].append(run)
+            row["runs"].append({**run, "collectives": collectives_of(event.get("diff", {}))})
     return list(rows.values())
 
 
