@@ -136,6 +136,9 @@ def _tokens(each: Pass) -> str:
 
 def _runs(each: Pass) -> str:
     when = "where measured" if each.gated else "always"
+    needs = getattr(each, "needs", ())
+    when += " with userbuffers" if "userbuffers" in needs else " over several ranks" if "ranks" in needs else ""
+    when = when.removeprefix("always ")
     return when if len(each.builds) == 2 else f"{when}, {each.builds[0]} builds"
 
 

@@ -74,16 +74,7 @@ def _print(facts: dict[str, Any]) -> None:
     _table(console, f"Pieces: {len(facts['pieces'])} distinct of {shared}", ("piece", "ops", "used", "built by"), [
         (str(row["hash"])[:12], str(row["operations"]), f"{row['shared_by']}x", str(row["built"])) for row in facts["pieces"]
     ])  # fmt: skip
-    communication = facts["communication"]
-    _table(console, "Communication", ("piece", "used", "collective", "message at 1", _at_most(communication), "runs as"), [
-        (row["piece"][:12], f"{row['used']}x", f"{each['calls']} {each['op']} over {each['group']}", _bytes(each["bytes"]),
-         _bytes(each["at_most"]), _became(row["became"]))
-        for row in communication["pieces"] for each in row["exchanges"]
-    ])  # fmt: skip
-    _table(console, "Fusions over ranks", ("pass", "matches", "us saved a call"), [
-        (row["pass"], str(row["matches"]), _saved({"microseconds": row["measured"]}) if row["measured"] else "not measured")
-        for row in communication["fusions"]
-    ])  # fmt: skip
+    _communication(console, facts["communication"])
     _table(
         console,
         "CUDA graphs",
@@ -106,6 +97,18 @@ def _print(facts: dict[str, Any]) -> None:
     ])  # fmt: skip
     _table(console, "Start-up", ("stage", "seconds"), [
         (row["name"], f"{row['seconds']:.2f}") for row in facts["stages"]
+    ])  # fmt: skip
+
+
+def _communication(console: Console, communication: dict[str, Any]) -> None:
+    _table(console, "Communication", ("piece", "used", "collective", "message at 1", _at_most(communication), "runs as"), [
+        (row["piece"][:12], f"{row['used']}x", f"{each['calls']} {each['op']} over {each['group']}", _bytes(each["bytes"]),
+         _bytes(each["at_most"]), _became(row["became"]))
+        for row in communication["pieces"] for each in row["exchanges"]
+    ])  # fmt: skip
+    _table(console, "Fusions over ranks", ("pass", "matches", "us saved a call"), [
+        (row["pass"], str(row["matches"]), _saved({"microseconds": row["measured"]}) if row["measured"] else "not measured")
+        for row in communication["fusions"]
     ])  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torchweave.compile.capture import capture
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.manager import PassManager
-from torchweave.compile.ranks import tell_exchanges
+from torchweave.compile.ranks import num_ranks, tell_exchanges
 from torchweave.compile.split import Piece, describe, split
 from torchweave.compile.stored import StoredGraph
 from torchweave.compile.symbols import DynamicDims
@@ -54,8 +54,8 @@ def weave(
         report.event("compile_after_ready", what=type(module).__name__)
     device = next(iter(inputs.values())).device
     table = table_for(device, cache, report)
-    manager = PassManager(passes, config, table)
     graph = _captured(module, inputs, dynamic, config, cache, report)
+    manager = PassManager(passes, config, table, num_ranks(graph))
     graph.boundary_ops = frozenset(boundary_ops)
     manager.run(graph, report)
     tell(table, graph, report)

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from torchweave.compile.symbols import free_symbols, value
 from torchweave.log import Report
+from torchweave.ops.collectives import group_size
 
 if TYPE_CHECKING:
     from torchweave.compile.graph import Faked
@@ -37,6 +38,12 @@ def group_of(node: fx.Node) -> str | None:
             given = node.args[index] if index < len(node.args) else node.kwargs.get("group")
             return None if given is None else str(given)
     return None
+
+
+def num_ranks(graph: Faked) -> int:
+    """How many ranks meet in a graph, at the most; 1 in one without collectives."""
+    groups = {group_of(node) for node in graph.graph.nodes} - {None}
+    return max((group_size(str(group)) for group in groups), default=1)
 
 
 def exchanges(piece: Faked, symbols: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ from torchweave.compile.graph import CapturedGraph
 Numerics = Literal["exact", "tolerance"]
 Stage = Literal["torch_ir", "aten"]
 Build = Literal["inductor", "fx"]
+Need = Literal["ranks", "userbuffers"]
 TokenRange = tuple[int | None, int | None]
 
 
@@ -106,7 +107,11 @@ class Mismatch(Exception):
 
 
 class GraphPass(ABC):
-    """Base of passes: defaults for the facts, and call matching that never ignores an argument."""
+    """Base of passes: defaults for the facts, and call matching that never ignores an argument.
+
+    Attributes:
+        needs: what there must be for the pass to find anything: several `ranks`, `userbuffers` that they share.
+    """
 
     name: str = ""
     stage: Stage = "torch_ir"
@@ -115,6 +120,7 @@ class GraphPass(ABC):
     fixpoint: bool = False
     gated: bool = False
     builds: tuple[Build, ...] = ("inductor", "fx")
+    needs: tuple[Need, ...] = ()
 
     @abstractmethod
     def run(self, graph: CapturedGraph) -> PassResult:

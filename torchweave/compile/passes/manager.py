@@ -13,7 +13,15 @@ from torch import Tensor
 
 from torchweave.compile.dump import graph_text
 from torchweave.compile.graph import CapturedGraph, Faked, run_fake, same_geometry
-from torchweave.compile.passes.aten import add_rms_norm, gated_activation, qk_norm_rope, raise_rms_norm, rope
+from torchweave.compile.passes.aten import (
+    add_rms_norm,
+    all_reduce_norm,
+    all_reduce_norm_quant,
+    gated_activation,
+    qk_norm_rope,
+    raise_rms_norm,
+    rope,
+)
 from torchweave.compile.passes.aten.expand import Expand
 from torchweave.compile.passes.aten.fp8_activation import FUSION as FP8_ACTIVATION
 from torchweave.compile.passes.aten.fp8_norm import FUSION as FP8_NORM
@@ -37,11 +45,12 @@ _MOST_ROUNDS = 16
 """A pass that still matches after this many rounds feeds on its own results."""
 
 
-def default_passes(table: Table | None = None) -> tuple[Pass, ...]:
+def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ...]:
     """The passes of the stack, in order.
 
     Args:
         table: what measurements say; None: what the package ships for the device.
+        ranks: how many share each layer.
     """
     return (
         MergeLinears(),
@@ -51,6 +60,9 @@ def default_passes(table: Table | None = None) -> tuple[Pass, ...]:
         Fp8Attention(),
         raise_rms_norm.FUSION,
         gated_activation.FUSION,
+        all_reduce_norm.FUSION,
+        all_reduce_norm_quant.FP8,
+        all_reduce_norm_quant.FP4,
         FusedLinears(table=table),
         add_rms_norm.FUSION,
         rope.FUSION,
@@ -79,6 +91,7 @@ class PassManager:
         passes: in the order in which they run; None takes the stack's own, then those that the config names.
         config: which of them run.
         table: what measurements say, for the stack's own passes; None: what the package ships.
+        ranks: how many share each layer.
 
     Raises:
         ValueError: two passes have one name, or the config names a pass that is not there.
@@ -89,10 +102,11 @@ class PassManager:
         passes: Sequence[Pass] | None = None,
         config: TorchCompileConfig | None = None,
         table: Table | None = None,
+        ranks: int = 1,
     ) -> None:
-        self.config, self.table = config or TorchCompileConfig(), table
+        self.config, self.table, self.ranks = config or TorchCompileConfig(), table, ranks
         if passes is None:
-            passes = (*default_passes(table), *(load_pass(name) for name in self.config.passes))
+            passes = (*default_passes(table, ranks), *(load_pass(name) for name in self.config.passes))
         names = [each.name for each in passes]
         if len(set(names)) < len(names):
             raise ValueError(f"two passes have one name: {', '.join(names)}")
@@ -109,6 +123,11 @@ class PassManager:
         build: Build = "inductor" if config.enable_inductor else "fx"
         if build not in each.builds:
             return Setting(each, False, f"only for pieces built by {', '.join(each.builds)}")
+        needs = getattr(each, "needs", ())
+        if "ranks" in needs and self.ranks < 2:
+            return Setting(each, False, "one rank exchanges nothing")
+        if "userbuffers" in needs and not config.enable_userbuffers:
+            return Setting(each, False, "enable_userbuffers is off")
         if each.name in config.enabled_passes:
             return Setting(each, True, "enabled_passes")
         if each.numerics == "tolerance" and config.pass_numerics == "exact":

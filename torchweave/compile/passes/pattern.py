@@ -24,7 +24,7 @@ from typing import Any
 from torch import fx
 
 from torchweave.compile.graph import Faked
-from torchweave.compile.passes.base import Build, NearMiss, Numerics, PassResult, Stage, TokenRange
+from torchweave.compile.passes.base import Build, NearMiss, Need, Numerics, PassResult, Stage, TokenRange
 from torchweave.compile.passes.matcher import Match, Nearly, Pattern
 from torchweave.compile.passes.rewrite import erase, insert, kind, make_room, same_kind
 from torchweave.compile.symbols import value
@@ -48,6 +48,7 @@ class Fusion:
             all variants, or one for each.
         where: looks at a match and returns a sentence why it is left alone, or None.
         numerics, token_range, gated, fixpoint, builds: see `Pass`.
+        needs: see `GraphPass`.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Fusion:
     fixpoint: bool = False
     builds: tuple[Build, ...] = ("inductor", "fx")
     stage: Stage = "aten"
+    needs: tuple[Need, ...] = ()
 
     def __post_init__(self) -> None:
         patterns, replacements = _several(self.pattern), _several(self.replacement)
