@@ -69,14 +69,24 @@ def run_experts(block: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
     )
 
 
+def is_block(module: nn.Module) -> bool:
+    """Whether a module follows transformers' experts interface."""
+    return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
+
+
+def runs_as_op(block: nn.Module) -> bool:
+    """Whether a block runs as `torchweave::experts`; else by transformers' grouped matmul."""
+    return _form(block) is not None
+
+
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The modules that follow transformers' experts interface."""
-    return [module for module in model.modules() if hasattr(module, "is_concatenated") and hasattr(module, "has_gate")]
+    return [module for module in model.modules() if is_block(module)]
 
 
 def count(model: nn.Module) -> dict[str, int]:
     """Experts blocks by how they run: the op, or transformers' grouped matmul."""
-    forms = [_form(block) is not None for block in blocks(model)]
+    forms = [runs_as_op(block) for block in blocks(model)]
     return {"op": sum(forms), "grouped_mm": len(forms) - sum(forms)}
 
 

@@ -1,0 +1,125 @@
+"""Which part of a parameter one rank keeps, and how that part is read without reading the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Range = tuple[int, int]
+"""From, and up to but without."""
+Ranges = tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Ranges of one dimension of a parameter, one after the other.
+
+    Attributes:
+        full: shape of the whole parameter.
+        dim: which dimension is divided.
+        ranges: what this rank keeps of it, in its order; a range may be another rank's too.
+        pad: rows of zeros behind, so that the part has one shape on all ranks.
+        zero: this rank has zeros of the whole shape: what is added to a sum over ranks is added by rank 0 alone.
+    """
+
+    full: tuple[int, ...]
+    dim: int = 0
+    ranges: tuple[Range, ...] = ()
+    pad: int = 0
+    zero: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of this rank's part."""
+        if self.zero:
+            return self.full
+        length = sum(end - begin for begin, end in self.ranges) + self.pad
+        return (*self.full[: self.dim], length, *self.full[self.dim + 1 :])
+
+    def of(self, whole: Any) -> Tensor:
+        """This rank's part of a tensor, or of a safetensors slice, of which nothing else is read. Always a new tensor."""
+        if self.zero:
+            like = whole[tuple(slice(0, 1) for _ in self.full)]
+            return torch.zeros(self.full, dtype=like.dtype, device=like.device)
+        before = (slice(None),) * self.dim
+        parts = [whole[(*before, slice(begin, end))] for begin, end in self.ranges if end > begin]
+        if self.pad:
+            like = parts[0] if parts else whole[(*before, slice(0, 1))]
+            parts.append(like.new_zeros(*self.full[: self.dim], self.pad, *self.full[self.dim + 1 :]))
+        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+
+    def in_blocks(self, block: int, full: Sequence[int]) -> Cut | None:
+        """The cut of a tensor that has one number for each `block` of the dimension; None: a block would be cut."""
+        length = self.full[self.dim]
+        if self.pad or any(begin % block or (end % block and end != length) for begin, end in self.ranges):
+            return None
+        ranges = tuple((begin // block, -(-end // block)) for begin, end in self.ranges)
+        return Cut(tuple(full), self.dim, ranges)
+
+
+def even(full: Sequence[int], dim: int, rank: int, size: int, parts: int = 1) -> Cut | None:
+    """One of `size` equal parts; with `parts` of each of so many equal stretches (gate and up). None: it does not divide."""
+    length = full[dim]
+    if length % (parts * size):
+        return None
+    stretch, own = length // parts, length // parts // size
+    ranges = tuple((p * stretch + rank * own, p * stretch + (rank + 1) * own) for p in range(parts))
+    return Cut(tuple(full), dim, ranges)
+
+
+def padded(full: Sequence[int], dim: int, rank: int, size: int) -> Cut:
+    """One of `size` parts of `ceil(length / size)`, the last ones filled up with zeros."""
+    length = full[dim]
+    own = -(-length // size)
+    begin, end = min(rank * own, length), min((rank + 1) * own, length)
+    return Cut(tuple(full), dim, ((begin, end),), own - (end - begin))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How the heads of an attention are divided.
+
+    Attributes:
+        query, kv: query heads, and key and value heads, of the whole model.
+    """
+
+    query: int
+    kv: int
+    rank: int
+    size: int
+
+    @property
+    def why_not(self) -> str:
+        """Why they cannot be divided so; empty: they can."""
+        if self.query % self.size:
+            return f"its {self.query} attention heads"
+        if self.kv % self.size and self.size % self.kv:
+            return f"its {self.kv} key and value heads, which are neither a multiple nor a divisor of the ranks,"
+        return ""
+
+    @property
+    def own_query(self) -> int:
+        return self.query // self.size
+
+    @property
+    def own_kv(self) -> int:
+        """At least one: fewer heads than ranks are repeated."""
+        return max(1, self.kv // self.size)
+
+    @property
+    def first_kv(self) -> int:
+        return self.rank * self.kv // self.size
+
+    def of_query(self, unit: int, start: int = 0) -> Range:
+        """This rank's rows where each query head has `unit` rows from `start` on."""
+        first = self.rank * self.own_query
+        return start + first * unit, start + (first + self.own_query) * unit
+
+    def of_kv(self, unit: int, start: int = 0) -> Range:
+        """The same of keys or values."""
+        return start + self.first_kv * unit, start + (self.first_kv + self.own_kv) * unit
+

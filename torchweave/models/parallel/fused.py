@@ -1,0 +1,82 @@
+"""Projections that give queries, keys and values in one: which of their rows belong to a rank's heads.
+
+A layout cannot be seen from shapes, so each is written down for the class that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchweave.models.parallel.cuts import Heads, Range
+
+Layout = Callable[[Any, Heads, int], tuple[Range, ...] | None]
+"""(attention, heads, rows of the projection) -> this rank's rows; None: these heads cannot be divided so."""
+
+
+def _side_by_side(_: Any, heads: Heads, rows: int) -> tuple[Range, ...]:
+    """`[all queries | all keys | all values]`."""
+    unit = rows // (heads.query + 2 * heads.kv)
+    keys = heads.query * unit
+    return heads.of_query(unit), heads.of_kv(unit, keys), heads.of_kv(unit, keys + heads.kv * unit)
+
+
+def _head_by_head(_: Any, heads: Heads, rows: int) -> tuple[Range, ...] | None:
+    """`[query, key, value]` of the first head, then of the next: as many heads of each."""
+    return (heads.of_query(rows // heads.query),)
+
+
+def _falcon(module: Any, heads: Heads, rows: int) -> tuple[Range, ...] | None:
+    if not module.new_decoder_architecture:
+        return _side_by_side(module, heads, rows) if module.multi_query else _head_by_head(module, heads, rows)
+    group = rows // heads.kv  # the queries of one key and value head, then these two
+    if heads.kv % heads.size == 0:
+        return (heads.of_kv(group),)
+    unit = group // (heads.query // heads.kv + 2)
+    start = heads.first_kv * group
+    first = heads.rank * heads.own_query - heads.first_kv * (heads.query // heads.kv)
+    keys = start + group - 2 * unit
+    return (start + first * unit, start + (first + heads.own_query) * unit), (keys, keys + 2 * unit)
+
+
+def _codegen(_: Any, heads: Heads, rows: int) -> tuple[Range, ...] | None:
+    """Four blocks, each `[its queries | its values | its keys]`; a rank's heads are laid out in four blocks again."""
+    blocks, unit = 4, rows // (3 * heads.query)
+    if heads.own_query % blocks:
+        return None
+    in_block, own = heads.query // blocks, heads.own_query // blocks
+    found = []
+    for block in range(blocks):
+        head = heads.rank * heads.own_query + block * own
+        for part in range(3):
+            for h in range(head, head + own):
+                place = ((h // in_block) * 3 + part) * in_block + h % in_block
+                found.append((place * unit, (place + 1) * unit))
+    return tuple(found)
+
+
+def _gpt_bigcode(module: Any, heads: Heads, rows: int) -> tuple[Range, ...] | None:
+    return _side_by_side(module, heads, rows) if module.multi_query else _head_by_head(module, heads, rows)
+
+
+_LAYOUTS: dict[tuple[str, str], Layout] = {
+    ("Phi3Attention", "qkv_proj"): _side_by_side,
+    ("GPT2Attention", "c_attn"): _side_by_side,
+    ("GPTBigCodeAttention", "c_attn"): _gpt_bigcode,
+    ("GPTNeoXAttention", "query_key_value"): _head_by_head,
+    ("GPTNeoXJapaneseAttention", "query_key_value"): _head_by_head,
+    ("PersimmonAttention", "query_key_value"): _head_by_head,
+    ("FalconAttention", "query_key_value"): _falcon,
+    ("CodeGenAttention", "qkv_proj"): _codegen,
+}
+FUSED = frozenset(leaf for _, leaf in _LAYOUTS)
+"""Names of such projections."""
+
+
+def layout_of(module: Any, leaf: str) -> Layout | None:
+    """The layout of an attention's fused projection; None: unknown."""
+    return _LAYOUTS.get((type(module).__name__, leaf))
+
+
+WIDTHS = {"GPT2Attention": ("split_size",), "GPTBigCodeAttention": ("embed_dim", "split_size")}
+"""Attributes that a forward reads and that are as wide as all query heads, by class."""

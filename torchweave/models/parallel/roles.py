@@ -1,0 +1,113 @@
+"""What each linear of a decoder is to tensor parallelism: its columns are divided, its rows are, or neither.
+
+transformers' own plan of a model says it first (`base_model_tp_plan` of the config, `_tp_plan` of the class). Where that has no
+entry, the names that transformers' models share do; where that is wrong, the proof (`proof.py`) refuses the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import nn
+from transformers import PreTrainedModel
+
+Role = Literal["columns", "rows"]
+
+# transformers' styles, of 5.17 as of 5.23, that divide a linear. Where a plan gathers the columns and splits the rows again
+# (`colwise_gather_output`, `colwise_rep`, `rowwise_split_input`, `rowwise_rep`), the two stand on both sides of something that
+# the plan cannot divide: a fused projection, a norm over all heads. Here they can be.
+_STYLES: Mapping[str, Role] = {
+    "colwise": "columns",
+    "colwise_rep": "columns",
+    "colwise_gather_output": "columns",
+    "packed_colwise": "columns",
+    "local_colwise": "columns",
+    "local_packed_colwise": "columns",
+    "rowwise": "rows",
+    "rowwise_rep": "rows",
+    "rowwise_split_input": "rows",
+    "packed_rowwise": "rows",
+    "local_rowwise": "rows",
+    "local_packed_rowwise": "rows",
+}
+_COLUMNS = frozenset(
+    {
+        "q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "query_key_value", "c_attn", "g_proj",
+        "gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc", "fc_in", "dense_h_to_4h", "input_linear", "w1", "w3",
+    }
+)  # fmt: skip
+_ROWS = frozenset(
+    {"o_proj", "out_proj", "dense", "c_proj", "down_proj", "fc2", "fc_out", "dense_4h_to_h", "output_linear", "w2"}
+)
+KV = frozenset({"k_proj", "v_proj"})
+"""Linears whose heads are those of keys and values."""
+PACKED = frozenset({"gate_up_proj", "input_linear"})
+"""Linears whose columns are gate and up, one after the other."""
+ATTENTION = frozenset({"q_proj", "q_b_proj", "qkv_proj", "query_key_value", "c_attn"})
+"""An attention has one of these."""
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+def kind_of(name: str) -> str:
+    """The name with a star for each number: what plans and reports call all layers' modules of that name."""
+    return _NUMBER.sub(".*", name)
+
+
+def own_plan(model: PreTrainedModel) -> dict[str, str]:
+    """transformers' plan of the model: style by name, with a star for each number."""
+    found: dict[str, str] = {}
+    prefix = model.base_model_prefix
+    for name, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items():
+        found[name] = found[f"{prefix}.{name}"] = style
+    return found | dict(getattr(model, "_tp_plan", None) or {})
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A product with a matrix: `nn.Linear`, what inherits from it, GPT-2's `Conv1D`."""
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.ndim == 2 and (isinstance(module, nn.Linear) or is_transposed(module))
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weight lies as `[in, out]`."""
+    return type(module).__name__ == "Conv1D"
+
+
+def roles(model: PreTrainedModel) -> dict[str, Role]:
+    """Name of a linear -> its role, for those that have one; the output layer has none.
+
+    A module with columns and no rows behind them, or the other way round, is left whole.
+    """
+    plan, head = own_plan(model), model.get_output_embeddings()
+    found: dict[str, Role] = {}
+    for name, module in model.named_modules():
+        if is_linear(module) and module is not head and (role := _role(name, plan)) is not None:
+            found[name] = role
+    sides: dict[str, set[str]] = {}
+    for name, role in found.items():
+        sides.setdefault(_owner(name), set()).add(role)
+    return {name: role for name, role in found.items() if len(sides[_owner(name)]) == 2}
+
+
+def _role(name: str, plan: Mapping[str, str]) -> Role | None:
+    leaf = name.rpartition(".")[2]
+    style = plan.get(kind_of(name))
+    if style in _STYLES:
+        return _STYLES[style]
+    return "columns" if leaf in _COLUMNS else "rows" if leaf in _ROWS else None
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def attentions(model: nn.Module, found: Mapping[str, Role]) -> dict[str, Any]:
+    """Attention modules by name: they know their layer, and have projections that are divided."""
+    owners = {_owner(name) for name, role in found.items() if role == "columns" and name.rpartition(".")[2] in ATTENTION}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name in owners and isinstance(getattr(module, "layer_idx", None), int)
+    }
