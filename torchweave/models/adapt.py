@@ -39,7 +39,7 @@ def adapt(model: PreTrainedModel, report: Report) -> list[LayerSpec]:
     """
     refuse_by_config(model.config)
     hooked = install(model)
-    specs = _layer_specs(model, _watch(model))
+    specs = layer_specs(model)
     report.event(
         "model_adapted",
         architecture=type(model).__name__,
@@ -137,8 +137,13 @@ def _watch(model: PreTrainedModel) -> list[dict[str, Any]]:
     return watch.calls
 
 
-def _layer_specs(model: PreTrainedModel, calls: list[dict[str, Any]]) -> list[LayerSpec]:
-    name = type(model).__name__
+def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
+    """What the attention layers of an adapted model without memory keep, found by a run of it.
+
+    Raises:
+        UnsupportedModel: the model cannot be served; the message says what it needs.
+    """
+    name, calls = type(model).__name__, _watch(model)
     if not calls:
         raise UnsupportedModel(
             f"{name} cannot be served: its attention does not go through transformers' attention interface."

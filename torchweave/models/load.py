@@ -5,32 +5,25 @@ resolve -> config -> from_config on the meta device -> adapt (ops, layer specs) 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as hf_logging
 
+from torchweave.distributed.world import World
 from torchweave.log import Report
 from torchweave.models import weights
-from torchweave.models.adapt import adapt, install, refuse_by_config, vocab_size
+from torchweave.models.adapt import adapt, refuse_by_config, vocab_size
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep
+from torchweave.models.filling import Filling, fill, fill_dummy
 from torchweave.models.hooks import freeze_rope
-from torchweave.models.quantize import Quantizer, Scheme
-from torchweave.models.quantized_checkpoint import (
-    check_dtypes,
-    scheme_for,
-    stored_cache_dtype,
-    stored_scheme,
-    take_cache_scales,
-    take_scales,
-)
+from torchweave.models.parallel import divide
+from torchweave.models.quantized_checkpoint import scheme_for, stored_cache_dtype, stored_scheme, take_cache_scales
 from torchweave.models.resolve import Source, read_json, resolve
 from torchweave.ops.attention import LayerSpec
 from torchweave.plan import ModelFacts
@@ -68,9 +61,10 @@ class LoadedModel:
         max_model_len: longest sequence in tokens.
         tokenizer: None where the model came without one.
         generation: the checkpoint's defaults of sampling and its end tokens.
-        num_parameters: parameters, tied ones counted once.
-        weight_bytes: memory of parameters and buffers.
+        num_parameters: parameters of all ranks together, tied ones counted once.
+        weight_bytes: memory of parameters and buffers on this rank.
         quantization: how its linears are quantised (`fp8_per_tensor`); None: they are not.
+        world: the ranks that share the model.
     """
 
     module: DecoderStep
@@ -85,6 +79,7 @@ class LoadedModel:
     num_parameters: int
     weight_bytes: int
     quantization: str | None = None
+    world: World = field(default_factory=World.single)
 
 
 def load(
@@ -96,6 +91,8 @@ def load(
     report: Report | None = None,
     max_model_len: int | None = None,
     quantization: str | None = None,
+    world: World | None = None,
+    expert_parallel: bool = False,
 ) -> LoadedModel:
     """Load a decoder from a folder, a hub id, a built-in name, or (`load_format="dummy"`) a config or `shape:` name.
 
@@ -106,6 +103,8 @@ def load(
         max_model_len: longest sequence that will be served; RoPE that varies with the length is fixed for it.
         quantization: quantise linears as they are loaded: `fp8`, `fp8_per_channel` or `fp8_per_block`; None: as the checkpoint
             has them.
+        world: the ranks that share the model; this one loads its part. None: it is alone.
+        expert_parallel: ranks have different experts instead of a part of each.
 
     Raises:
         ValueError: the model is not there, is damaged, or cannot be served; one sentence says which and what to do.
@@ -113,7 +112,7 @@ def load(
     report = report if report is not None else Report(show=False)
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format is {load_format!r}: expected auto or dummy.")
-    device = torch.device(device)
+    device, world = torch.device(device), world if world is not None else World.single()
     source = resolve(name_or_path, trust_remote_code)
     if source.folder is None and load_format != "dummy":
         raise ValueError(f"{source.name!r} is a shape without weights: use it with load_format=dummy.")
@@ -127,16 +126,19 @@ def load(
         specs = adapt(model, report)
     length = _max_model_len(model.config, max_model_len)
     specs = _with_cache_scales(specs, stored, report)
+    size = _Size(vocab_size(model), sum(parameter.numel() for parameter in model.parameters()), length)
+    plan = None
+    if world.tensor_parallel_size > 1:
+        plan, specs = divide(model, specs, world, expert_parallel, report)
+    filling = Filling(source, read_config(source, trust_remote_code), chosen, device, trust_remote_code, how, plan)
     if stored is None:
-        quantizer = None if how is None else Quantizer(model, how)
-        weights.fill_random(model, device, report, placer=quantizer)
-        weights.rebuild_buffers(model, device)
+        quantizer = fill_dummy(model, filling, report)
     else:
-        model, quantizer = _fill(model, source, stored, chosen, device, trust_remote_code, report, how)
+        model, quantizer = fill(model, stored, filling, report)
     if quantizer is not None:
         quantizer.tell(model, report)
     freeze_rope(model, length, report)
-    return _loaded(source, model, specs, chosen, device, length, report, None if how is None else how.name)
+    return _loaded(filling, model, specs, size, world, report)
 
 
 def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code: bool = False) -> ModelFacts:
@@ -262,112 +264,46 @@ def _with_cache_scales(
     ]
 
 
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars and warnings of transformers in here: what matters is in the report."""
-    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(verbosity)
-        if bars:
-            hf_logging.enable_progress_bar()
+@dataclass(frozen=True)
+class _Size:
+    """What a model is before it is divided: columns of its logits, parameters, and the longest sequence."""
 
-
-def _fill(
-    model: PreTrainedModel,
-    source: Source,
-    stored: dict[str, weights.Stored],
-    dtype: torch.dtype,
-    device: torch.device,
-    trust_remote_code: bool,
-    report: Report,
-    how: Scheme | None,
-) -> tuple[PreTrainedModel, Quantizer | None]:
-    """The model with its weights on the device: the one given, or a new one where transformers must convert them."""
-    folder = source.folder
-    assert folder is not None
-    scaled = stored_scheme(source) is not None
-    if not weights.needs_conversion(model, stored):
-        renamed = weights.rename(model, stored)
-        scales = take_scales(stored, renamed) if scaled else ({}, {})
-        check_dtypes(stored, renamed, scales[0])
-        weights.check_names(model, stored, renamed, folder)
-        quantizer = None if how is None else Quantizer(model, how, *(scales if scaled else ()))
-        weights.stream(model, stored, renamed, device, report, quantizer)
-        weights.rebuild_buffers(model, device)
-        return model, quantizer
-    if scaled:
-        raise UnsupportedModel(
-            f"{folder} keeps experts in FP8 in other pieces than {type(model).__name__}, which cannot be read; use a checkpoint "
-            "whose experts are not quantized."
-        )
-    report.event(
-        "weights_converted", reason="the checkpoint keeps tensors in other pieces than the model", by="transformers"
-    )
-    with report.stage("weights"), quiet_transformers():
-        converted, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=read_config(source, trust_remote_code),
-            dtype=dtype,
-            attn_implementation="eager",
-            output_loading_info=True,
-            trust_remote_code=trust_remote_code,
-        )  # type: ignore[misc]
-        if missing := sorted(info["missing_keys"]):
-            raise ValueError(
-                f"{folder} lacks {', '.join(missing[:3])} ({len(missing)} tensors in all); "
-                "check that config.json belongs to these weights."
-            )
-        converted = converted.eval().requires_grad_(False)
-        quantizer = None if how is None else Quantizer(converted, how)
-        if quantizer is not None:
-            quantizer.apply(converted, device)
-        converted = converted.to(device)
-    install(converted)
-    return converted, quantizer
+    vocab: int
+    parameters: int
+    length: int
 
 
 def _loaded(
-    source: Source,
-    model: PreTrainedModel,
-    specs: list[LayerSpec],
-    dtype: torch.dtype,
-    device: torch.device,
-    length: int,
-    report: Report,
-    quantization: str | None,
+    how: Filling, model: PreTrainedModel, specs: list[LayerSpec], size: _Size, world: World, report: Report
 ) -> LoadedModel:
-    step = DecoderStep(model, specs, vocab_size(model), length).eval().requires_grad_(False)
+    step = DecoderStep(model, specs, size.vocab, size.length).eval().requires_grad_(False)
     tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     loaded = LoadedModel(
         module=step,
-        name=source.name,
+        name=how.source.name,
         architecture=type(model).__name__,
         config=model.config.to_dict(),
-        dtype=dtype,
-        device=device,
-        max_model_len=length,
-        tokenizer=Tokenizer.find(source.folder),
-        generation=_generation(source.folder, model.config),
-        num_parameters=parameters,
+        dtype=how.dtype,
+        device=how.device,
+        max_model_len=size.length,
+        tokenizer=Tokenizer.find(how.source.folder),
+        generation=_generation(how.source.folder, model.config),
+        num_parameters=size.parameters,
         weight_bytes=num_bytes,
-        quantization=quantization,
+        quantization=None if how.quantization is None else how.quantization.name,
+        world=world,
     )
     report.event(
         "model_loaded",
-        name=source.name,
+        name=loaded.name,
         architecture=loaded.architecture,
-        parameters=parameters,
+        parameters=size.parameters,
         bytes=num_bytes,
-        dtype=str(dtype).removeprefix("torch."),
-        quantization=quantization,
-        device=str(device),
-        max_model_len=length,
+        dtype=str(how.dtype).removeprefix("torch."),
+        quantization=loaded.quantization,
+        device=str(how.device),
+        max_model_len=size.length,
         tokenizer=loaded.tokenizer is not None,
     )
     return loaded

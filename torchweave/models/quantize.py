@@ -216,7 +216,9 @@ class Quantizer:
         if self.scheme.static:
             found = self.input_scales.get(name, torch.tensor(DUMMY_INPUT_SCALE))
             given = found.to(device, torch.float32).reshape(1)
-        model.set_submodule(name, Fp8Linear(weight, scale, linear.bias, given, self.scheme.group).eval())
+        replacement = Fp8Linear(weight, scale, linear.bias, given, self.scheme.group).eval()
+        replacement._forward_hooks.update(linear._forward_hooks)  # what is done with the result stays to be done
+        model.set_submodule(name, replacement)
 
     def apply(self, model: nn.Module, device: torch.device) -> None:
         """Quantise a model that has its weights already, moving one weight at a time."""

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from torchweave.models.attention import UnsupportedModel
+from torchweave.models.cuts import Cut
 from torchweave.models.quantize import Scheme, scheme
 from torchweave.models.resolve import Source, read_json
 from torchweave.models.weights import Stored
@@ -181,6 +182,29 @@ def take_scales(stored: dict[str, Stored], renamed: Mapping[str, str]) -> tuple[
             for name, target, kind in entries:
                 kind[target] = tensors.get_tensor(name)
     return weights, inputs
+
+
+def cut_scales(scales: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> dict[str, Tensor]:
+    """One rank's scales: of the part of each weight that it keeps.
+
+    Raises:
+        UnsupportedModel: a part ends within a block of weights that has one scale.
+    """
+    return {name: _cut_scale(name, scale, cuts.get(f"{name}.weight")) for name, scale in scales.items()}
+
+
+def _cut_scale(name: str, scale: Tensor, cut: Cut | None) -> Tensor:
+    if cut is None or scale.numel() == 1:
+        return scale
+    if scale.numel() == cut.full[0]:  # one for each row
+        return scale if cut.dim else Cut((scale.numel(),), 0, cut.ranges).of(scale.flatten())
+    blocks = cut.in_blocks(GROUP, scale.shape)
+    if blocks is None:
+        raise UnsupportedModel(
+            f"{name} has one scale for each {GROUP} x {GROUP} weights, and the parts of ranks would end within such a block; "
+            "use fewer ranks, or a checkpoint with a scale for each row."
+        )
+    return blocks.of(scale)
 
 
 def check_dtypes(stored: Mapping[str, Stored], renamed: Mapping[str, str], scaled: Mapping[str, Tensor]) -> None:

@@ -6,8 +6,9 @@ under other names or in other pieces (experts of a mixture, mostly), transformer
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchweave.log import Report
+from torchweave.models.cuts import Cut
 from torchweave.models.resolve import read_json
 
+_WHOLE: Mapping[str, Cut] = {}
 INDEX = "model.safetensors.index.json"
 # Buffers of old releases that are computed now: rotary frequencies and causal masks.
 _OBSOLETE = re.compile(r"(rotary_emb\.inv_freq|(attn|attention|self_attention)\.(masked_)?bias|position_ids)$")
@@ -151,19 +154,29 @@ def _missing(model: PreTrainedModel, present: set[str]) -> set[str]:
     return {name for name in missing if not any(re.search(pattern, name) for pattern in ignored)}
 
 
-def check_names(model: PreTrainedModel, stored: dict[str, Stored], renamed: dict[str, str], folder: Path) -> None:
-    """Refuse a checkpoint that lacks tensors, has tensors of another shape, or has some that the config leaves unused."""
-    wanted = targets(model)
+def check_names(
+    model: PreTrainedModel,
+    stored: dict[str, Stored],
+    renamed: dict[str, str],
+    folder: Path,
+    cuts: Mapping[str, Cut] = _WHOLE,
+) -> None:
+    """Refuse a checkpoint that lacks tensors, has tensors of another shape, or has some that the config leaves unused.
+
+    Args:
+        cuts: tensors of which the model has a part; the checkpoint has them whole.
+    """
+    wanted = {name: cuts[name].full if name in cuts else tuple(tensor.shape) for name, tensor in targets(model).items()}
     if missing := sorted(_missing(model, set(renamed.values()))):
         raise ValueError(
             f"{folder} lacks {_some(missing)} of {type(model).__name__}: expected every tensor that config.json implies; "
             "check that config.json belongs to these weights."
         )
     for name, target in renamed.items():
-        if tuple(wanted[target].shape) != stored[name].shape:
+        if wanted[target] != stored[name].shape:
             raise ValueError(
                 f"{stored[name].file} has {name} of shape {list(stored[name].shape)}, expected "
-                f"{list(wanted[target].shape)}; check that config.json belongs to these weights."
+                f"{list(wanted[target])}; check that config.json belongs to these weights."
             )
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     owners = {name.rpartition(".")[0] for name in wanted}
@@ -193,29 +206,46 @@ def stream(
     device: torch.device,
     report: Report,
     placer: Placer | None = None,
+    cuts: Mapping[str, Cut] = _WHOLE,
 ) -> None:
-    """Fill the model from the files, tensor by tensor, then tie what is tied."""
+    """Fill the model from the files, tensor by tensor, then tie what is tied. Of a tensor in `cuts` only the part is read."""
     dtypes = dtype_plan(model) | (placer.dtypes if placer is not None else {})
     place = placer.put if placer is not None else put
     all_names = set(targets(model))
     by_file: dict[Path, list[str]] = {}
     for name in renamed:
         by_file.setdefault(stored[name].file, []).append(name)
-    with report.progress("weights", sum(stored[name].num_bytes for name in renamed)) as advance:
+    sizes = {name: _bytes_read(stored[name], cuts.get(target)) for name, target in renamed.items()}
+    with report.progress("weights", sum(sizes.values())) as advance:
         for file, names in by_file.items():
             with safe_open(file, framework="pt") as tensors:
                 for name in names:
                     target = renamed[name]
+                    cut = cuts.get(target)
+                    tensor = tensors.get_tensor(name) if cut is None else cut.of(tensors.get_slice(name))
                     # A copy even where nothing changes: the file's pages must not stay the model's memory.
-                    place(model, target, tensors.get_tensor(name).to(device=device, dtype=dtypes[target], copy=True))
-                    advance(stored[name].num_bytes, file.name)
+                    place(model, target, tensor.to(device=device, dtype=dtypes[target], copy=cut is None))
+                    advance(sizes[name], file.name)
     model.tie_weights(missing_keys=all_names - set(renamed.values()), recompute_mapping=False)
 
 
+def _bytes_read(stored: Stored, cut: Cut | None) -> int:
+    return stored.num_bytes if cut is None else stored.num_bytes * math.prod(cut.shape) // max(1, math.prod(cut.full))
+
+
 def fill_random(
-    model: PreTrainedModel, device: torch.device, report: Report, seed: int = 0, placer: Placer | None = None
+    model: PreTrainedModel,
+    device: torch.device,
+    report: Report,
+    seed: int = 0,
+    placer: Placer | None = None,
+    cuts: Mapping[str, Cut] = _WHOLE,
 ) -> None:
-    """Random weights on the device: matrices and embeddings small and normal, norms one, biases and the rest zero."""
+    """Random weights on the device: matrices and embeddings small and normal, norms one, biases and the rest zero.
+
+    Args:
+        cuts: tensors of which the model has a part: that of the numbers that the whole model would have.
+    """
     dtypes, wanted = dtype_plan(model), targets(model)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     names = [name for name in wanted if name not in tied]
@@ -224,13 +254,14 @@ def fill_random(
         "random weights", sum(wanted[name].numel() * dtypes[name].itemsize for name in names)
     ) as advance:
         for name in names:
-            shape, dtype = wanted[name].shape, dtypes[name]
+            cut, dtype = cuts.get(name), dtypes[name]
+            shape = wanted[name].shape if cut is None else cut.full
             tensor = torch.zeros(shape, dtype=dtype, device=device)
             if dtype.is_floating_point and len(shape) >= 2:
                 tensor.normal_(0.0, 0.02, generator=generator)
             elif dtype.is_floating_point and name.endswith("weight"):
                 tensor.fill_(1.0)
-            (put if placer is None else placer.put)(model, name, tensor)
+            (put if placer is None else placer.put)(model, name, tensor if cut is None else cut.of(tensor))
             advance(tensor.numel() * dtype.itemsize, name)
     model.tie_weights(missing_keys=set(tied), recompute_mapping=False)
 

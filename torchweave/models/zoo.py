@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from torchweave.models.load import quiet_transformers
+from torchweave.models.filling import quiet_transformers
 
 VOCAB = 256
 _WIDTH = 64

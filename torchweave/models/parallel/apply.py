@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import torchweave.ops.collectives  # noqa: F401  (defines torchweave::all_reduce)
-from torchweave.models.parallel.cuts import Cut, Heads
+from torchweave.models.cuts import Heads
 from torchweave.models.parallel.fused import WIDTHS
 from torchweave.models.parallel.plan import ParallelPlan
 from torchweave.models.parallel.roles import is_linear, is_transposed
@@ -156,8 +155,3 @@ def _own_experts(block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x, index, *rest = args
     local = index - block.torchweave_first_expert
     return (x, torch.where(local < 0, block.down_proj.shape[0], local), *rest)
-
-
-def part_of(cuts: Mapping[str, Cut], name: str, whole: Any) -> Tensor:
-    """This rank's part of a tensor or safetensors slice called `name`."""
-    return cuts[name].of(whole) if name in cuts else whole[:] if not isinstance(whole, Tensor) else whole

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchweave.models.attention import UnsupportedModel
+from torchweave.models.cuts import Cut, Heads, Range, Ranges, even, padded
 from torchweave.models.experts import is_block, runs_as_op
-from torchweave.models.parallel.cuts import Cut, Heads, Range, Ranges, even, padded
 from torchweave.models.parallel.fused import FUSED, layout_of
 from torchweave.models.parallel.roles import KV, PACKED, Role, attentions, is_transposed, kind_of, roles
 from torchweave.ops.attention import LayerSpec
@@ -52,10 +52,10 @@ class ParallelPlan:
     heads: dict[str, Heads] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)
 
-    def expected(self, whole: Sequence[LayerSpec]) -> list[tuple[int, int]]:
-        """(heads, key and value heads) of each layer as this rank has them."""
+    def expected(self, whole: Sequence[LayerSpec]) -> list[tuple[int, int, int]]:
+        """(heads, key and value heads, width of a head) of each layer as this rank has them."""
         divided = [Heads(spec.num_heads, spec.num_kv_heads, self.rank, self.size) for spec in whole]
-        return [(heads.own_query, heads.own_kv) for heads in divided]
+        return [(heads.own_query, heads.own_kv, spec.head_dim) for heads, spec in zip(divided, whole, strict=True)]
 
 
 def plan_of(
@@ -138,7 +138,9 @@ class _Planner:
             layout = layout_of(module, leaf)
             ranges = None if layout is None else layout(module, heads, rows)
             if ranges is None:
-                what = "is of an unknown layout" if layout is None else f"cannot be laid out for {heads.own_query} heads"
+                what = (
+                    "is of an unknown layout" if layout is None else f"cannot be laid out for {heads.own_query} heads"
+                )
                 raise self.refusal(f"{kind_of(name)} of {type(module).__name__} {what}; use fewer ranks")
             return ranges
         count, of = (heads.kv, heads.of_kv) if leaf in KV else (heads.query, heads.of_query)
@@ -225,7 +227,7 @@ class _Planner:
             )
         of_up = even(up.shape, 2 if form.transposed else 1, self.rank, self.size, form.halves)
         assert of_up is not None, "as wide as down, or twice"
-        self.done.cuts |= {f"{name}.down_proj": of_down, f"{name}.{form.up}": of_up}
+        self.done.cuts.update({f"{name}.down_proj": of_down, f"{name}.{form.up}": of_up})
         bias = getattr(block, f"{form.up}_bias", None)
         if bias is not None:
             self._keep(f"{name}.{form.up}_bias", bias, 1, of_up.ranges)
@@ -235,7 +237,9 @@ class _Planner:
     def _share_experts(self, name: str, block: Any, form: _Experts) -> None:
         """Some of the experts, whole."""
         if not form.by_index:
-            raise self.refusal(f"the experts {kind_of(name)} cannot be told apart by number; leave enable_expert_parallel off")
+            raise self.refusal(
+                f"the experts {kind_of(name)} cannot be told apart by number; leave enable_expert_parallel off"
+            )
         count = block.down_proj.shape[0]
         if count % self.size:
             raise self.refusal(f"{count} experts of {kind_of(name)} do not divide; leave enable_expert_parallel off")

@@ -105,7 +105,9 @@ def _owner(name: str) -> str:
 
 def attentions(model: nn.Module, found: Mapping[str, Role]) -> dict[str, Any]:
     """Attention modules by name: they know their layer, and have projections that are divided."""
-    owners = {_owner(name) for name, role in found.items() if role == "columns" and name.rpartition(".")[2] in ATTENTION}
+    owners = {
+        _owner(name) for name, role in found.items() if role == "columns" and name.rpartition(".")[2] in ATTENTION
+    }
     return {
         name: module
         for name, module in model.named_modules()

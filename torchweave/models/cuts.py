@@ -34,7 +34,7 @@ class Cut:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of this rank's part."""
+        """Of what this rank has."""
         if self.zero:
             return self.full
         length = sum(end - begin for begin, end in self.ranges) + self.pad
@@ -122,4 +122,3 @@ class Heads:
     def of_kv(self, unit: int, start: int = 0) -> Range:
         """The same of keys or values."""
         return start + self.first_kv * unit, start + (self.first_kv + self.own_kv) * unit
-

@@ -1,0 +1,211 @@
+"""Tensor parallelism: tokens of two ranks, parts of parameters, one graph for all ranks, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.compile.canonical import canonical
+from tests.models.paged import paged_tokens
+from tests.models.test_trace_once import DYNAMIC, INPUTS
+from tests.ops.collective_cases import mirrored
+from tests.ranks import run_ranks
+from torchweave.compile.capture import capture
+from torchweave.compile.split import Piece, split
+from torchweave.distributed.communicator import ProcessGroupCommunicator
+from torchweave.distributed.world import World
+from torchweave.log import Report
+from torchweave.models import LoadedModel, UnsupportedModel, load, zoo
+from torchweave.models.cuts import Cut, Heads, even, padded
+from torchweave.models.quantize import Fp8Linear
+from torchweave.ops.collectives import register_communicator
+
+# Grouped heads and experts by width or number; packed heads of other classes; norms over all heads; tied vocabularies.
+NAMES = ("llama-tied", "gpt2", "olmo2", "gpt_oss")
+BY_NUMBER = ("gpt_oss",)
+_IDENTITY = re.compile(r"(?<=\]) \d{9,}")  # of a constant, in canonical lines
+
+
+def part_of(source: Any, rank: int, size: int = 2, **options: Any) -> LoadedModel:
+    """A rank's part, loaded in this process."""
+    with mirrored("tp", size, rank):
+        return load(source, torch.float32, world=World(rank=rank, size=size, tensor_parallel_size=size), **options)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, zoo.VOCAB, (n,), generator=generator).tolist() for n in (3, 70)]
+
+
+def _tokens(world: World, folders: dict[str, str]) -> dict[str, list[list[int]]]:
+    register_communicator("tp", ProcessGroupCommunicator(world.groups["tp"]))
+    found = {}
+    for name, folder in folders.items():
+        for by_number in (False, True)[: 1 + (name in BY_NUMBER)]:
+            loaded = load(folder, torch.float32, world=world, expert_parallel=by_number)
+            found[f"{name} {by_number}"] = paged_tokens(loaded.module, prompts(), 6)
+    return found
+
+
+def test_tokens_of_two_ranks_are_those_of_transformers(tmp_path: Path) -> None:
+    expected, folders = {}, {}
+    for name in NAMES:
+        model = zoo.build(zoo.specimen(name))
+        expected[name] = zoo.reference_tokens(model, prompts(), 6)
+        zoo.save(model, tmp_path / name)
+        folders[name] = str(tmp_path / name)
+    first, second = run_ranks(_tokens, 2, folders)
+    assert first == second
+    assert len(first) == len(NAMES) + len(BY_NUMBER)
+    for how, tokens in first.items():
+        assert tokens == expected[how.split()[0]], how
+
+
+@pytest.mark.parametrize("name", ["llama-bias", "qwen3_moe"])
+def test_all_ranks_have_one_graph(name: str) -> None:
+    entry = zoo.specimen(name)
+    config = replace(entry, options={**entry.options, "num_hidden_layers": 4}).config().to_dict()
+    lines, clones, digests = [], [], []
+    for rank in range(2):
+        report = Report(show=False)
+        loaded = part_of(config, rank, load_format="dummy", expert_parallel=True)
+        with mirrored("tp", 2, rank):
+            graph = capture(loaded.module, INPUTS, DYNAMIC, "backed_size_oblivious", report)
+        lines.append([_IDENTITY.sub("", line) for line in canonical(graph)])
+        graph.boundary_ops = frozenset({"torchweave::attention"})
+        digests.append([piece.digest for piece in split(graph) if isinstance(piece, Piece)])
+        clones += [event["cloned"] for event in report.select("trace_once")]
+    assert lines[0] == lines[1]
+    assert digests[0] == digests[1] and len(digests[0]) == 5 and len(set(digests[0])) == 3
+    assert sum("torchweave.all_reduce" in line for line in lines[0]) == 1 + 2 * 4
+    assert sum("torchweave.all_gather" in line for line in lines[0]) == 1
+    assert clones == [3, 3], "one kind of layer, traced once"
+
+
+def test_ranks_read_their_parts_alone(tmp_path: Path) -> None:
+    entry = zoo.specimen("llama-bias")
+    zoo.save(zoo.build(entry), tmp_path)
+    whole, parts, read = load(tmp_path).module.model, [], 0
+    for rank in range(2):
+        report = Report(show=False)
+        parts.append(part_of(tmp_path, rank, report=report).module.model)
+        read = [event for event in report.select("progress") if event["title"] == "weights"][-1]["total"]
+        assert read == sum(parameter.numel() * 4 for parameter in parts[-1].parameters())
+        assert report.select("tensor_parallel")[0]["ranks"] == 2
+    assert read < 0.53 * sum(parameter.numel() * 4 for parameter in whole.parameters())
+    down = "model.layers.0.mlp.down_proj"
+    joined = torch.cat([part.get_parameter(f"{down}.weight") for part in parts], 1)
+    assert torch.equal(joined, whole.get_parameter(f"{down}.weight"))
+    assert torch.equal(sum(part.get_parameter(f"{down}.bias") for part in parts), whole.get_parameter(f"{down}.bias"))
+    assert torch.equal(parts[1].get_parameter(f"{down}.bias"), torch.zeros(64))
+    keys = torch.cat([part.get_parameter("model.layers.1.self_attn.k_proj.weight") for part in parts])
+    assert torch.equal(keys, whole.get_parameter("model.layers.1.self_attn.k_proj.weight"))
+
+
+def test_dummy_weights_are_parts_of_the_same_numbers() -> None:
+    config = zoo.specimen("gpt_oss").config().to_dict()
+    whole = load(config, torch.float32, load_format="dummy")
+    parts = [part_of(config, rank, load_format="dummy") for rank in range(2)]
+    name = "model.layers.2.mlp.experts.down_proj"
+    found = torch.cat([part.module.model.get_parameter(name) for part in parts], 1)
+    assert torch.equal(found, whole.module.model.get_parameter(name))
+    assert parts[0].num_parameters == whole.num_parameters
+    assert parts[0].weight_bytes < 0.6 * whole.weight_bytes
+    assert parts[0].module.vocab_size == whole.module.vocab_size == zoo.VOCAB
+    assert [spec.num_heads for spec in parts[1].module.attention_layers] == [2] * 4
+    assert parts[1].world.tensor_rank == 1
+
+
+def _block_checkpoint(folder: Path, head_dim: int) -> None:
+    """A Llama whose linears are in FP8 with a scale for each 128 x 128."""
+    options = {"hidden_size": 256, "intermediate_size": 512, "head_dim": head_dim, "num_hidden_layers": 1}
+    model = zoo.build(replace(zoo.specimen("llama"), options=options))
+    zoo.save(model, folder)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        tensors[name] = tensor.contiguous()
+        if "_proj" in name:
+            tensors[name] = tensor.clamp(-1, 1).to(torch.float8_e4m3fn)
+            shape = [-(-size // 128) for size in tensor.shape]
+            tensors[name.removesuffix("weight") + "weight_scale_inv"] = torch.rand(shape) + 0.5
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_scales_of_blocks_are_divided_with_their_weights(tmp_path: Path) -> None:
+    _block_checkpoint(tmp_path, 128)
+    whole: Any = load(tmp_path).module.model.get_submodule("model.layers.0.mlp")
+    for rank in range(2):
+        part: Any = part_of(tmp_path, rank).module.model.get_submodule("model.layers.0.mlp")
+        rows = slice(rank * 256, rank * 256 + 256)
+        assert isinstance(part.down_proj, Fp8Linear)
+        up = part.up_proj.weight.float()
+        assert torch.equal(up, whole.up_proj.weight.float()[rows])
+        x = torch.randn(3, 256)
+        with mirrored("tp", 1, rank):
+            torch.testing.assert_close(part.up_proj(x), whole.up_proj(x)[:, rows])
+            h = torch.randn(3, 512)
+            h[:, :256] *= rank == 0
+            h[:, 256:] *= rank == 1
+            torch.testing.assert_close(part.down_proj(h[:, rows]), whole.down_proj(h))
+
+
+def test_what_would_cut_a_block_is_refused(tmp_path: Path) -> None:
+    _block_checkpoint(tmp_path, 64)
+    with pytest.raises(UnsupportedModel, match=r"one scale for each 128 x 128 weights.*use fewer ranks"):
+        part_of(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "expert_parallel", "said"),
+    [
+        ("llama", 3, False, "4 attention heads do not divide; choose among 1, 2, 4"),
+        ("gpt_bigcode", 8, False, "4 attention heads do not divide"),
+        ("codegen", 2, False, "cannot be laid out for 2 heads; use fewer ranks"),
+        ("llama4", 2, True, "cannot be told apart by number; leave enable_expert_parallel off"),
+    ],
+)
+def test_refused_in_a_sentence(name: str, size: int, expert_parallel: bool, said: str) -> None:
+    config = zoo.specimen(name).config().to_dict()
+    with pytest.raises(UnsupportedModel, match=f"cannot be divided over {size} ranks: .*{said}"):
+        part_of(config, 0, size, load_format="dummy", expert_parallel=expert_parallel)
+
+
+def test_more_refusals() -> None:
+    entry = zoo.specimen("qwen3_moe")
+    odd = replace(entry, options={**entry.options, "num_experts": 7, "moe_intermediate_size": 33})
+    config = odd.config().to_dict()
+    for by_number, said in (
+        (False, "33 of the experts .* or enable_expert_parallel"),
+        (True, "7 experts .* do not divide"),
+    ):
+        with pytest.raises(UnsupportedModel, match=said):
+            part_of(config, 0, load_format="dummy", expert_parallel=by_number)
+    per_head = replace(zoo.specimen("stablelm"), options={"qk_layernorm": True}).config().to_dict()
+    with pytest.raises(UnsupportedModel, match="a module for each head"):
+        part_of(per_head, 0, load_format="dummy")
+
+
+def test_heads_and_cuts() -> None:
+    for rank, kv in enumerate([(0, 4), (0, 4), (4, 8), (4, 8)]):
+        heads = Heads(query=8, kv=2, rank=rank, size=4)
+        assert not heads.why_not
+        assert (heads.of_query(4), heads.of_kv(4)) == ((8 * rank, 8 * rank + 8), kv)
+    assert "neither a multiple nor a divisor" in Heads(query=12, kv=3, rank=0, size=2).why_not
+    whole = torch.arange(24.0).view(12, 2)
+    packed = even(whole.shape, 0, 1, 3, parts=2)
+    assert packed is not None and packed.of(whole)[:, 0].tolist() == [4, 6, 16, 18]
+    assert even(whole.shape, 0, 0, 5) is None
+    last = padded((5, 2), 0, 3, 4)
+    assert last.of(whole[:5]).tolist() == [[0, 0], [0, 0]] and last.shape == (2, 2)
+    assert Cut((256, 8), 0, ((64, 128),)).in_blocks(128, (2, 1)) is None

@@ -1,0 +1,133 @@
+"""Fill a model that was built without memory: from a checkpoint, through transformers' conversion, or at random."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from torchweave.log import Report
+from torchweave.models import weights
+from torchweave.models.adapt import install
+from torchweave.models.attention import UnsupportedModel
+from torchweave.models.parallel import ParallelPlan
+from torchweave.models.parallel.apply import apply, place_offsets
+from torchweave.models.quantize import Quantizer, Scheme
+from torchweave.models.quantized_checkpoint import check_dtypes, cut_scales, stored_scheme, take_scales
+from torchweave.models.resolve import Source
+
+
+@dataclass(frozen=True)
+class Filling:
+    """How a model is to be filled.
+
+    Attributes:
+        source: where it comes from.
+        config: a fresh one, for transformers' own loading.
+        dtype, device: of its weights.
+        quantization: how its linears are quantised as they arrive; None: they are not.
+        plan: this rank's part of it; None: all of it.
+    """
+
+    source: Source
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    device: torch.device
+    trust_remote_code: bool = False
+    quantization: Scheme | None = None
+    plan: ParallelPlan | None = None
+
+    def quantizer(self, model: PreTrainedModel) -> Quantizer | None:
+        return None if self.quantization is None else Quantizer(model, self.quantization)
+
+
+def fill_dummy(model: PreTrainedModel, how: Filling, report: Report) -> Quantizer | None:
+    """Fill the model at random; ranks have parts of the same numbers."""
+    quantizer = how.quantizer(model)
+    cuts = how.plan.cuts if how.plan is not None else {}
+    weights.fill_random(model, how.device, report, placer=quantizer, cuts=cuts)
+    _buffers(model, how)
+    return quantizer
+
+
+def fill(
+    model: PreTrainedModel, stored: dict[str, weights.Stored], how: Filling, report: Report
+) -> tuple[PreTrainedModel, Quantizer | None]:
+    """The model with a checkpoint's weights: the one given, or a new one where transformers must convert them."""
+    folder = how.source.folder
+    assert folder is not None
+    scaled = stored_scheme(how.source) is not None
+    if weights.needs_conversion(model, stored):
+        if scaled:
+            raise UnsupportedModel(
+                f"{folder} keeps experts in FP8 in other pieces than {type(model).__name__}, which cannot be read; use a "
+                "checkpoint whose experts are not quantized."
+            )
+        return _convert(how, report)
+    cuts = how.plan.cuts if how.plan is not None else {}
+    renamed = weights.rename(model, stored)
+    scales = take_scales(stored, renamed) if scaled else ({}, {})
+    check_dtypes(stored, renamed, scales[0])
+    weights.check_names(model, stored, renamed, folder, cuts)
+    own = cut_scales(scales[0], cuts), scales[1]
+    quantizer = None if how.quantization is None else Quantizer(model, how.quantization, *(own if scaled else ()))
+    weights.stream(model, stored, renamed, how.device, report, quantizer, cuts)
+    _buffers(model, how)
+    return model, quantizer
+
+
+def _buffers(model: PreTrainedModel, how: Filling) -> None:
+    if how.plan is not None:
+        place_offsets(model, how.plan, how.device)
+    weights.rebuild_buffers(model, how.device)
+
+
+def _convert(how: Filling, report: Report) -> tuple[PreTrainedModel, Quantizer | None]:
+    """The model as transformers loads it, whole and on the CPU at first."""
+    report.event(
+        "weights_converted", reason="the checkpoint keeps tensors in other pieces than the model", by="transformers"
+    )
+    folder = how.source.folder
+    with report.stage("weights"), quiet_transformers():
+        converted, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=how.config,
+            dtype=how.dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+            trust_remote_code=how.trust_remote_code,
+        )  # type: ignore[misc]
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(
+                f"{folder} lacks {', '.join(missing[:3])} ({len(missing)} tensors in all); "
+                "check that config.json belongs to these weights."
+            )
+        converted = converted.eval().requires_grad_(False)
+        install(converted)
+        if how.plan is not None:
+            apply(converted, how.plan)
+            converted.tie_weights(recompute_mapping=False)
+            place_offsets(converted, how.plan, torch.device("cpu"))
+        quantizer = how.quantizer(converted)
+        if quantizer is not None:
+            quantizer.apply(converted, how.device)
+        converted = converted.to(how.device)
+    return converted, quantizer
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and warnings of transformers in here: what matters is in the report."""
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()
