@@ -1,0 +1,125 @@
+"""An engine over as many ranks as its config asks for. This process is rank 0, which leads: it alone knows requests."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from torchweave.config import EngineConfig
+from torchweave.distributed import link as links
+from torchweave.distributed.crew import Crew, RankFailure
+from torchweave.distributed.local import start_local
+from torchweave.distributed.world import World, close_world, init_world
+from torchweave.engine.build import Engine, build, planned
+from torchweave.engine.digest import Digest
+from torchweave.engine.runner import Handle, Runner
+from torchweave.engine.step import Step, StepResult
+from torchweave.engine.step_message import encode
+from torchweave.engine.worker import Task
+from torchweave.log import Report
+from torchweave.models.load import LoadedModel
+
+_WORK = "torchweave.engine.worker:work"
+_LOOK_SECONDS = 5e-5  # between two looks at a step that the device has not completed
+_DIGEST_SECONDS = 30.0
+
+
+class LeadRunner:
+    """Rank 0's runner: each step is sent to the other ranks, once, before it is launched here.
+
+    Args:
+        runner: of this rank.
+        crew: the other ranks.
+
+    Attributes:
+        digests: what each rank had come to when the engine last fell idle, under `torch_compile_config.debug`.
+    """
+
+    def __init__(self, runner: Runner, crew: Crew) -> None:
+        self.digests: list[bytes] = []
+        self._runner = runner
+        self._crew = crew
+        self._digest = Digest(runner.state, runner.plan.config.torch_compile_config.debug)
+
+    def start(self) -> None:
+        self._runner.start()
+
+    def launch(self, step: Step) -> Handle:
+        message = encode(step)
+        self._digest.add(message)
+        self._crew.send(links.STEP, message)
+        try:
+            return self._runner.launch(step)
+        except RuntimeError as error:
+            raise self._crew.cause_of(error) from error
+
+    def ready(self, handle: Handle) -> bool:
+        self._crew.check()
+        return self._runner.ready(handle)
+
+    def collect(self, handle: Handle) -> StepResult:
+        while not self.ready(handle):  # a collective whose other rank is gone never completes, and this thread must see that
+            time.sleep(_LOOK_SECONDS)
+        return self._runner.collect(handle)
+
+    def memory_in_use(self) -> int | None:
+        return self._runner.memory_in_use()
+
+    def rest(self) -> None:
+        self._crew.send(links.REST)
+        self._runner.rest()
+        if self._digest.wanted:
+            self.digests = [self._digest.take(), *self._crew.digests(_DIGEST_SECONDS)]
+            if len(set(self.digests)) > 1:
+                told = "; ".join(f"rank {rank}: {digest.decode()}" for rank, digest in enumerate(self.digests))
+                raise RankFailure(f"The ranks have come to different states ({told})")
+
+
+@dataclass(frozen=True)
+class Lead:
+    """What rank 0 holds beside its own engine: the world and the other ranks."""
+
+    world: World
+    crew: Crew
+    store: TCPStore
+
+    def close(self) -> None:
+        """End the other ranks and leave the world."""
+        failed = self.crew.failure is not None
+        self.crew.close()
+        close_world(self.world, abort=failed)
+
+
+def open_engine(config: EngineConfig, report: Report, loaded: LoadedModel | None = None) -> Engine:
+    """Build an engine, with all its ranks; `Engine.close` ends them.
+
+    Raises:
+        ValueError: the model or an option cannot be, on any rank; the message says why and what to do.
+        RankFailure: a rank ended while it was built.
+    """
+    if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
+        return build(config, report, loaded)
+    if loaded is not None:
+        raise ValueError(
+            f"{loaded.name} is in memory already, and several ranks each load their own part; give its folder or name."
+        )
+    plan = planned(config)  # what cannot be is said before processes are started
+    with report.stage("starting ranks"):
+        lead = _start(config, plan.device, report)
+    try:
+        engine = build(config, report, world=lead.world, lead=lead)
+        with report.stage("waiting for ranks"):
+            lead.crew.wait_until_built()
+    except BaseException as error:
+        cause = lead.crew.cause_of(error) if isinstance(error, RuntimeError) else error
+        lead.close()
+        if isinstance(cause, RankFailure) and cause.asked:
+            raise ValueError(str(cause)) from None
+        raise cause from None
+    for facts in lead.crew.built.values():
+        report.event("rank", **facts)
+    return engine

@@ -1,0 +1,121 @@
+"""What a rank other than the leader runs: it builds the same engine, then carries out the leader's steps in their order.
+
+It knows no requests, forms no steps and tells no statistics; whatever its device draws, the leader's draws too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from torchweave.config import EngineConfig
+from torchweave.distributed import link as links
+from torchweave.distributed.follow import Follower
+from torchweave.distributed.link import Link
+from torchweave.distributed.world import close_world, init_world
+from torchweave.engine.build import build
+from torchweave.engine.digest import Digest
+from torchweave.engine.runner import Runner
+from torchweave.engine.step_message import decode
+from torchweave.log import Report
+
+_ECHO_SECONDS = 2.0  # by which the fault of a collective is told later than the end of the rank that caused it
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rank has to know to begin.
+
+    Attributes:
+        config: of the engine, as the leader was asked.
+        rank: of this process.
+        device: of this rank.
+        store: host and port of the leader's `TCPStore`.
+        num_threads: of torch on a CPU; None: as many as it likes.
+    """
+
+    config: EngineConfig
+    rank: int
+    device: str
+    store: tuple[str, int]
+    num_threads: int | None
+
+
+def work(link: Link, task: Task) -> None:
+    """Run a rank until the leader ends it; a fault is told to the leader and ends the process."""
+    follower = Follower(link, task.config.rank_timeout)
+    for name in ("transformers", "torch"):  # the leader says what there is to say
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        _work(follower, task)
+    except ValueError as error:
+        _give_up(follower, str(error), asked=True)
+    except Exception as error:
+        time.sleep(_ECHO_SECONDS)
+        traceback.print_exc()
+        _give_up(follower, f"{type(error).__name__}: {error}", asked=False)
+
+
+def ignore_interrupts() -> None:
+    """Leave Ctrl-C to the leader."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _give_up(follower: Follower, sentence: str, asked: bool) -> None:
+    follower.failed(sentence, asked)
+    os._exit(1)
+
+
+def _work(follower: Follower, task: Task) -> None:
+    config = task.config
+    if task.num_threads is not None:
+        torch.set_num_threads(task.num_threads)
+    if task.device != "cpu":
+        torch.cuda.set_device(task.device)
+    follower.joined()
+    store = torch.distributed.TCPStore(*task.store, is_master=False)
+    world = init_world(task.rank, config.tensor_parallel_size, config.pipeline_parallel_size, task.device, store)
+    report = Report(show=False)
+    begin = time.monotonic()
+    quiet = replace(config, torch_compile_config=replace(config.torch_compile_config, dump_dir=None))  # the leader's
+    engine = build(quiet, report, world=world)
+    follower.built(_facts(report, task, time.monotonic() - begin))
+    _carry_out(engine.runner, follower)
+    close_world(world)
+
+
+def _facts(report: Report, task: Task, seconds: float) -> dict[str, Any]:
+    """What the leader tells of this rank."""
+    used = [event["outcome"] for event in report.select("cache")]
+    found = {"loaded": used.count("hit"), "compiled": used.count("miss")}
+    return {"rank": task.rank, "device": task.device, "seconds": seconds, **found}
+
+
+def _carry_out(runner: Runner, follower: Follower) -> None:
+    """Steps in the order in which they come, as many in flight as the leader has."""
+    runner.start()
+    digest = Digest(runner.state, runner.plan.config.torch_compile_config.debug)
+    in_flight: deque[Any] = deque()
+    while True:
+        kind, payload = follower.messages.get()
+        if kind == links.STEP:
+            digest.add(payload)
+            in_flight.append(runner.launch(decode(payload)))
+            if len(in_flight) > runner.plan.run_ahead:
+                runner.collect(in_flight.popleft())
+            continue
+        while in_flight:
+            runner.collect(in_flight.popleft())
+        if kind == links.END:
+            return
+        if digest.wanted:
+            follower.digest(digest.take())
+        runner.rest()
