@@ -22,6 +22,7 @@ DynamicShapes = Literal["backed", "unbacked", "backed_size_oblivious"]
 CacheFormat = Literal["binary", "unpacked"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic"]
 PassNumerics = Literal["exact", "tolerance"]
+Executor = Literal["local", "torchrun"]
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,10 @@ class EngineConfig:
         batch_wait_max_tokens_ratio: part of `max_num_tokens` that is worth reading without waiting for more.
         enable_prefix_caching: requests that begin alike share KV cache blocks, and blocks are kept for later requests.
         run_ahead: steps that are launched before the tokens of an earlier one are read back.
+        tensor_parallel_size: ranks that share each layer of the model, each with a GPU (or a process of a CPU) of its own.
+        executor: what starts the ranks. `local`: this process starts the others on this machine; `torchrun`: they are there, and
+            all run the same script.
+        rank_timeout: seconds after which a rank that gives no sign of life counts as hung, which ends all of them.
         seed: makes requests without a seed of their own reproducible; None draws one.
         torch_compile_config: how the model's graph is built.
         cuda_graph_config: which whole steps are recorded as CUDA graphs.
@@ -160,9 +165,17 @@ class EngineConfig:
     batch_wait_max_tokens_ratio: float = 0.0
     enable_prefix_caching: bool = True
     run_ahead: int = 2
+    tensor_parallel_size: int = 1
+    executor: Executor = "local"
+    rank_timeout: float = 8.0
     seed: int | None = None
     torch_compile_config: TorchCompileConfig = field(default_factory=TorchCompileConfig)
     cuda_graph_config: CudaGraphConfig = field(default_factory=CudaGraphConfig)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that run the model together."""
+        return self.tensor_parallel_size
 
 
 @dataclass(frozen=True)
@@ -215,3 +228,22 @@ def cache_dir(configured: str | None) -> Path:
 def api_key_from_environment() -> str:
     """OPENAI_API_KEY, which clients of an OpenAI server send; empty where it is not set."""
     return os.environ.get("OPENAI_API_KEY", "")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What torchrun told this process: its rank, how many there are, its number on this machine, and where rank 0 is."""
+
+    rank: int
+    size: int
+    local_rank: int
+    address: str
+
+
+def launched_by_torchrun() -> Launched | None:
+    """None where torchrun did not start this process."""
+    known = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")]
+    if None in known:
+        return None
+    rank, size, local_rank, address = known
+    return Launched(int(rank or 0), int(size or 1), int(local_rank or 0), str(address))

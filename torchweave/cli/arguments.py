@@ -37,6 +37,7 @@ ALIASES = {
     "dump_dir": "torch_compile_config.dump_dir",
     "compile_cache": "torch_compile_config.compile_cache",
     "compile_cache_dir": "torch_compile_config.compile_cache_dir",
+    "tp": "tensor_parallel_size",
 }
 SHORT_PREFIX, LONG_PREFIX = "-cc.", "--torch_compile_config."
 

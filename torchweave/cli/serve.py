@@ -35,6 +35,8 @@ def run(argv: Sequence[str]) -> int:
     config, settings = engine_config(args), fill(ServerConfig, args)
     check_names(config, None)
     check_numbers(config)
+    if config.executor == "torchrun":
+        raise ValueError("executor=torchrun is for scripts, which all ranks run; serve starts its ranks itself: leave it out")
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise ValueError(f"serve needs {', '.join(missing)}; install them with: pip install 'torchweave[serve]'")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import struct
 import threading
 from multiprocessing.connection import Connection
 
@@ -69,6 +70,10 @@ class Link:
         """
         message = self._connection.recv_bytes()
         return message[:1], message[1:]
+
+    def unlimited(self) -> None:
+        """Let reading take as long as it takes again."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
 
     def fileno(self) -> int:
         return self._connection.fileno()

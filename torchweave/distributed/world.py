@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
+from torchweave.distributed.communicator import ProcessGroupCommunicator
+from torchweave.ops.collectives import register_communicator
+
 TENSOR, PIPELINE = "tp", "pp"
 """Names under which a graph knows its groups: the same on every rank, so that all ranks have the same graph."""
 
@@ -82,7 +85,7 @@ def init_world(
     pipeline_parallel_size: int,
     device: str,
     store: Store,
-    timeout: float = 600.0,
+    timeout: float = 1800.0,
 ) -> World:
     """Join the world; returns once every rank has joined.
 
@@ -114,13 +117,30 @@ def init_world(
                 groups[name] = group
     host = dist.group.WORLD
     assert host is not None
+    if tensor_parallel_size > 1:
+        register_communicator(TENSOR, ProcessGroupCommunicator(groups[TENSOR]))
     return World(rank, size, tensor_parallel_size, pipeline_parallel_size, device, groups, host)
 
 
-def close_world(world: World) -> None:
-    """Leave the world. The process may join another one afterwards."""
-    if world.host is not None and dist.is_initialized():
-        dist.destroy_process_group()
+def close_world(world: World, abort: bool = False) -> None:
+    """Leave the world. The process may join another one afterwards.
+
+    Args:
+        abort: other ranks are gone: leave without them.
+    """
+    if world.host is None or not dist.is_initialized():
+        return
+    register_communicator(TENSOR, None)
+    if abort:
+        abort_groups(world)
+    dist.destroy_process_group()
+
+
+def abort_groups(world: World) -> None:
+    """Give up what is under way on GPUs between ranks, of which some are gone: kernels that wait for them end."""
+    for group in world.groups.values():
+        if group.name() == "nccl":
+            group.abort()
 
 
 def _new_group(ranks: list[int], device: str, limit: datetime.timedelta) -> ProcessGroup | None:

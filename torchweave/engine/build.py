@@ -12,12 +12,15 @@ from torchweave.compile.cache import open_cache
 from torchweave.compile.graphs import Forward, GraphPool
 from torchweave.compile.tuning.table import Table
 from torchweave.config import EngineConfig
+from torchweave.distributed.world import World
 from torchweave.engine import warm_up
 from torchweave.engine.batch import Batch
 from torchweave.engine.facts import device_facts
 from torchweave.engine.kv_cache import KVCache
 from torchweave.engine.kv_groups import Layout, layout_of, longest_sequence
+from torchweave.engine.lead import Lead
 from torchweave.engine.limits import Limits
+from torchweave.engine.loop import StepRunner
 from torchweave.engine.memory import GIB, MemoryUse, blocks_that_fit, bytes_per_block, longest_step
 from torchweave.engine.movers import mover_of
 from torchweave.engine.offload import HostPool
@@ -40,23 +43,42 @@ _BYTES_PER_GRAPH = 4 << 20  # what a recording takes beside its tensors: nodes a
 
 @dataclass(frozen=True)
 class Engine:
-    """All parts of an engine, in place."""
+    """All parts of an engine, in place.
+
+    Attributes:
+        runner: of this rank.
+        steps: what the batch manager launches steps on: `runner`, or what also tells them to the other ranks.
+        lead: the other ranks; None where there are none, and on a rank that is led.
+    """
 
     plan: Plan
     loaded: LoadedModel
     batch: Batch
     runner: Runner
     report: Report
+    steps: StepRunner
+    lead: Lead | None = None
+
+    def close(self) -> None:
+        """End the other ranks, if there are any."""
+        if self.lead is not None:
+            self.lead.close()
 
 
-def build(config: EngineConfig, report: Report, loaded: LoadedModel | None = None) -> Engine:
-    """Build an engine. `loaded` is a model that is in memory already; else it is read from where `config.model` says.
+def build(
+    config: EngineConfig, report: Report, loaded: LoadedModel | None = None, world: World | None = None
+) -> Engine:
+    """Build the engine of one rank; `open_engine` builds all of them.
+
+    Args:
+        loaded: a model that is in memory already; else it is read from where `config.model` says.
+        world: the ranks, of which all build at the same moment; None: there is only this one.
 
     Raises:
         ValueError: the model or an option cannot be; the message says why and what to do.
     """
     try:
-        return _build(config, report, loaded)
+        return _build(config, report, loaded, World.single() if world is None else world)
     except RuntimeError as error:
         if not (isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)):
             raise
@@ -74,7 +96,7 @@ def tune(config: EngineConfig, report: Report, *, again: bool = False) -> Table:
         ValueError: the model or an option cannot be, there is no GPU, or nothing is to be kept.
     """
     asked = replace(config, torch_compile_config=replace(config.torch_compile_config, tune=True))
-    plan = resolve(asked, device_facts(config.device), _model_facts(config, None))
+    plan = planned(asked)
     if not plan.tune:
         why = next(entry.why for entry in plan.entries if entry.name == "torch_compile_config.tune")
         raise ValueError(f"nothing can be tuned here: {why}")
@@ -99,9 +121,19 @@ def _out_of_memory(error: RuntimeError) -> str:
     )
 
 
-def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> Engine:
+def planned(config: EngineConfig) -> Plan:
+    """The plan of a config, as far as it is known before anything is loaded.
+
+    Raises:
+        ValueError: the model or an option cannot be.
+    """
+    return resolve(config, device_facts(config.device), _model_facts(config, None))
+
+
+def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, world: World) -> Engine:
     """`build`, but for what is said when memory runs out."""
-    plan = resolve(config, device_facts(config.device), _model_facts(config, loaded))
+    device = config.device if world.size == 1 else world.device
+    plan = resolve(config, device_facts(device, world.rank), _model_facts(config, loaded))
     dtype = getattr(torch, plan.dtype)
     if loaded is None:
         trust = config.trust_remote_code
@@ -115,7 +147,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
     if not plan.device.startswith("cuda"):  # refused before the model is woven, which takes longest
         blocks_that_fit(plan, block_bytes, None, layout.sights)
     warming = warm_up.start(plan, loaded.module, layers, loaded.module.vocab_size, backend, dtype)
-    forward, plan = forward_of(loaded.module, plan, report)
+    forward, plan = forward_of(loaded.module, plan, report, world)
     if warming is not None:
         with report.stage("building kernels"):
             warming.join()
@@ -128,7 +160,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
 
     with report.stage("measuring memory"):
         use = _measure(plan, forward, backend, allocate, state, report)
-    blocks = blocks_that_fit(plan, block_bytes, use, layout.sights)
+    blocks = world.smallest(blocks_that_fit(plan, block_bytes, use, layout.sights))
     plan = _settle(plan, blocks, use, layout)
     with report.stage("allocating the KV cache"):
         runner = Runner(plan, forward, backend, allocate(blocks), state, report)
@@ -137,7 +169,8 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None) -> 
         _record(runner, plan, report)
     else:
         release_workers()
-    return Engine(plan, loaded, _batch(runner, blocks, loaded, layout, plan, report), runner, report)
+    batch = _batch(runner, blocks, loaded, layout, plan, report)
+    return Engine(plan, loaded, batch, runner, report, runner)
 
 
 def _batch(runner: Runner, num_blocks: int, loaded: LoadedModel, layout: Layout, plan: Plan, report: Report) -> Batch:

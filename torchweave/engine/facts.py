@@ -16,9 +16,10 @@ _ONLY_BLOCK_SIZES = {"fa3": (128,)}
 _NO_FP8_CACHE = {"fa3": "FlashAttention 3 reads a cache in FP8 only with queries in FP8"}
 
 
-def device_facts(asked: str) -> DeviceFacts:
-    """The facts of the device that `asked` names (`auto`, `cpu`, `cuda`, `cuda:N`)."""
-    name = choose_device(asked, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+def device_facts(asked: str, rank: int = 0) -> DeviceFacts:
+    """The facts of the device that `asked` names (`auto`, `cpu`, `cuda`, `cuda:N`), which is that of `rank`."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = choose_device(asked, num_gpus)
     device = torch.device(name)
     is_gpu = device.type == "cuda"
     return DeviceFacts(
@@ -27,6 +28,7 @@ def device_facts(asked: str) -> DeviceFacts:
         capability=torch.cuda.get_device_capability(device) if is_gpu else None,
         attention=tuple(_attention_facts(backend, device) for backend in _PREFERENCE[device.type]),
         inductor_refusal=_inductor_refusal(is_gpu),
+        num_gpus=num_gpus - (device.index or 0) + rank if is_gpu else 0,
     )
 
 

@@ -1,29 +1,20 @@
-"""An engine over as many ranks as its config asks for. This process is rank 0, which leads: it alone knows requests."""
+"""Rank 0 of several: it alone knows requests, and tells the other ranks each step before it begins that itself."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch.distributed import TCPStore
+from torch.distributed import Store
 
-from torchweave.config import EngineConfig
 from torchweave.distributed import link as links
 from torchweave.distributed.crew import Crew, RankFailure
-from torchweave.distributed.local import start_local
-from torchweave.distributed.world import World, close_world, init_world
-from torchweave.engine.build import Engine, build, planned
+from torchweave.distributed.world import World, close_world
 from torchweave.engine.digest import Digest
 from torchweave.engine.runner import Handle, Runner
 from torchweave.engine.step import Step, StepResult
 from torchweave.engine.step_message import encode
-from torchweave.engine.worker import Task
-from torchweave.log import Report
-from torchweave.models.load import LoadedModel
 
-_WORK = "torchweave.engine.worker:work"
 _LOOK_SECONDS = 5e-5  # between two looks at a step that the device has not completed
 _DIGEST_SECONDS = 30.0
 
@@ -81,45 +72,14 @@ class LeadRunner:
 
 @dataclass(frozen=True)
 class Lead:
-    """What rank 0 holds beside its own engine: the world and the other ranks."""
+    """What rank 0 holds beside its own engine: the world, the other ranks, and where they found each other."""
 
     world: World
     crew: Crew
-    store: TCPStore
+    store: Store
 
     def close(self) -> None:
         """End the other ranks and leave the world."""
         failed = self.crew.failure is not None
         self.crew.close()
         close_world(self.world, abort=failed)
-
-
-def open_engine(config: EngineConfig, report: Report, loaded: LoadedModel | None = None) -> Engine:
-    """Build an engine, with all its ranks; `Engine.close` ends them.
-
-    Raises:
-        ValueError: the model or an option cannot be, on any rank; the message says why and what to do.
-        RankFailure: a rank ended while it was built.
-    """
-    if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
-        return build(config, report, loaded)
-    if loaded is not None:
-        raise ValueError(
-            f"{loaded.name} is in memory already, and several ranks each load their own part; give its folder or name."
-        )
-    plan = planned(config)  # what cannot be is said before processes are started
-    with report.stage("starting ranks"):
-        lead = _start(config, plan.device, report)
-    try:
-        engine = build(config, report, world=lead.world, lead=lead)
-        with report.stage("waiting for ranks"):
-            lead.crew.wait_until_built()
-    except BaseException as error:
-        cause = lead.crew.cause_of(error) if isinstance(error, RuntimeError) else error
-        lead.close()
-        if isinstance(cause, RankFailure) and cause.asked:
-            raise ValueError(str(cause)) from None
-        raise cause from None
-    for facts in lead.crew.built.values():
-        report.event("rank", **facts)
-    return engine

@@ -12,9 +12,10 @@ from torchweave.compile.dump import open_dump
 from torchweave.compile.explanation.page import keep_explanation
 from torchweave.config import EngineConfig
 from torchweave.engine.batch_manager import BatchManager
-from torchweave.engine.build import Engine, build
+from torchweave.engine.build import Engine
 from torchweave.engine.client import Client
 from torchweave.engine.flight import Flight
+from torchweave.engine.open import open_engine
 from torchweave.engine.request import CompletionOutput, InferenceRequest, RequestOutput, SamplingParams
 from torchweave.engine.structured import why_not
 from torchweave.engine.text import in_tokens
@@ -59,13 +60,13 @@ class LLM:
     def _open(self, config: EngineConfig, report: Report | None, loaded: LoadedModel | None) -> None:
         self.report = report if report is not None else Report()
         open_dump(config.torch_compile_config, self.report)
-        self.engine: Engine = build(config, self.report, loaded)
+        self.engine: Engine = open_engine(config, self.report, loaded)
         self.plan = self.engine.plan
         self.tokenizer: Tokenizer | None = self.engine.loaded.tokenizer
         self._client = Client()
         self.manager = BatchManager(
             self.engine.batch,
-            self.engine.runner,
+            self.engine.steps,
             self._client.get_requests,
             poll_stop=self._client.poll_stop,
             send_responses=self._client.send_responses,
@@ -73,7 +74,7 @@ class LLM:
             idle_seconds=None,
             seed=config.seed,
         )
-        self._finalizer = weakref.finalize(self, self.manager.shutdown, drain=False)
+        self._finalizer = weakref.finalize(self, _end, self.manager, self.engine)
         self.report.event("ready")
         keep_explanation(self.plan, self.report)
 
@@ -207,6 +208,7 @@ class LLM:
         while drain and self.manager.alive and not self._client.wait_until_answered(_LOOK_SECONDS):
             pass
         self.manager.shutdown(drain=drain)
+        self.engine.close()
         self._client.refuse_all("The engine was shut down before the request had finished.")
 
     def __enter__(self) -> LLM:
@@ -214,6 +216,12 @@ class LLM:
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown(drain=exc[0] is None)
+
+
+def _end(manager: BatchManager, engine: Engine) -> None:
+    """End the threads and processes of an engine that nobody holds any more."""
+    manager.shutdown(drain=False)
+    engine.close()
 
 
 def _deltas(flight: Flight, prompt_of: dict[int, int]) -> Iterator[tuple[int, CompletionOutput]]:

@@ -13,6 +13,7 @@ from torchweave.compile.errors import TraceError
 from torchweave.compile.graphs import Forward
 from torchweave.compile.woven import Woven
 from torchweave.config import TorchCompileConfig
+from torchweave.distributed.world import World
 from torchweave.engine.tune import tune_model
 from torchweave.log import Report
 from torchweave.ops.registry import boundary_ops
@@ -51,12 +52,17 @@ def weave_model(
     return weave(module, example, dynamic, boundary_ops=boundary_ops(), config=config, cache=cache, report=report)
 
 
-def forward_of(module: torch.nn.Module, plan: Plan, report: Report) -> tuple[Forward, Plan]:
-    """The model woven, or, when it will not trace, run as it is with capture broken at boundary ops."""
+def forward_of(module: torch.nn.Module, plan: Plan, report: Report, world: World) -> tuple[Forward, Plan]:
+    """The model woven, or, when it will not trace, run as it is with capture broken at boundary ops.
+
+    All ranks have the same graph: with a compile cache the leader builds it, and the others wait to load what it kept.
+    """
     if not plan.fullgraph:
         return broken(module, boundary_ops()), plan
     config, device = effective(plan), torch.device(plan.device)
     cache = open_cache(config, report)
+    if cache is not None and not world.is_leader:
+        world.barrier()
     try:
         if plan.tune and cache is not None:
             with report.stage("tuning"):
@@ -68,10 +74,14 @@ def forward_of(module: torch.nn.Module, plan: Plan, report: Report) -> tuple[For
                     report,
                 )
         with report.stage("weaving"):
-            return weave_model(module, config, device, cache, report), plan
+            woven = weave_model(module, config, device, cache, report)
+        return woven, plan
     except TraceError as error:
         report.event("fallback", what="the model runs without the compiler", why=str(error))
         settled = plan.settle(
             "torch_compile_config.enable_fullgraph", False, f"will not trace: {error}", fullgraph=False
         )
         return broken(module, boundary_ops()), settled
+    finally:
+        if cache is not None and world.is_leader:
+            world.barrier()

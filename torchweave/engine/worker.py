@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
 import traceback
 from collections import deque
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed import Store, TCPStore
 
 from torchweave.config import EngineConfig
 from torchweave.distributed import link as links
@@ -38,24 +38,24 @@ class Task:
         config: of the engine, as the leader was asked.
         rank: of this process.
         device: of this rank.
-        store: host and port of the leader's `TCPStore`.
+        store: host and port of the leader's `TCPStore`; None where the ranks have a store in common.
         num_threads: of torch on a CPU; None: as many as it likes.
     """
 
     config: EngineConfig
     rank: int
     device: str
-    store: tuple[str, int]
-    num_threads: int | None
+    store: tuple[str, int] | None = None
+    num_threads: int | None = None
 
 
-def work(link: Link, task: Task) -> None:
+def work(link: Link, task: Task, store: Store | None = None) -> None:
     """Run a rank until the leader ends it; a fault is told to the leader and ends the process."""
     follower = Follower(link, task.config.rank_timeout)
     for name in ("transformers", "torch"):  # the leader says what there is to say
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        _work(follower, task)
+        _work(follower, task, store)
     except ValueError as error:
         _give_up(follower, str(error), asked=True)
     except Exception as error:
@@ -64,25 +64,22 @@ def work(link: Link, task: Task) -> None:
         _give_up(follower, f"{type(error).__name__}: {error}", asked=False)
 
 
-def ignore_interrupts() -> None:
-    """Leave Ctrl-C to the leader."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 def _give_up(follower: Follower, sentence: str, asked: bool) -> None:
     follower.failed(sentence, asked)
     os._exit(1)
 
 
-def _work(follower: Follower, task: Task) -> None:
+def _work(follower: Follower, task: Task, store: Store | None) -> None:
     config = task.config
     if task.num_threads is not None:
         torch.set_num_threads(task.num_threads)
     if task.device != "cpu":
         torch.cuda.set_device(task.device)
     follower.joined()
-    store = torch.distributed.TCPStore(*task.store, is_master=False)
-    world = init_world(task.rank, config.tensor_parallel_size, config.pipeline_parallel_size, task.device, store)
+    if store is None:
+        assert task.store is not None
+        store = TCPStore(*task.store, is_master=False)
+    world = init_world(task.rank, config.tensor_parallel_size, 1, task.device, store)
     report = Report(show=False)
     begin = time.monotonic()
     quiet = replace(config, torch_compile_config=replace(config.torch_compile_config, dump_dir=None))  # the leader's
@@ -96,7 +93,7 @@ def _facts(report: Report, task: Task, seconds: float) -> dict[str, Any]:
     """What the leader tells of this rank."""
     used = [event["outcome"] for event in report.select("cache")]
     found = {"loaded": used.count("hit"), "compiled": used.count("miss")}
-    return {"rank": task.rank, "device": task.device, "seconds": seconds, **found}
+    return {"rank": task.rank, "device": task.device, "process": os.getpid(), "seconds": seconds, **found}
 
 
 def _carry_out(runner: Runner, follower: Follower) -> None:

@@ -36,6 +36,7 @@ class DeviceFacts:
         capability: compute capability of a GPU; None on a CPU.
         attention: backends in the order of preference: the first that can serve is taken.
         inductor_refusal: why Inductor cannot build here ("no C++ compiler was found"); empty when it can.
+        num_gpus: GPUs of this machine from that of rank 0 on; 0 on a CPU.
     """
 
     device: str
@@ -43,6 +44,7 @@ class DeviceFacts:
     capability: tuple[int, int] | None
     attention: tuple[AttentionFacts, ...]
     inductor_refusal: str = ""
+    num_gpus: int = 0
 
     @property
     def is_gpu(self) -> bool:

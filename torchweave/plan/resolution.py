@@ -9,6 +9,7 @@ from torchweave.config import CudaGraphConfig, EngineConfig, TorchCompileConfig
 from torchweave.plan.check import check_names, check_numbers, flatten
 from torchweave.plan.facts import AttentionFacts, DeviceFacts, ModelFacts
 from torchweave.plan.plan import Entry, Plan
+from torchweave.plan.ranks import resolve_ranks
 
 # TensorRT-LLM's default `capture_num_tokens`.
 DEFAULT_TOKEN_BUCKETS = tuple(2**i for i in range(8)) + tuple(range(256, 3073, 256))
@@ -56,6 +57,7 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
             "read again than a step holds; turn it on, or use guaranteed_no_evict"
         )
     entries = _Entries(config)
+    resolve_ranks(config, device, entries.note)
     entries.note("device", device.device, "" if config.device == device.device else f"{device.title}")
     dtype = entries.note("dtype", *_dtype(config, device, model))
     quantization = entries.note("quantization", *_quantization(config, device, model))
@@ -249,6 +251,8 @@ def _graphs(
     if tune and not (fullgraph and device.is_gpu and compile_config.compile_cache):
         tune = False
         why = "candidates are timed on a GPU" if not device.is_gpu else "needs enable_fullgraph and compile_cache"
+    if tune and config.num_ranks > 1:
+        tune, why = False, "candidates are timed on one rank"
     entries.note(prefix + "tune", tune, why)
     entries.note(prefix + "enable_userbuffers", False, "one GPU exchanges nothing")
 

@@ -25,7 +25,8 @@ from torchweave.compile.explanation.facts import as_json, explain
 from torchweave.compile.explanation.page import keep_explanation
 from torchweave.config import EngineConfig
 from torchweave.engine.batch_manager import BatchManager
-from torchweave.engine.build import Engine, build
+from torchweave.engine.build import Engine
+from torchweave.engine.open import open_engine
 from torchweave.engine.request import InferenceRequest, Output
 from torchweave.engine.responses import NO_TOKENS, Response
 from torchweave.log import Report
@@ -47,7 +48,7 @@ def main(config: EngineConfig, addresses: wire.Addresses) -> None:
     report.event("progress", **(wire.PROCESS_BAR | {"done": 1, "note": ""}))
     try:
         open_dump(config.torch_compile_config, report)
-        engine = build(config, report)
+        engine = open_engine(config, report)
     except ValueError as error:
         outbox.put(wire.Failed(str(error), asked=True))
         outbox.close()
@@ -73,7 +74,7 @@ def _serve(engine: Engine, config: EngineConfig, addresses: wire.Addresses, outb
     inbox = Inbox()
     manager = BatchManager(
         engine.batch,
-        engine.runner,
+        engine.steps,
         inbox.get_requests,
         poll_stop=inbox.poll_stop,
         return_stats=lambda record: outbox.put(_stats(record, engine, manager)),
@@ -86,6 +87,8 @@ def _serve(engine: Engine, config: EngineConfig, addresses: wire.Addresses, outb
     )
     outbox.is_failing = lambda: manager.failure is not None
     threading.Thread(target=_follow_manager, args=(manager, outbox), daemon=True).start()
+    if engine.lead is not None:
+        engine.lead.crew.on_failure(lambda failure: _end(outbox, failure))
     report.event("ready")
     keep_explanation(engine.plan, report)
     outbox.put(wire.Ready(_card(engine), as_json(explain(engine.plan, report))))
@@ -101,6 +104,7 @@ def _serve(engine: Engine, config: EngineConfig, addresses: wire.Addresses, outb
                 outbox.put([Response(request_id, Output(NO_TOKENS, "cancelled"), True)])
         else:
             manager.shutdown(drain=False)
+            engine.close()
             outbox.close()
             return
         manager.wake()
@@ -122,9 +126,14 @@ def _follow_manager(manager: BatchManager, outbox: Outbox) -> None:
     """End the process when the loop has failed: the HTTP process sees it at once, and nothing of a broken device is left."""
     manager.join()
     if manager.failure is not None:
-        outbox.put(wire.Failed(f"The engine failed: {manager.failure}", asked=False))
-        outbox.close()
-        os._exit(1)
+        _end(outbox, manager.failure)
+
+
+def _end(outbox: Outbox, failure: BaseException) -> None:
+    """Say why, and end the process; the loop may be in the middle of a step that never ends."""
+    outbox.put(wire.Failed(f"The engine failed: {failure}", asked=False))
+    outbox.close()
+    os._exit(1)
 
 
 def _card(engine: Engine) -> wire.ModelCard:

@@ -1,0 +1,154 @@
+"""Engines over two ranks of this machine: the same steps everywhere, and what happens when a rank ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchweave.engine.llm import LLM
+from torchweave.engine.request import SamplingParams
+from torchweave.engine.step import Adjust, Chunk, Step
+from torchweave.engine.step_message import decode, encode
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "cpu_kv_cache_gib": 0.02,
+    "seed": 7,
+    "torch_compile_config": {"enable_fullgraph": False, "debug": True},
+}
+PROMPTS = ["Once upon a time", "The cat sat", "1 + 1 =", "A"]
+LONG = SamplingParams(temperature=0.0, max_tokens=450, ignore_eos=True)
+LIMIT = 10.0  # seconds in which everything has to be over once a rank has failed
+
+
+@contextmanager
+def two_ranks(**options: Any) -> Iterator[LLM]:
+    llm = LLM("demo", tensor_parallel_size=2, **(OPTIONS | options))
+    try:
+        yield llm
+    finally:
+        llm.shutdown(drain=False)
+
+
+def other_rank(llm: LLM) -> int:
+    """The process of rank 1."""
+    event = llm.report.select("rank")[0]
+    assert event["rank"] == 1
+    return int(event["process"])
+
+
+def gone(pid: int, seconds: float = LIMIT) -> bool:
+    end = time.monotonic() + seconds
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    return not Path(f"/proc/{pid}").exists()
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    """Greedy ones, drawn ones, and ones that are drawn again; prompts are read in parts beside others that generate."""
+    drawn = [
+        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=0.9, max_tokens=24, seed=3, logprobs=2),
+        SamplingParams(temperature=0.8, max_tokens=24, repetition_penalty=1.2, seed=4),
+        SamplingParams(temperature=0.0, max_tokens=12, beam_width=3),
+    ]
+    found = llm.generate(PROMPTS, drawn)
+    return [list(output.token_ids) for request in found for output in request.outputs]
+
+
+def test_B9_all_ranks_carry_out_the_same_steps_and_a_killed_one_ends_all():
+    with LLM("demo", **OPTIONS) as alone:
+        expected = answers(alone)
+    with two_ranks(max_num_tokens=64) as llm:
+        assert answers(llm) == expected
+        assert answers(llm) == expected
+        assert _agreed(llm, steps=48)
+        assert llm.report.select("rank")[0]["device"] == "cpu"
+        _kill_while_it_generates(llm)
+
+
+def _agreed(llm: LLM, steps: int) -> bool:
+    """Whether the ranks have come to the same after at least so many steps, told when the engine falls idle."""
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        found = list(llm.engine.steps.digests)  # type: ignore[attr-defined]
+        if found and int(found[0].split()[0]) >= steps:
+            return len(found) == 2 and found[0] == found[1]
+        time.sleep(0.01)
+    return False
+
+
+def _kill_while_it_generates(llm: LLM) -> None:
+    pid = other_rank(llm)
+    stream = llm.stream_all(["Once upon", "The"], LONG)
+    next(stream)
+    begin = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=rf"Rank 1 \(process {pid}\) has ended unexpectedly \(killed by SIGKILL\)"):
+        list(stream)
+    with pytest.raises(RuntimeError, match="Rank 1"):  # and whoever comes later
+        llm.generate("The", LONG)
+    assert gone(pid) and time.monotonic() - begin < LIMIT
+
+
+def test_E3_a_rank_that_stops_answering_ends_all():
+    with two_ranks(rank_timeout=2.0) as llm:
+        pid = other_rank(llm)
+        stream = llm.stream("Once upon", LONG)
+        next(stream)
+        begin = time.monotonic()
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match="Rank 1 .* has not answered for 2 s"):
+            list(stream)
+        assert gone(pid) and time.monotonic() - begin < LIMIT
+
+
+def test_E3_what_a_rank_cannot_do_is_one_sentence():
+    with pytest.raises(ValueError, match=r"num_kv_blocks=1|The KV cache has room"):
+        LLM("demo", tensor_parallel_size=2, **(OPTIONS | {"num_kv_blocks": 1, "max_model_len": 512}))
+    with pytest.raises(ValueError, match="kv_offload_gb=1.0 cannot be had over 2 ranks"):
+        LLM("demo", tensor_parallel_size=2, kv_offload_gb=1.0, **OPTIONS)
+
+
+def test_a_decode_step_is_a_small_message():
+    rows = 256
+    step = Step(
+        7,
+        np.arange(rows, dtype=np.int32),
+        np.arange(rows, dtype=np.int64),
+        (),
+        np.ones(rows, bool),
+        (np.array([3, 5], np.int32), np.array([1, 2], np.int32)),
+        900,
+    )
+    message = encode(step)
+    assert len(message) < 200
+    found = decode(message)
+    assert (found.index, found.num_rows, found.max_seq_len, found.chunks) == (7, rows, 900, ())
+    assert found.updates is not None and [part.tolist() for part in found.updates] == [[3, 5], [1, 2]]
+
+
+def test_other_steps_are_sent_whole():
+    step = Step(
+        8,
+        np.array([4, 2], np.int32),
+        np.array([11], np.int64),
+        (Chunk(0, np.array([5, 6], np.int64)),),
+        np.array([True, False]),
+        None,
+        12,
+        adjust=Adjust(np.zeros((3, 1), np.int32)),
+    )
+    found = decode(encode(step))
+    assert found.slots.tolist() == [4, 2] and found.emits.tolist() == [True, False]
+    assert found.chunks[0].tokens.tolist() == [5, 6] and found.adjust is not None
+
+

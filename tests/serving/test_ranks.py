@@ -1,0 +1,52 @@
+"""A server over two ranks: when one of them ends, clients hear of it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.serving.running import LONG, Running, children, serving, wait_until
+
+LIMIT = 10.0
+
+
+def other_rank(running: Running, leader: int) -> int:
+    """The rank that the engine process has started."""
+    (found,) = [pid for pid in children(leader) if b"torchweave.distributed" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    return wait_until(lambda: not Path(f"/proc/{pid}").exists(), LIMIT)
+
+
+def fail_while_it_answers(running: Running, victim: int, reason: str) -> None:
+    """Kill a process while an answer is streamed."""
+    stream = running.client().completions.create(model="demo", prompt="1+1=", stream=True, **LONG)
+    next(stream)
+    begin = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(openai.APIError, match=reason):
+        list(stream)
+    assert time.monotonic() - begin < LIMIT
+
+
+def test_E3_B9_a_server_over_two_ranks_tells_its_clients_that_one_is_gone() -> None:
+    with serving("--tp", "2", "--restart_engine") as running:
+        leader = running.engine_pid()
+        other = other_rank(running, leader)
+        answer = running.client().completions.create(model="demo", prompt="1+1=", max_tokens=4, temperature=0)
+        assert answer.choices[0].text
+        fail_while_it_answers(running, other, r"Rank 1 \(process \d+\) has ended unexpectedly \(killed by SIGKILL\)")
+        assert is_gone(leader) and is_gone(other)
+
+        assert wait_until(lambda: running.get("/ready").status_code == 200, 60)  # it was started again, ranks and all
+        leader = running.engine_pid()
+        other = other_rank(running, leader)
+        fail_while_it_answers(running, leader, "ended unexpectedly")
+        assert is_gone(other)

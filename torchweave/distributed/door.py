@@ -1,0 +1,129 @@
+"""How ranks that the leader did not start as its children come to it: a TCP port, and a secret that both sides prove to know.
+
+Steps are pickled, so that whoever may send them may run code: nobody without the secret gets as far as that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+from torchweave.distributed.link import Link
+
+_HANDSHAKE_SECONDS = 5.0
+_LOOK_SECONDS = 0.5
+
+
+class RemoteMember:
+    """A rank that came through the door.
+
+    Args:
+        who: of its process: `process 12 on node-3`.
+        kill: ends it, as far as that can be done from here; its connection is broken in any case, and it ends then by itself.
+    """
+
+    def __init__(self, rank: int, link: Link, who: str, kill: Callable[[], None]) -> None:
+        self.link = link
+        self.name = f"Rank {rank} ({who})"
+        self._kill = kill
+
+    def how_it_ended(self) -> str:
+        return ""
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it has closed its end."""
+        deadline = time.monotonic() + seconds
+        try:
+            while (left := deadline - time.monotonic()) > 0 and self.link.poll(left):
+                self.link.receive()
+        except (EOFError, OSError):
+            pass
+
+    def kill(self) -> None:
+        self._kill()
+
+
+class Door:
+    """The leader's side.
+
+    Args:
+        host: an address of this machine that the other ranks can reach.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.key = secrets.token_bytes(32)
+        self._server = socket.create_server((host, 0), family=_family(host))
+        self.address: tuple[str, int] = host, self._server.getsockname()[1]
+
+    def admit(self, ranks: set[int], seconds: float, check: Callable[[], None]) -> dict[int, tuple[Link, str]]:
+        """Wait for these ranks; returns the connection of each, and of which process it is. The door is closed then.
+
+        Args:
+            check: called now and then; raises where waiting is in vain.
+
+        Raises:
+            TimeoutError: some did not come.
+        """
+        found: dict[int, tuple[Link, str]] = {}
+        deadline = time.monotonic() + seconds
+        self._server.settimeout(_LOOK_SECONDS)
+        with self._server:
+            while missing := ranks - set(found):
+                check()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"rank {min(missing)} did not connect to {self.address[0]} within {seconds:g} s")
+                try:
+                    connected, _ = self._server.accept()
+                except TimeoutError:
+                    continue
+                if (came := self._greet(connected)) is not None:
+                    rank, link, who = came
+                    found[rank] = link, who
+        return found
+
+    def _greet(self, connected: socket.socket) -> tuple[int, Link, str] | None:
+        """The rank behind a connection; None for a stranger."""
+        _limit(connected, _HANDSHAKE_SECONDS)
+        connection = Connection(connected.detach())
+        try:
+            deliver_challenge(connection, self.key)
+            answer_challenge(connection, self.key)
+            rank, who = json.loads(connection.recv_bytes(4096))
+        except (AuthenticationError, OSError, EOFError, ValueError):
+            connection.close()
+            return None
+        link = Link(connection)
+        link.unlimited()
+        return int(rank), link, str(who)
+
+
+def enter(address: tuple[str, int], key: bytes, rank: int) -> Link:
+    """Another rank's side: connect to the leader.
+
+    Raises:
+        OSError: the leader cannot be reached.
+        AuthenticationError: it is not the leader.
+    """
+    connected = socket.create_connection(address)
+    connected.settimeout(None)
+    connection = Connection(connected.detach())
+    answer_challenge(connection, key)
+    deliver_challenge(connection, key)
+    connection.send_bytes(json.dumps([rank, f"process {os.getpid()} on {socket.gethostname()}"]).encode())
+    return Link(connection)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _limit(connected: socket.socket, seconds: float) -> None:
+    connected.settimeout(None)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))

@@ -1,0 +1,115 @@
+"""An engine over as many ranks as its config asks for, however they are started. This process is rank 0."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.distributed import Store, TCPStore
+
+from torchweave.config import EngineConfig, launched_by_torchrun
+from torchweave.distributed import torchrun
+from torchweave.distributed.crew import Crew, RankFailure
+from torchweave.distributed.local import start_local
+from torchweave.distributed.world import abort_groups, init_world
+from torchweave.engine.build import Engine, build, planned
+from torchweave.engine.lead import Lead, LeadRunner
+from torchweave.engine.worker import Task, work
+from torchweave.log import Report
+from torchweave.models.load import LoadedModel
+
+_WORK = "torchweave.engine.worker:work"
+_HERE = "127.0.0.1"
+
+
+def open_engine(config: EngineConfig, report: Report, loaded: LoadedModel | None = None) -> Engine:
+    """Build an engine, with all its ranks; `Engine.close` ends them.
+
+    Raises:
+        ValueError: the model or an option cannot be, on any rank; the message says why and what to do.
+        RankFailure: a rank ended while it was built.
+    """
+    if config.num_ranks == 1:
+        return build(config, report, loaded)
+    if loaded is not None:
+        raise ValueError(
+            f"{loaded.name} is in memory already, and several ranks each load their own part; give its folder or name."
+        )
+    plan = planned(config)  # what cannot be is said before processes are started
+    try:
+        return _open(config, plan.device, report)
+    except RankFailure as failure:
+        if not failure.asked:
+            raise
+        sentence = str(failure)
+    raise ValueError(sentence)
+
+
+def _open(config: EngineConfig, device: str, report: Report) -> Engine:
+    start = {"local": _start_local, "torchrun": _join_torchrun}[config.executor]
+    with report.stage("starting ranks"):
+        lead = start(config, device)
+    try:
+        engine = build(config, report, world=lead.world)
+        with report.stage("waiting for ranks"):
+            lead.crew.wait_until_built()
+    except BaseException as error:
+        cause = lead.crew.cause_of(error) if isinstance(error, RuntimeError) else error
+        lead.close()
+        raise cause from None
+    for facts in lead.crew.built.values():
+        report.event("rank", **facts)
+    return replace(engine, steps=LeadRunner(engine.runner, lead.crew), lead=lead)
+
+
+def _start_local(config: EngineConfig, device: str) -> Lead:
+    """Processes of this machine. GPUs are taken from `device` on; CPU ranks share torch's threads."""
+    size = config.num_ranks
+    num_threads = None
+    if device == "cpu":
+        num_threads = max(torch.get_num_threads() // size, 1)
+        torch.set_num_threads(num_threads)
+    store = TCPStore(_HERE, 0, is_master=True, wait_for_workers=False)
+    address = _HERE, store.port
+    tasks = [Task(config, rank, device_of(device, rank), address, num_threads) for rank in range(1, size)]
+    crew = Crew(start_local(_WORK, tasks), config.rank_timeout)
+    return lead_of(config, crew, device, store)
+
+
+def _join_torchrun(config: EngineConfig, device: str) -> Lead:
+    """The processes of torchrun. On ranks other than 0 this works until the leader has ended, and then ends the script."""
+    launched = launched_by_torchrun()
+    if launched is None:
+        raise ValueError(
+            "executor=torchrun was asked for, but torchrun did not start this process; run "
+            f"`torchrun --nproc-per-node {config.num_ranks} script.py`, or use executor=local"
+        )
+    if launched.size != config.num_ranks:
+        raise ValueError(
+            f"torchrun started {launched.size} processes, but tensor_parallel_size={config.tensor_parallel_size} needs "
+            f"{config.num_ranks}; make them equal"
+        )
+    device = device_of(device.partition(":")[0], launched.local_rank)
+    store = torchrun.meet()
+    if launched.rank > 0:
+        work(torchrun.report_to_leader(launched, store), Task(config, launched.rank, device), store)
+        raise SystemExit(0)
+    return lead_of(config, torchrun.gather(launched, store, config.rank_timeout), device, store)
+
+
+def lead_of(config: EngineConfig, crew: Crew, device: str, store: Store) -> Lead:
+    """Join the world with ranks that were started."""
+    try:
+        crew.wait_until_joined()
+        world = init_world(0, config.tensor_parallel_size, 1, device, store)
+    except BaseException:
+        crew.close()
+        raise
+    crew.on_failure(lambda _: abort_groups(world))
+    return Lead(world, crew, store)
+
+
+def device_of(device: str, rank: int) -> str:
+    """The device of a rank of this machine, where rank 0 has `device`."""
+    kind, _, index = device.partition(":")
+    return kind if kind == "cpu" else f"{kind}:{int(index or 0) + rank}"

@@ -1,0 +1,33 @@
+"""What the plan says of several ranks: how many, who starts them, and what they cannot do yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchweave.config import EngineConfig
+from torchweave.plan.facts import DeviceFacts
+
+Note = Callable[..., Any]
+
+
+def resolve_ranks(config: EngineConfig, device: DeviceFacts, note: Note) -> None:
+    """Note the options of several ranks.
+
+    Raises:
+        ValueError: there are too few GPUs, or an option needs a single rank.
+    """
+    size = config.num_ranks
+    if size == 1:
+        note("executor", None, "there is one rank")
+        note("rank_timeout", None, "there is one rank")
+        return
+    if config.kv_offload_gb:
+        raise ValueError(
+            f"kv_offload_gb={config.kv_offload_gb} cannot be had over {size} ranks: only one rank moves blocks; leave it out"
+        )
+    if config.executor == "local" and device.is_gpu and size > device.num_gpus:
+        raise ValueError(
+            f"tensor_parallel_size={config.tensor_parallel_size} needs {size} GPUs, but from {device.device} on this machine has "
+            f"{device.num_gpus}; lower it"
+        )
