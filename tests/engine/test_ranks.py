@@ -106,7 +106,7 @@ def test_E3_a_rank_that_stops_answering_ends_all():
         next(stream)
         begin = time.monotonic()
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(RuntimeError, match="Rank 1 .* has not answered for 2 s"):
+        with pytest.raises(RuntimeError, match=r"Rank 1 .* has not answered for 2 s"):
             list(stream)
         assert gone(pid) and time.monotonic() - begin < LIMIT
 
@@ -114,7 +114,7 @@ def test_E3_a_rank_that_stops_answering_ends_all():
 def test_E3_what_a_rank_cannot_do_is_one_sentence():
     with pytest.raises(ValueError, match=r"num_kv_blocks=1|The KV cache has room"):
         LLM("demo", tensor_parallel_size=2, **(OPTIONS | {"num_kv_blocks": 1, "max_model_len": 512}))
-    with pytest.raises(ValueError, match="kv_offload_gb=1.0 cannot be had over 2 ranks"):
+    with pytest.raises(ValueError, match=r"kv_offload_gb=1\.0 cannot be had over 2 ranks"):
         LLM("demo", tensor_parallel_size=2, kv_offload_gb=1.0, **OPTIONS)
 
 
@@ -150,5 +150,3 @@ def test_other_steps_are_sent_whole():
     found = decode(encode(step))
     assert found.slots.tolist() == [4, 2] and found.emits.tolist() == [True, False]
     assert found.chunks[0].tokens.tolist() == [5, 6] and found.adjust is not None
-
-

@@ -17,7 +17,9 @@ LIMIT = 10.0
 
 def other_rank(running: Running, leader: int) -> int:
     """The rank that the engine process has started."""
-    (found,) = [pid for pid in children(leader) if b"torchweave.distributed" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (found,) = [
+        pid for pid in children(leader) if b"torchweave.distributed" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     return found
 
 

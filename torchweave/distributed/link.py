@@ -5,6 +5,7 @@ Both ends are on one machine (a pair of sockets) or on two (TCP, with a secret t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -80,7 +81,5 @@ class Link:
 
     def abort(self) -> None:
         """Break the connection, also under a thread that waits in `send`; both ends see its end."""
-        try:
+        with contextlib.suppress(OSError):  # it is broken already
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it is broken already

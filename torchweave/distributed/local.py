@@ -6,6 +6,7 @@ script without `if __name__ == "__main__"`, a notebook and an interactive sessio
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pickle
@@ -40,10 +41,8 @@ class LocalMember:
         return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     def wait(self, seconds: float) -> None:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            pass
 
     def kill(self) -> None:
         self._process.kill()  # which a stopped process cannot escape either
@@ -51,7 +50,7 @@ class LocalMember:
 
 
 def start_local(function: str, tasks: Sequence[Any]) -> list[LocalMember]:
-    """Start a process for each of `tasks`, those of ranks 1, 2, ...; each calls `function` (`module:name`) with its link and task."""
+    """Start a process for each of `tasks`, of ranks 1, 2, ...; each calls `function` (`module:name`) with its link and task."""
     members: list[LocalMember] = []
     try:
         for rank, task in enumerate(tasks, 1):

@@ -32,7 +32,9 @@ def gather(launched: Launched, store: Store, rank_timeout: float) -> Crew:
     door = Door(socket.gethostbyname(launched.address))
     store.set(_WHERE, json.dumps([*door.address, door.key.hex()]))
     found = door.admit(set(range(1, launched.size)), _SECONDS, lambda: None)
-    members = [RemoteMember(rank, *found[rank], kill=lambda: None) for rank in sorted(found)]  # torchrun's agent does that
+    members = [
+        RemoteMember(rank, *found[rank], kill=lambda: None) for rank in sorted(found)
+    ]  # torchrun's agent does that
     return Crew(members, rank_timeout)
 
 

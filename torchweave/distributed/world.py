@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup
+from torch.distributed import Store as Store
+from torch.distributed import TCPStore as TCPStore
 
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.ops.collectives import register_communicator

@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from torch.distributed import Store
-
 from torchweave.distributed import link as links
 from torchweave.distributed.crew import Crew, RankFailure
-from torchweave.distributed.world import World, close_world
+from torchweave.distributed.world import Store, World, close_world
 from torchweave.engine.digest import Digest
 from torchweave.engine.runner import Handle, Runner
 from torchweave.engine.step import Step, StepResult
@@ -53,7 +51,9 @@ class LeadRunner:
         return self._runner.ready(handle)
 
     def collect(self, handle: Handle) -> StepResult:
-        while not self.ready(handle):  # a collective whose other rank is gone never completes, and this thread must see that
+        while not self.ready(
+            handle
+        ):  # a collective whose other rank is gone never completes, and this thread must see that
             time.sleep(_LOOK_SECONDS)
         return self._runner.collect(handle)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch.distributed import Store, TCPStore
 
 from torchweave.config import EngineConfig, launched_by_torchrun
 from torchweave.distributed import torchrun
 from torchweave.distributed.crew import Crew, RankFailure
 from torchweave.distributed.local import start_local
-from torchweave.distributed.world import abort_groups, init_world
+from torchweave.distributed.world import Store, TCPStore, abort_groups, init_world
 from torchweave.engine.build import Engine, build, planned
 from torchweave.engine.lead import Lead, LeadRunner
 from torchweave.engine.worker import Task, work

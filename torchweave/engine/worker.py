@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed import Store, TCPStore
 
 from torchweave.config import EngineConfig
 from torchweave.distributed import link as links
 from torchweave.distributed.follow import Follower
 from torchweave.distributed.link import Link
-from torchweave.distributed.world import close_world, init_world
+from torchweave.distributed.world import Store, TCPStore, close_world, init_world
 from torchweave.engine.build import build
 from torchweave.engine.digest import Digest
 from torchweave.engine.runner import Runner
