@@ -12,15 +12,28 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
-from torch.distributed import Store as Store
-from torch.distributed import TCPStore as TCPStore
+from torch.distributed import ProcessGroup, Store, TCPStore
 
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.ops.collectives import register_communicator
 
 TENSOR, PIPELINE = "tp", "pp"
 """Names under which a graph knows its groups: the same on every rank, so that all ranks have the same graph."""
+
+
+MeetingPoint = Store
+"""Where the ranks of a world find each other."""
+
+
+def open_meeting_point(host: str) -> tuple[MeetingPoint, tuple[str, int]]:
+    """Rank 0: a meeting point, which lives as long as it is held, and the address at which other ranks reach it."""
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return store, (host, store.port)
+
+
+def join_meeting_point(address: tuple[str, int]) -> MeetingPoint:
+    """Another rank: the meeting point at an address."""
+    return TCPStore(*address, is_master=False)
 
 
 @dataclass(frozen=True)
@@ -86,7 +99,7 @@ def init_world(
     tensor_parallel_size: int,
     pipeline_parallel_size: int,
     device: str,
-    store: Store,
+    store: MeetingPoint,
     timeout: float = 1800.0,
 ) -> World:
     """Join the world; returns once every rank has joined.
@@ -94,7 +107,7 @@ def init_world(
     Args:
         rank: of this process.
         device: of this rank; `cpu` takes gloo for everything, `cuda:N` takes NCCL for tensors and gloo for the host.
-        store: where the ranks find each other, such as a `TCPStore`.
+        store: where the ranks find each other.
         timeout: seconds that ranks wait for each other, here and in collectives of the host.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torchweave.distributed import link as links
 from torchweave.distributed.crew import Crew, RankFailure
-from torchweave.distributed.world import Store, World, close_world
+from torchweave.distributed.world import MeetingPoint, World, close_world
 from torchweave.engine.digest import Digest
 from torchweave.engine.runner import Handle, Runner
 from torchweave.engine.step import Step, StepResult
@@ -76,7 +76,7 @@ class Lead:
 
     world: World
     crew: Crew
-    store: Store
+    store: MeetingPoint
 
     def close(self) -> None:
         """End the other ranks and leave the world."""

@@ -10,7 +10,7 @@ from torchweave.config import EngineConfig, launched_by_torchrun
 from torchweave.distributed import torchrun
 from torchweave.distributed.crew import Crew, RankFailure
 from torchweave.distributed.local import start_local
-from torchweave.distributed.world import Store, TCPStore, abort_groups, init_world
+from torchweave.distributed.world import MeetingPoint, abort_groups, init_world, open_meeting_point
 from torchweave.engine.build import Engine, build, planned
 from torchweave.engine.lead import Lead, LeadRunner
 from torchweave.engine.worker import Task, work
@@ -68,8 +68,7 @@ def _start_local(config: EngineConfig, device: str) -> Lead:
     if device == "cpu":
         num_threads = max(torch.get_num_threads() // size, 1)
         torch.set_num_threads(num_threads)
-    store = TCPStore(_HERE, 0, is_master=True, wait_for_workers=False)
-    address = _HERE, store.port
+    store, address = open_meeting_point(_HERE)
     tasks = [Task(config, rank, device_of(device, rank), address, num_threads) for rank in range(1, size)]
     crew = Crew(start_local(_WORK, tasks), config.rank_timeout)
     return lead_of(config, crew, device, store)
@@ -96,7 +95,7 @@ def _join_torchrun(config: EngineConfig, device: str) -> Lead:
     return lead_of(config, torchrun.gather(launched, store, config.rank_timeout), device, store)
 
 
-def lead_of(config: EngineConfig, crew: Crew, device: str, store: Store) -> Lead:
+def lead_of(config: EngineConfig, crew: Crew, device: str, store: MeetingPoint) -> Lead:
     """Join the world with ranks that were started."""
     try:
         crew.wait_until_joined()

@@ -19,7 +19,7 @@ from torchweave.config import EngineConfig
 from torchweave.distributed import link as links
 from torchweave.distributed.follow import Follower
 from torchweave.distributed.link import Link
-from torchweave.distributed.world import Store, TCPStore, close_world, init_world
+from torchweave.distributed.world import MeetingPoint, close_world, init_world, join_meeting_point
 from torchweave.engine.build import build
 from torchweave.engine.digest import Digest
 from torchweave.engine.runner import Runner
@@ -37,7 +37,7 @@ class Task:
         config: of the engine, as the leader was asked.
         rank: of this process.
         device: of this rank.
-        store: host and port of the leader's `TCPStore`; None where the ranks have a store in common.
+        store: address of the leader's meeting point; None where the ranks have one already.
         num_threads: of torch on a CPU; None: as many as it likes.
     """
 
@@ -48,7 +48,7 @@ class Task:
     num_threads: int | None = None
 
 
-def work(link: Link, task: Task, store: Store | None = None) -> None:
+def work(link: Link, task: Task, store: MeetingPoint | None = None) -> None:
     """Run a rank until the leader ends it; a fault is told to the leader and ends the process."""
     follower = Follower(link, task.config.rank_timeout)
     for name in ("transformers", "torch"):  # the leader says what there is to say
@@ -68,7 +68,7 @@ def _give_up(follower: Follower, sentence: str, asked: bool) -> None:
     os._exit(1)
 
 
-def _work(follower: Follower, task: Task, store: Store | None) -> None:
+def _work(follower: Follower, task: Task, store: MeetingPoint | None) -> None:
     config = task.config
     if task.num_threads is not None:
         torch.set_num_threads(task.num_threads)
@@ -77,7 +77,7 @@ def _work(follower: Follower, task: Task, store: Store | None) -> None:
     follower.joined()
     if store is None:
         assert task.store is not None
-        store = TCPStore(*task.store, is_master=False)
+        store = join_meeting_point(task.store)
     world = init_world(task.rank, config.tensor_parallel_size, 1, task.device, store)
     report = Report(show=False)
     begin = time.monotonic()
