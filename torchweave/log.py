@@ -11,7 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 Listener = Callable[[str, dict[str, Any]], None]
 Keeper = Callable[[str, str], None]
@@ -109,7 +112,8 @@ class Report:
                 finish()
 
 
-def _bar(title: str, total: int) -> tuple[Callable[[int, str], None], Callable[[], None]]:
+def progress_bars() -> Progress:
+    """Bars on standard error; each task has a `note`."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -120,7 +124,11 @@ def _bar(title: str, total: int) -> tuple[Callable[[int, str], None], Callable[[
         TimeElapsedColumn(),
         TextColumn("[dim]{task.fields[note]}"),
     )
-    bars = Progress(*columns, console=Console(stderr=True), transient=False)
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def _bar(title: str, total: int) -> tuple[Callable[[int, str], None], Callable[[], None]]:
+    bars = progress_bars()
     task = bars.add_task(title, total=total, note="")
     bars.start()
 

@@ -71,12 +71,6 @@ class Tokenizer:
         # Not verbose: a text that is too long is told of by the engine, as an error.
         return self.hugging_face.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of several texts at once."""
-        if not texts:
-            return []
-        return self.hugging_face(list(texts), add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids, exactly as the tokens say: spaces before punctuation stay."""
         if self._backend is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torchweave
 from torchweave.cli.arguments import Parser, engine_config, engine_parser, fill
 from torchweave.config import ServerConfig
+from torchweave.log import progress_bars
 from torchweave.plan.check import check_names, check_numbers
 
 if TYPE_CHECKING:
@@ -65,17 +66,7 @@ def _bars(client: EngineClient, args: argparse.Namespace) -> Iterator[Any]:
     if args.quiet or not sys.stderr.isatty():
         yield lambda: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description:<24}"),
-        BarColumn(bar_width=32),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[note]}"),
-    )
-    bars = Progress(*columns, console=Console(stderr=True))
+    bars = progress_bars()
     tasks: dict[str, Any] = {}
 
     def draw(kind: str, facts: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from torchweave.compile.fakes import FakeRuns
 from torchweave.compile.symbols import symbol_name, value
@@ -257,8 +256,3 @@ def same_geometry(one: Any, other: Any) -> bool:
 
 def _exprs(sizes: list[Any]) -> list[str]:
     return [str(size) for size in sizes]
-
-
-def single_output() -> OutputTree:
-    """The tree of a forward that returns one tensor."""
-    return OutputTree(pytree.tree_flatten(0)[1], (0,))

@@ -112,10 +112,6 @@ class KVCache:
         own = np.maximum(self.held - np.maximum(self.first, self.shared), 0)
         return own[0] if self.num_groups == 1 else own.sum(0) // self.num_groups
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Columns of a sequence."""
-        return -(-num_tokens // self.block_size)
-
     def most_blocks(self, num_tokens: int, step: int | None = None) -> np.ndarray:
         """Most blocks of each group that a sequence of `num_tokens` tokens holds at once, if it grows by at most `step`."""
         step = self.longest_step if step is None else min(step, self.longest_step)

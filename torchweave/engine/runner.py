@@ -231,11 +231,6 @@ class Runner:
             "graph", step=step, kind=kind, key=size, segments=segments, bytes=recording.bytes, seconds=recording.seconds
         )
 
-    def forget_recordings(self) -> None:
-        self._decode_graphs.clear()
-        self._mixed_graphs.clear()
-        self._decode_steps.clear()
-
     def run_padding(self, tokens: int) -> None:
         """Run a step with context rows on padding alone: it touches no cache and no slot."""
         rows = self.rows_of(tokens)
