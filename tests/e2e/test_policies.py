@@ -13,13 +13,8 @@ PROMPTS = [f"sort: {' '.join(WORDS[number % 5 : number % 5 + 7])}" for number in
 PARAMS = SamplingParams(temperature=0.7, seed=11, max_tokens=40, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Without Inductor; the engines, which differ in how they schedule, share one build."""
-    return {"enable_inductor": False, "compile_cache_dir": str(tmp_path_factory.mktemp("compile_cache"))}
-
-
-def answers(plain: dict[str, Any], **options: Any) -> tuple[list[list[int]], LLM]:
+def answers(**options: Any) -> tuple[list[list[int]], LLM]:
+    plain = {"enable_inductor": False, "compile_cache": False}
     with LLM("demo", block_size=16, max_batch_size=12, torch_compile_config=plain, **options) as llm:
         found = llm.generate(PROMPTS, PARAMS)
         again = llm.generate(PROMPTS, PARAMS)
@@ -30,23 +25,22 @@ def answers(plain: dict[str, Any], **options: Any) -> tuple[list[list[int]], LLM
 
 
 @pytest.fixture(scope="module")
-def undisturbed(plain: dict[str, Any]) -> list[list[int]]:
-    found, llm = answers(plain, enable_prefix_caching=False)
+def undisturbed() -> list[list[int]]:
+    found, llm = answers(enable_prefix_caching=False)
     assert llm.engine.batch.kv.reused_total == 0
     return found
 
 
-def test_B11_shared_blocks_change_no_token(plain: dict[str, Any], undisturbed: list[list[int]]) -> None:
-    found, llm = answers(plain)
+def test_B11_shared_blocks_change_no_token(undisturbed: list[list[int]]) -> None:
+    found, llm = answers()
     assert found == undisturbed and llm.engine.batch.kv.reused_total >= len(PROMPTS)
 
 
 @pytest.mark.parametrize("chunking", ["first_come_first_served", "equal_progress"])
 def test_B4_max_utilization_with_a_cache_of_a_few_blocks_changes_no_token(
-    plain: dict[str, Any], undisturbed: list[list[int]], chunking: str
+    undisturbed: list[list[int]], chunking: str
 ) -> None:
     found, llm = answers(
-        plain,
         capacity_scheduler_policy="max_utilization",
         context_chunking_policy=chunking,
         num_kv_blocks=14,
@@ -55,8 +49,8 @@ def test_B4_max_utilization_with_a_cache_of_a_few_blocks_changes_no_token(
     assert found == undisturbed and llm.engine.batch.paused_total > 0
 
 
-def test_B3_static_batches_change_no_token(plain: dict[str, Any], undisturbed: list[list[int]]) -> None:
-    assert answers(plain, capacity_scheduler_policy="static_batch")[0] == undisturbed
+def test_B3_static_batches_change_no_token(undisturbed: list[list[int]]) -> None:
+    assert answers(capacity_scheduler_policy="static_batch")[0] == undisturbed
 
 
 @pytest.mark.parametrize("mode", ["backed", "unbacked"])
