@@ -1,0 +1,108 @@
+"""Run by test_symmetric with TRITON_INTERPRET=1: what the kernels of all ranks compute together, against sums in their order.
+
+Each phase of a kernel is run for every rank before the next one, as if the ranks had met in between.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from tests.ops.symmetric_cases import workspaces
+from torchweave.distributed.communicator import sum_of_ranks
+from torchweave.ops.collectives_fused import Norm, Normed, Quant, empty_normed, norm_of
+from torchweave.ops.fp4 import quantize_fp4, scale_for
+from torchweave.ops.fp8 import FP8, quantize
+from torchweave.ops.kernels import symmetric_norm, symmetric_reduce
+from torchweave.ops.kernels.symmetric_norm import launch_one_shot_norm
+from torchweave.ops.kernels.symmetric_reduce import launch_one_shot, launch_two_shot
+from torchweave.ops.symmetric import Layout
+
+LAYOUT_BYTES = 1 << 16
+PROGRAMS = 3
+"""Few, so that each has several turns, and the interpreter little to do."""
+
+
+def operands(size: int, *shape: int, dtype: torch.dtype = torch.float16) -> list[Tensor]:
+    return [torch.randn(*shape).to(dtype) for _ in range(size)]
+
+
+def one_shot() -> None:
+    for size, shape in ((2, (3, 8)), (4, (5, 1000)), (8, (33, 264))):
+        spaces = workspaces(Layout(size, LAYOUT_BYTES, 0))
+        for turn in range(4):
+            x = operands(size, *shape, dtype=torch.float32 if turn == 1 else torch.float16)
+            given, outs = list(x), [torch.empty_like(each) for each in x]
+            if turn == 3:  # written by whoever made it
+                given = [
+                    space.room(shape, each.dtype, space.slot(1)).copy_(each)
+                    for space, each in zip(spaces, x, strict=True)
+                ]
+            for phase, (space, mine, out) in product((1, 4), list(zip(spaces, given, outs, strict=True))):
+                launch_one_shot(space, mine, out, space.one_shot_place(mine), phase)
+            assert all(torch.equal(out, sum_of_ranks(torch.stack(x))) for out in outs), (size, shape, turn)
+        assert all(space.counters[0][:PROGRAMS].eq(4).all() and space.counters[1].eq(0).all() for space in spaces)
+
+
+def two_shot() -> None:
+    for size, shape in ((2, (3, 8)), (4, (5, 1000)), (8, (33, 264))):
+        spaces = workspaces(Layout(size, 0, LAYOUT_BYTES))
+        for turn in range(3):
+            x = operands(size, *shape)
+            given, outs = list(x), [torch.full_like(each, torch.nan) for each in x]
+            if turn == 2:
+                rooms = [space.room(shape, x[0].dtype, space.layout.data) for space in spaces]
+                given = [room.copy_(each) for room, each in zip(rooms, x, strict=True)]
+            for phase, (space, mine, out) in product((1, 4, 8), list(zip(spaces, given, outs, strict=True))):
+                launch_two_shot(space, mine, out, space.two_shot_place(mine), phase)
+            assert all(torch.equal(out, sum_of_ranks(torch.stack(x))) for out in outs), (size, shape, turn)
+        assert all(space.counters[1][:PROGRAMS].eq(6).all() for space in spaces)
+
+
+def norm() -> None:
+    given, tensor_scale = torch.tensor([0.02]), scale_for(torch.tensor(6.0))
+    quants = (
+        None, Quant("fp8", 0, given), Quant("fp8", 0), Quant("fp8", 128), Quant("fp4", scale=tensor_scale)
+    )  # fmt: skip
+    for size, (tokens, width), quant in product((2, 4), ((2, 208), (5, 64)), quants):
+        spaces = workspaces(Layout(size, LAYOUT_BYTES, 0))
+        for offset, wide, keep in ((0.0, False, True), (1.0, True, False)):
+            x, residual, weight = operands(size, 1, tokens, width), *operands(2, 1, tokens, width)
+            weight = weight[0, 0]
+            norms = Norm(residual if keep else None, weight, 1e-5, offset, wide, quant, keep or quant is None, keep)
+            outs = [empty_normed(each, norms) for each in x]
+            outs = [out if out.q is None else out._replace(q=_wide(out.q), s=_wide(out.s)) for out in outs]
+            for phase, (space, mine, out) in product((1, 4), list(zip(spaces, x, outs, strict=True))):
+                launch_one_shot_norm(space, mine, norms, out, space.one_shot_place(mine), phase)
+            for out in outs:
+                compare(out, sum_of_ranks(torch.stack(x)), norms)
+
+
+def _wide(tensor: Tensor | None) -> Tensor | None:
+    """The interpreter does not round to e4m3 as GPUs do: kernels leave that cast to torch."""
+    return tensor.float() if tensor is not None and tensor.dtype == FP8 else tensor
+
+
+def compare(out: Normed, x: Tensor, norms: Norm) -> None:
+    """`out` is what the parts make of x, to the bit, as far as it was asked for."""
+    right = norm_of(x, Norm(norms.residual, norms.weight, norms.eps, norms.offset, norms.wide))
+    assert out.y is None or torch.equal(out.y, right.y)
+    assert out.total is None or torch.equal(out.total, right.total)
+    assert (out.y is not None) == (norms.keep_norm or norms.quant is None) and (out.total is not None) == norms.keep_sum
+    quant = norms.quant
+    if quant is not None:
+        q, s = quantize(right.y, quant.group, quant.scale) if quant.to == "fp8" else quantize_fp4(right.y, quant.scale)
+        assert torch.equal(out.s.float(), s.float())
+        assert torch.equal(out.q.to(q.dtype).view(torch.uint8), q.view(torch.uint8))
+
+
+CHECKS = {"one_shot": one_shot, "two_shot": two_shot, "norm": norm}
+
+if __name__ == "__main__":
+    symmetric_norm.PROGRAMS = symmetric_reduce.PROGRAMS = (PROGRAMS, PROGRAMS)
+    for wanted in sys.argv[1:] or tuple(CHECKS):
+        torch.manual_seed(0)
+        CHECKS[wanted]()

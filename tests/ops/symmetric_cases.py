@@ -1,0 +1,17 @@
+"""Several ranks in one process: their memory is side by side."""
+
+from __future__ import annotations
+
+import torch
+
+from torchweave.ops.symmetric import PROGRAMS, Layout, Workspace
+
+
+def workspaces(layout: Layout) -> list[Workspace]:
+    """The ranks' views of memory that is full of NaN: what is read must have been written."""
+    memories = [torch.full((layout.bytes,), 255, dtype=torch.uint8) for _ in range(layout.size)]
+    table = torch.tensor([memory.data_ptr() for memory in memories] + [0, 0])
+    return [
+        Workspace(rank, layout, memory, table, torch.zeros(2, max(PROGRAMS), dtype=torch.int32))
+        for rank, memory in enumerate(memories)
+    ]
