@@ -136,6 +136,7 @@ class EngineConfig:
         executor: what starts the ranks. `local`: this process starts the others on this machine; `torchrun`: they are there, and
             all run the same script.
         rank_timeout: seconds after which a rank that gives no sign of life counts as hung, which ends all of them.
+        symmetric_memory: GPUs that see each other's memory exchange small and middle sums by kernels of the project, not NCCL.
         seed: makes requests without a seed of their own reproducible; None draws one.
         torch_compile_config: how the model's graph is built.
         cuda_graph_config: which whole steps are recorded as CUDA graphs.
@@ -168,6 +169,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     executor: Executor = "local"
     rank_timeout: float = 8.0
+    symmetric_memory: bool = True
     seed: int | None = None
     torch_compile_config: TorchCompileConfig = field(default_factory=TorchCompileConfig)
     cuda_graph_config: CudaGraphConfig = field(default_factory=CudaGraphConfig)
@@ -247,3 +249,8 @@ def launched_by_torchrun() -> Launched | None:
         return None
     rank, size, local_rank, address = known
     return Launched(int(rank or 0), int(size or 1), int(local_rank or 0), str(address))
+
+
+def disable_multicast() -> None:
+    """torch's symmetric memory asks for no multicast objects from now on in this process; the kernels use none."""
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"

@@ -33,6 +33,12 @@ class Mirror:
     def reduced_norm(self, x: Tensor, norm: Norm) -> None:
         """None."""
 
+    def abort(self) -> None:
+        """There is nobody else."""
+
+    def fault(self) -> None:
+        """None."""
+
 
 @contextmanager
 def mirrored(group: str = "tp", size: int = 2, rank: int = 0) -> Iterator[str]:

@@ -67,7 +67,8 @@ def norm() -> None:
     quants = (
         None, Quant("fp8", 0, given), Quant("fp8", 0), Quant("fp8", 128), Quant("fp4", scale=tensor_scale)
     )  # fmt: skip
-    for size, (tokens, width), quant in product((2, 4), ((2, 208), (5, 64)), quants):
+    cases = [(2, 4, 208, quant) for quant in quants] + [(4, 2, 64, None), (8, 2, 64, quants[2])]
+    for size, tokens, width, quant in cases:
         spaces = workspaces(Layout(size, LAYOUT_BYTES, 0))
         for offset, wide, keep in ((0.0, False, True), (1.0, True, False)):
             x, residual, weight = operands(size, 1, tokens, width), *operands(2, 1, tokens, width)

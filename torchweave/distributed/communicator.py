@@ -57,6 +57,12 @@ class ProcessGroupCommunicator:
     def reduced_norm(self, x: Tensor, norm: Norm) -> None:
         """None: the parts."""
 
+    def abort(self) -> None:
+        """Whoever leaves the world aborts its process groups."""
+
+    def fault(self) -> None:
+        """None: torch.distributed raises."""
+
     def _stack(self, x: Tensor) -> Tensor:
         """x of all ranks, `[size, ...]`."""
         parts = x.new_empty(self.size, *x.shape)

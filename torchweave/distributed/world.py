@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, TCPStore
 
 from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.ops.collectives import register_communicator
+from torchweave.ops.collectives import communicator, register_communicator
 
 TENSOR, PIPELINE = "tp", "pp"
 """Names under which a graph knows its groups: the same on every rank, so that all ranks have the same graph."""
@@ -145,14 +145,16 @@ def close_world(world: World, abort: bool = False) -> None:
     """
     if world.host is None or not dist.is_initialized():
         return
-    register_communicator(TENSOR, None)
     if abort:
         abort_groups(world)
+    register_communicator(TENSOR, None)
     dist.destroy_process_group()
 
 
 def abort_groups(world: World) -> None:
     """Give up what is under way on GPUs between ranks, of which some are gone: kernels that wait for them end."""
+    if world.tensor_parallel_size > 1:
+        communicator(TENSOR).abort()
     for group in world.groups.values():
         if group.name() == "nccl":
             group.abort()

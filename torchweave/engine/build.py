@@ -12,6 +12,7 @@ from torchweave.compile.cache import open_cache
 from torchweave.compile.graphs import Forward, GraphPool
 from torchweave.compile.tuning.table import Table
 from torchweave.config import EngineConfig
+from torchweave.distributed.symmetric import connect
 from torchweave.distributed.world import World
 from torchweave.engine import warm_up
 from torchweave.engine.batch import Batch
@@ -133,6 +134,8 @@ def planned(config: EngineConfig) -> Plan:
 def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, world: World) -> Engine:
     """`build`, but for what is said when memory runs out."""
     device = config.device if world.size == 1 else world.device
+    if config.symmetric_memory:
+        connect(world, report)
     plan = resolve(config, device_facts(device, world.rank), _model_facts(config, loaded))
     dtype = getattr(torch, plan.dtype)
     if loaded is None:

@@ -58,6 +58,14 @@ class Communicator(Protocol):
         """The sum of x `[..., D]` over ranks and what follows it, in one kernel; None where the parts are the faster way."""
         ...
 
+    def abort(self) -> None:
+        """End what waits for other ranks on this device: one of them has died."""
+        ...
+
+    def fault(self) -> str | None:
+        """Why results of this device are worth nothing since a while, where its kernels can say so; never waits."""
+        ...
+
 
 _COMMUNICATORS: dict[str, Communicator] = {}
 

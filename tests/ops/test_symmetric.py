@@ -1,0 +1,160 @@
+"""Kernels over symmetric memory without a GPU: what they compute, what is built for Hopper, and that one meeting is enough."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.collective_cases import Mirror
+from tests.ops.interpreted import run_interpreted
+from tests.ops.symmetric_cases import workspaces
+from torchweave.distributed.symmetric import Ranges, SymmetricCommunicator, ranges_for
+from torchweave.ops.collectives_fused import Norm, Quant, empty_normed
+from torchweave.ops.symmetric import SIZES, Layout, can_run
+
+RANGES = Ranges(one_shot=4096, norm=2048, two_shot=65536)
+
+
+def test_T7_kernels_in_the_interpreter() -> None:
+    run_interpreted("interpreted_symmetric.py")
+
+
+def launches(size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Every kernel as it is launched on Hopper for rank 1 of `size`."""
+    from tests.ops.cross_compile import recorded
+    from torchweave.ops.kernels import symmetric_norm, symmetric_reduce
+
+    for module in (symmetric_norm, symmetric_reduce):
+        monkeypatch.setattr(module, "takes_part", lambda device: True)
+    space = workspaces(Layout(size, 1 << 20, 1 << 20))[1]
+    x = torch.empty(8, 4096, dtype=torch.bfloat16)
+    with recorded(symmetric_reduce, "one_shot_kernel", "two_shot_kernel") as found:
+        symmetric_reduce.launch_one_shot(space, x, x, space.one_shot_place(x))
+        symmetric_reduce.launch_two_shot(space, x, x, space.two_shot_place(x))
+    yield from found
+    with recorded(symmetric_norm, "one_shot_norm_kernel") as found:
+        for quant in (None, Quant("fp8", 0), Quant("fp8", 128), Quant("fp4", scale=torch.empty(1))):
+            norm = Norm(x, x[0], 1e-5, quant=quant, keep_norm=quant is None)
+            symmetric_norm.launch_one_shot_norm(space, x, norm, empty_normed(x, norm), space.one_shot_place(x))
+    yield from found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_kernels_build_for_hopper(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from tests.ops.cross_compile import compile_for_hopper
+
+    for launch in list(launches(size, monkeypatch))[: None if size == 2 else 3]:
+        ptx = compile_for_hopper(launch).asm["ptx"]
+        meetings = 2 if "two_shot" in launch.kernel.fn.__name__ else 1
+        assert ptx.count("st.release.sys") == ptx.count("ld.acquire.sys") == meetings
+        assert ptx.count("bar.sync") >= 2 * meetings
+        assert len(re.findall(r"ld\.global\S*v4", ptx)) >= size + 1, "operands must be read 16 bytes at a time"
+        assert "multimem" not in ptx
+        # Addresses are known before the wait for the kernel before, so that nothing but data is read after the meeting.
+        assert ptx.index("griddepcontrol.wait") > ptx.rindex("ld.global.b64") or meetings == 2
+
+
+def interleavings(slots: tuple[int, ...]) -> Iterator[list[tuple[int, int, int]]]:
+    """What reads of a slot can see, over all orders in which two ranks can carry out one-shot collectives over these slots.
+
+    A rank writes its slot, signals, waits for the other's signal, reads the other's slot; then the next one. Yields for each order
+    of steps the reads: (collective, what should be there, what is).
+    """
+    steps = [(number, step) for number in range(len(slots)) for step in ("write", "signal", "read")]
+    seen = set()
+    stack = [((0, 0), (0, 0), ((-1,) * 3, (-1,) * 3), ())]
+    while stack:
+        state = stack.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        at, signals, memory, reads = state
+        if at == (len(steps), len(steps)):
+            yield list(reads)
+        for rank in (0, 1):
+            if at[rank] == len(steps):
+                continue
+            number, step = steps[at[rank]]
+            new_signals, new_memory, new_reads = list(signals), [list(slot) for slot in memory], reads
+            if step == "write":
+                new_memory[rank][slots[number]] = number
+            elif step == "signal":
+                new_signals[rank] = number + 1
+            elif signals[1 - rank] < number + 1:
+                continue  # still waits
+            elif memory[1 - rank][slots[number]] != number:
+                new_reads = (*reads, (number, number, memory[1 - rank][slots[number]]))
+            new_at = tuple(each + (index == rank) for index, each in enumerate(at))
+            stack.append((new_at, tuple(new_signals), tuple(map(tuple, new_memory)), new_reads))
+
+
+@pytest.mark.parametrize("slots", [(0, 1, 0, 1, 0), (0, 2, 1, 0, 2, 1), (0, 1, 2, 1, 0)])
+def test_one_meeting_is_enough_where_neighbours_have_different_slots(slots: tuple[int, ...]) -> None:
+    orders = list(interleavings(slots))
+    assert orders and all(not wrong for wrong in orders)
+
+
+def test_one_meeting_is_not_enough_for_one_slot() -> None:
+    assert any(wrong for wrong in interleavings((0, 0))), "a rank overwrites what the other still reads"
+    assert any(wrong for wrong in interleavings((0, 1, 1, 0)))
+
+
+def communicator(rank: int = 0) -> SymmetricCommunicator:
+    space = workspaces(Layout(2, 4096, 65536))[rank]
+    return SymmetricCommunicator(space, Mirror(2, rank), RANGES, torch.zeros(1, dtype=torch.int32))
+
+
+def test_ranges_pick_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchweave.distributed import symmetric
+
+    for name in ("one_shot", "two_shot"):
+        monkeypatch.setattr(symmetric, name, lambda workspace, x, name=name: name)
+    monkeypatch.setattr(symmetric, "one_shot_norm", lambda workspace, x, norm: "norm")
+    ranks = communicator()
+    picked = [ranks.all_reduce(torch.zeros(rows, 512, dtype=torch.bfloat16)) for rows in (1, 4, 5, 64)]
+    assert picked == ["one_shot", "one_shot", "two_shot", "two_shot"]
+    odd = (torch.ones(65, 512, dtype=torch.bfloat16), torch.ones(3, 9), torch.ones(8, 8).t(), torch.ones(2, 8).double())
+    for x in odd:
+        assert torch.equal(ranks.all_reduce(x), 2 * x), "torch.distributed carries what the kernels do not"
+    norm = Norm(None, None, 1e-5)
+    assert ranks.reduced_norm(torch.zeros(2, 512, dtype=torch.bfloat16), norm) == "norm"
+    assert ranks.reduced_norm(torch.zeros(3, 512, dtype=torch.bfloat16), norm) is None
+
+
+def test_T8_buffers_are_read_where_they_are() -> None:
+    ranks = communicator()
+    space = ranks.workspace
+    for slot, rows in product(range(3), (1, 4)):
+        x = ranks.buffer((1, rows, 512), torch.bfloat16, slot)
+        assert x is not None and can_run(x) and x.shape == (1, rows, 512)
+        place = space.one_shot_place(x)
+        assert not place.staged and place.at == space.slot(slot)
+    large = ranks.buffer((64, 512), torch.bfloat16, 0)
+    assert large is not None and not space.two_shot_place(large).staged
+    assert ranks.buffer((65, 512), torch.bfloat16, 0) is None, "torch.distributed reads any memory"
+    assert ranks.buffer((3, 9), torch.float32, 0) is None
+    ordinary = torch.zeros(4, 512, dtype=torch.bfloat16)
+    assert space.one_shot_place(ordinary).staged and space.two_shot_place(ordinary).staged
+    places = {space.layout.slot(index) for index in range(5)}
+    assert len(places) == 5 and max(places) + 4096 <= space.layout.data < space.layout.sums < space.layout.bytes
+
+
+def test_a_wait_that_was_given_up_is_told() -> None:
+    status = torch.zeros(1, dtype=torch.int32)
+    ranks = SymmetricCommunicator(workspaces(Layout(2, 4096, 0))[1], Mirror(2, 1), RANGES, status)
+    assert ranks.fault() is None
+    status[0] = 1  # as a kernel writes it
+    assert "gave up" in (ranks.fault() or "")
+    ranks.abort()
+    assert int(status[0]) == 2 and ranks.fault() == "a rank died"
+
+
+def test_ranges_for_what_nobody_has_measured() -> None:
+    found = ranges_for("some GPU", 4)
+    assert found is not None and found.measured == "" and ranges_for("some GPU", 3) is None

@@ -1,0 +1,197 @@
+"""Collectives over symmetric memory: kernels of the project where they measured faster, torch.distributed beyond.
+
+Every rank allocates the same memory and maps that of the others (`torch.distributed._symmetric_memory`: NVLink or PCIe peer access
+within a machine). It is done once, before the first CUDA graph is recorded: kernels find all they need in tensors that stay where
+they are. Multicast is not used.
+
+How ranks wait for each other, and why one meeting is enough: `torchweave.ops.symmetric`, and docs/decisions/0087.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchweave.config import disable_multicast
+from torchweave.distributed.communicator import ProcessGroupCommunicator
+from torchweave.distributed.world import World
+from torchweave.log import Report
+from torchweave.ops.collectives import Communicator, register_communicator
+from torchweave.ops.collectives_fused import Norm, Normed
+from torchweave.ops.symmetric import (
+    PROGRAMS,
+    SIZES,
+    Layout,
+    Workspace,
+    can_run,
+    one_shot,
+    one_shot_norm,
+    runs,
+    two_shot,
+)
+
+WAIT_SECONDS = 300.0
+"""After so long a kernel gives up waiting for another rank, when no host has ended the wait before."""
+_GAVE_UP, _ABORTED = 1, 2
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Up to how many bytes of operand which kernel runs; beyond, NCCL.
+
+    Attributes:
+        one_shot: sums that every rank adds whole.
+        norm: the same with what follows, in one launch.
+        two_shot: sums of which every rank adds a share.
+        measured: on which GPU; "" where nobody has measured.
+    """
+
+    one_shot: int
+    norm: int
+    two_shot: int
+    measured: str = ""
+
+
+KIB, MIB = 1 << 10, 1 << 20
+_UNMEASURED = {
+    2: Ranges(512 * KIB, 512 * KIB, 32 * MIB),
+    4: Ranges(256 * KIB, 256 * KIB, 16 * MIB),
+    8: Ranges(128 * KIB, 128 * KIB, 8 * MIB),
+}
+"""Conservative: one-shot reads `size - 1` operands over the links where NCCL's rings read about two."""
+_MEASURED: dict[tuple[str, int], Ranges] = {}
+"""By GPU and number of ranks, from bench/collectives.py."""
+
+
+def ranges_for(gpu: str, size: int) -> Ranges | None:
+    """The ranges of `size` GPUs of that name; None where the kernels are not built for so many."""
+    return _MEASURED.get((gpu, size), _UNMEASURED.get(size))
+
+
+class SymmetricCommunicator:
+    """A group of GPUs that see each other's memory. Every rank makes it at the same moment.
+
+    Args:
+        workspace: the memory, of the group's layout.
+        other: carries what the kernels do not.
+        ranges: which kernel runs when.
+        status: int32 `[1]` of the host, to which the workspace's table points.
+    """
+
+    def __init__(self, workspace: Workspace, other: Communicator, ranges: Ranges, status: Tensor) -> None:
+        self.rank, self.size = other.rank, other.size
+        self.workspace, self.ranges = workspace, ranges
+        self._other, self._status = other, status.numpy()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if can_run(x) and x.nbytes <= self.ranges.one_shot:
+            return one_shot(self.workspace, x)
+        if can_run(x) and x.nbytes <= self.ranges.two_shot:
+            return two_shot(self.workspace, x)
+        return self._other.all_reduce(x)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return self._other.all_gather(x, dim)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self._other.reduce_scatter(x)
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> Tensor | None:
+        """See `Communicator.buffer`. Operands of a size that NCCL carries have no room here."""
+        size = math.prod(shape) * dtype.itemsize
+        if not runs(shape, dtype) or size > max(self.ranges.one_shot, self.ranges.two_shot):
+            return None
+        place = self.workspace.slot(slot) if size <= self.ranges.one_shot else self.workspace.layout.data
+        return self.workspace.room(shape, dtype, place)
+
+    def reduced_norm(self, x: Tensor, norm: Norm) -> Normed | None:
+        if can_run(x) and x.nbytes <= self.ranges.norm:
+            return one_shot_norm(self.workspace, x, norm)
+        return None
+
+    def abort(self) -> None:
+        """End all waits on this GPU, now and later: a rank has died. What kernels compute from now on is worth nothing."""
+        self._status[0] = _ABORTED
+
+    def fault(self) -> str | None:
+        """What went wrong between ranks so far, if anything did; asks no GPU."""
+        status = int(self._status[0])
+        if status == _GAVE_UP:
+            return f"rank {self.rank} waited for another rank's kernel for more than {WAIT_SECONDS:.0f} s and gave up"
+        return "a rank died" if status == _ABORTED else None
+
+
+def open_symmetric(
+    group: dist.ProcessGroup, device: torch.device, ranges: Ranges, wait_seconds: float = WAIT_SECONDS
+) -> SymmetricCommunicator:
+    """The communicator of a group over NCCL, whose ranks all call this; takes `layout.bytes` of each GPU.
+
+    Raises:
+        RuntimeError: the GPUs cannot map each other's memory.
+    """
+    other = ProcessGroupCommunicator(group)
+    assert other.size in SIZES, f"{other.size} ranks"
+    layout = Layout(other.size, max(ranges.one_shot, ranges.norm), ranges.two_shot)
+    # The GPU writes into the host's memory when it gives up, and reads there whether it should.
+    status = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    addresses, memory = _share(layout.bytes, group, device)
+    table = torch.tensor([*addresses, status.data_ptr(), round(wait_seconds * 1e9)], dtype=torch.int64, device=device)
+    counters = torch.zeros(2, max(PROGRAMS), dtype=torch.int32, device=device)
+    return SymmetricCommunicator(Workspace(other.rank, layout, memory, table, counters), other, ranges, status)
+
+
+def connect(world: World, report: Report) -> None:
+    """Let the collectives of tensor parallelism run over symmetric memory, if these GPUs can; every rank calls this."""
+    if world.tensor_parallel_size == 1 or not world.device.startswith("cuda"):
+        return
+    group, device = world.groups[world.tensor_group], torch.device(world.device)
+    ranges = ranges_for(torch.cuda.get_device_name(device), group.size())
+    if ranges is None:
+        refusal = f"the kernels are built for {', '.join(map(str, SIZES))} ranks"
+    else:
+        refusal = "" if _sees_all(group, device) else "not every GPU can read every other's memory"
+    if ranges is None or refusal:
+        report.event("symmetric_memory", used=False, reason=refusal)
+        return
+    communicator = open_symmetric(group, device, ranges)
+    register_communicator(world.tensor_group, communicator)
+    report.event("symmetric_memory", used=True, bytes=communicator.workspace.layout.bytes, **asdict(ranges))
+
+
+def _sees_all(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether every rank's GPU can read every other's memory; the answer is the same on all ranks."""
+    known = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    own = next(uuid for uuid, index in known.items() if index == device.index)
+    ranks: list[tuple[str, str]] = [("", "")] * group.size()
+    dist.all_gather_object(ranks, (machine, own), group=group)
+    sees = all(
+        where == machine and uuid in known and (uuid == own or torch.cuda.can_device_access_peer(device, known[uuid]))
+        for where, uuid in ranks
+    )
+    answers = [False] * group.size()
+    dist.all_gather_object(answers, sees, group=group)
+    return all(answers) and len({uuid for _, uuid in ranks}) == group.size()
+
+
+def _share(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[list[int], Tensor]:
+    """Memory of `size` bytes on every rank, all zeros: where each rank's is mapped here, and this rank's."""
+    disable_multicast()
+    import torch.distributed._symmetric_memory as symmetric_memory
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    # Not `symmetric_memory.empty`: in a pool a tensor may begin anywhere in what is mapped.
+    memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+    handle = symmetric_memory.rendezvous(memory, group.group_name)
+    addresses = list(handle.buffer_ptrs)
+    assert addresses[group.rank()] == memory.data_ptr(), "a rank's memory begins where it is mapped"
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    dist.barrier(group=group)  # nobody signals before everybody's words are zero
+    return addresses, memory
