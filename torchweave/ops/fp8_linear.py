@@ -95,19 +95,37 @@ def _launch(
     q: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     num_outputs, width = w.shape
-    rows, blocks = q.reshape(-1, width), w_scale.ndim == 2
-    tokens = rows.shape[0]
+    rows = q.reshape(-1, width)
     shape = (*q.shape[:-1], num_outputs)
-    if not tokens:
-        return q.new_empty(shape, dtype=out_dtype)
-    hopper = torch.cuda.get_device_capability(q.device)[0] == 9
-    config = choose(tokens, num_outputs, width, blocks=blocks, hopper=hopper)
-    if config is None:
-        product = scaled_mm_blocks if blocks else scaled_mm_rows
+    config = _config(rows, w, w_scale)
+    if len(rows) and config is None:
+        product = scaled_mm_blocks if w_scale.ndim == 2 else scaled_mm_rows
         return product(rows, x_scale, w, w_scale, bias, out_dtype).view(shape)
     out = q.new_empty(shape, dtype=out_dtype)
-    config.run(rows, x_scale, w, w_scale, bias, out.view(tokens, num_outputs))
+    if config is not None:
+        config.run(rows, x_scale, w, w_scale, bias, out.view(-1, num_outputs))
     return out
+
+
+def fp8_linear_into(q: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out `[..., N]`, contiguous, = `torchweave::fp8_linear(q, x_scale, w, w_scale, bias, out.dtype)`."""
+    rows, result = q.reshape(-1, w.shape[1]), out.view(-1, w.shape[0])
+    config = _config(rows, w, w_scale) if q.is_cuda else None
+    if config is not None:
+        config.run(rows, x_scale, w, w_scale, bias, result)
+    elif q.is_cuda and len(rows) and w_scale.ndim == 1 and bias is None:
+        by_token = x_scale.expand(len(rows), 1).contiguous()
+        torch._scaled_mm(rows, w.t(), by_token, w_scale[None], out_dtype=out.dtype, use_fast_accum=True, out=result)
+    else:
+        out.copy_(torch.ops.torchweave.fp8_linear(q, x_scale, w, w_scale, bias, out.dtype))
+
+
+def _config(rows: Tensor, w: Tensor, w_scale: Tensor) -> Fp8Config | None:
+    """The kernel for rows on a GPU; None: cuBLAS, or there are none."""
+    if not len(rows):
+        return None
+    hopper = torch.cuda.get_device_capability(rows.device)[0] == 9
+    return choose(len(rows), *w.shape, blocks=w_scale.ndim == 2, hopper=hopper)
 
 
 @define("torchweave::fp8_linear", fake=_fake, cuda=_launch)

@@ -81,6 +81,18 @@ def _chosen(x: Tensor, w: Tensor, around: Around, choices: str) -> Tensor:
     return out
 
 
+def linear_into(x: Tensor, w: Tensor, bias: Tensor | None, choices: str, out: Tensor) -> None:
+    """out `[..., N]`, contiguous, = `torchweave::linear(x, w, bias, choices)`."""
+    rows, result = x.reshape(-1, w.shape[1]), out.view(-1, w.shape[0])
+    config = pick(choices, len(rows)) if x.is_cuda and _readable(rows, w, NOTHING) else None
+    if config is not None:
+        run(config, rows, w, result, Around(bias))
+    elif bias is None:
+        torch.mm(rows, w.t(), out=result)
+    else:
+        torch.addmm(bias, rows, w.t(), out=result)
+
+
 def _readable(x: Tensor, w: Tensor, around: Around) -> bool:
     """May the kernels read these, the weight with 16-byte loads?"""
     rows_aligned = w.stride(1) == 1 and w.stride(0) % 8 == 0 and w.data_ptr() % 16 == 0

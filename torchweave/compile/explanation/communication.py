@@ -70,7 +70,7 @@ def collectives_of(diff: Mapping[str, int]) -> dict[str, int]:
 
 
 def _fusions(passes: Sequence[Facts]) -> list[Facts]:
-    """The passes that changed collectives, each with what it was measured to save at some number of tokens."""
+    """The passes that changed collectives or their operands, each with what it was measured to save at some number of tokens."""
     keys = ("shape", "tokens", "microseconds", "baseline", "saved")
     return [
         {
@@ -79,5 +79,5 @@ def _fusions(passes: Sequence[Facts]) -> list[Facts]:
             "measured": [{key: each[key] for key in keys} for each in row["microseconds"]],
         }
         for row in passes
-        if row["matches"] and collectives_of(row["diff"])
+        if row["matches"] and (collectives_of(row["diff"]) or row["name"].startswith("userbuffers_"))
     ]

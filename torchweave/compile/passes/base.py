@@ -111,6 +111,7 @@ class GraphPass(ABC):
 
     Attributes:
         needs: what there must be for the pass to find anything: several `ranks`, `userbuffers` that they share.
+        shape: of a gated pass, the shape of a table's answers that say whether it pays; None: any.
     """
 
     name: str = ""
@@ -121,6 +122,7 @@ class GraphPass(ABC):
     gated: bool = False
     builds: tuple[Build, ...] = ("inductor", "fx")
     needs: tuple[Need, ...] = ()
+    shape: str | None = None
 
     @abstractmethod
     def run(self, graph: CapturedGraph) -> PassResult:

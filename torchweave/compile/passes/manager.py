@@ -28,6 +28,8 @@ from torchweave.compile.passes.aten.fp8_norm import FUSION as FP8_NORM
 from torchweave.compile.passes.aten.fused_linears import FusedLinears
 from torchweave.compile.passes.aten.reinplace import Reinplace
 from torchweave.compile.passes.aten.route import FUSION as ROUTE
+from torchweave.compile.passes.aten.sequence_parallel import SequenceParallel
+from torchweave.compile.passes.aten.userbuffers import Convert, Finalize, Prologue
 from torchweave.compile.passes.base import Build, NearMiss, Pass, PassResult, Stage
 from torchweave.compile.passes.load import load_pass
 from torchweave.compile.passes.torch_ir.fp8_attention import Fp8Attention
@@ -70,6 +72,10 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
         ROUTE,
         FP8_NORM,
         FP8_ACTIVATION,
+        SequenceParallel(table, ranks),
+        Convert(),
+        Prologue(),
+        Finalize(table, ranks),
         Expand(),
         Reinplace(),
     )
@@ -132,7 +138,8 @@ class PassManager:
             return Setting(each, True, "enabled_passes")
         if each.numerics == "tolerance" and config.pass_numerics == "exact":
             return Setting(each, False, "changes results within a tolerance, and pass_numerics is exact")
-        if each.gated and not (self.table is not None and self.table.pays(each.name)):
+        shape = getattr(each, "shape", None)
+        if each.gated and not (self.table is not None and self.table.pays(each.name, shape)):
             return Setting(each, False, "no measurement says that it pays here")
         return Setting(each, True, "")
 

@@ -98,9 +98,9 @@ class Table:
         """Of the answers; a factor of what is built by them."""
         return hashlib.sha256(repr(sorted(map(repr, self.entries))).encode()).hexdigest()[:16]
 
-    def pays(self, subject: str) -> bool:
-        """Whether a choice won anywhere."""
-        return any(entry.subject == subject and entry.choice for entry in self)
+    def pays(self, subject: str, shape: str | None = None) -> bool:
+        """Whether a choice won anywhere, or for a shape."""
+        return any(entry.subject == subject and shape in (None, entry.shape) and entry.choice for entry in self)
 
     def saves(self, subject: str, shape: str) -> float | None:
         """Microseconds that a choice saves, over all token counts that were asked; None when nobody asked."""

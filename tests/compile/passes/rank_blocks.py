@@ -1,0 +1,101 @@
+"""A block of five linears, three of them divided by rows, as one rank of several computes it, and as one device alone does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchweave.ops.collectives_fused
+import torchweave.ops.fp8_linear
+import torchweave.ops.norm  # noqa: F401 (define the ops)
+from torchweave.ops.fp8 import PER_TOKEN, quantize
+
+ops = torch.ops.torchweave
+EPS = 1e-5
+D, I = 64, 128  # noqa: E741
+ROWS = (0, 2, 4)
+"""The linears that are divided by rows of the input: their sums meet."""
+
+
+def weights(seed: int = 0) -> list[Tensor]:
+    """Five weights in turn [D, I] and [I, D], and three norms; float64."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = [(D, I) if index in ROWS else (I, D) for index in range(5)]
+    linears = [torch.randn(shape, generator=draw, dtype=torch.float64) / shape[1] ** 0.5 for shape in shapes]
+    return [*linears, *(torch.rand(D, generator=draw, dtype=torch.float64) + 0.5 for _ in range(3))]
+
+
+def inputs(tokens: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """x [T, I] and the residual [T, D]; float64."""
+    draw = torch.Generator().manual_seed(seed + tokens)
+    return tuple(torch.randn(tokens, width, generator=draw, dtype=torch.float64) for width in (I, D))  # type: ignore[return-value]
+
+
+def part(x: Tensor, rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """A rank's columns of x."""
+    return x.chunk(size, 1)[rank].to(dtype).contiguous()
+
+
+def whole(x: Tensor, residual: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The block on one device, in the dtype of what it is given."""
+    for index in range(5):
+        x = F.linear(x, given[index])
+        if index in ROWS:
+            residual = residual + x
+            x = F.rms_norm(residual, (D,), given[5 + index // 2], EPS)
+    return x, residual
+
+
+class Block(nn.Module):
+    """One rank's part.
+
+    Args:
+        quantized: products in FP8; what a norm gives is quantised for the next one.
+        reads_sum: the last residual is returned as well.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        dtype: torch.dtype,
+        quantized: bool = False,
+        reads_sum: bool = False,
+        group: str = "tp",
+    ) -> None:
+        super().__init__()
+        *linears, self.norm_0, self.norm_1, self.norm_2 = weights()
+        parts = [w.chunk(size, 1 if index in ROWS else 0)[rank].to(dtype) for index, w in enumerate(linears)]
+        self.parts, self.scales = parts, [torch.ones(1)] * 5
+        if quantized:
+            self.parts, self.scales = map(list, zip(*(quantize(each, PER_TOKEN) for each in parts), strict=True))
+        self.norms = [each.to(dtype) for each in (self.norm_0, self.norm_1, self.norm_2)]
+        self.quantized, self.reads_sum, self.group, self.dtype = quantized, reads_sum, group, dtype
+        for index, (w, s) in enumerate(zip(self.parts, self.scales, strict=True)):
+            self.register_buffer(f"w{index}", w)
+            self.register_buffer(f"s{index}", s.flatten())
+        for index, norm in enumerate(self.norms):
+            self.register_buffer(f"n{index}", norm)
+
+    def linear(self, x: Tensor, index: int) -> Tensor:
+        w = getattr(self, f"w{index}")
+        if not self.quantized:
+            return F.linear(x, w)
+        q, s = ops.fp8_quant(x, PER_TOKEN)
+        return ops.fp8_linear(q, s, w, getattr(self, f"s{index}"), None, self.dtype)
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        for index in range(5):
+            x = self.linear(x, index)
+            if index in ROWS:
+                residual = residual + ops.all_reduce(x, self.group)
+                x = self.norm(residual, getattr(self, f"n{index // 2}"))
+        return (x, residual) if self.reads_sum else (x,)
+
+    def norm(self, h: Tensor, weight: Tensor) -> Tensor:
+        """As Llama writes it."""
+        wide = h.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(h.dtype)
