@@ -145,6 +145,20 @@ def test_T10_streams_need_a_gpu_and_a_graph():
     assert entry(plan, "torch_compile_config.max_num_streams").why == "needs enable_fullgraph"
 
 
+def test_T1_userbuffers_are_on_where_several_gpus_share_layers() -> None:
+    name = "torch_compile_config.enable_userbuffers"
+    two = plan_of(device=replace(GPU, num_gpus=2), tensor_parallel_size=2)
+    assert two.userbuffers and entry(two, name).effective is True and entry(two, name).why == "default"
+    off = TorchCompileConfig(enable_userbuffers=False)
+    assert not plan_of(device=replace(GPU, num_gpus=2), tensor_parallel_size=2, torch_compile_config=off).userbuffers
+    for options, why in (
+        ({}, "one GPU exchanges nothing"),
+        ({"device": CPU, "tensor_parallel_size": 2}, "only GPUs see each other's memory"),
+    ):
+        plan = plan_of(**options)
+        assert not plan.userbuffers and entry(plan, name).why == why
+
+
 def test_dtype_by_capability():
     old = replace(GPU, title="Tesla T4", capability=(7, 5))
     assert plan_of(old).dtype == "float16"

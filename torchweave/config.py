@@ -47,7 +47,8 @@ class TorchCompileConfig:
         compile_cache: keep captured graphs and built pieces on disk, so that the next start loads them.
         compile_cache_dir: where; None means `torchweave` under the user's cache home.
         compile_cache_format: `binary` keeps entries alone; `unpacked` also writes each piece's code beside them, to be read.
-        enable_userbuffers: let collectives read and write shared memory of several GPUs; one GPU has none.
+        enable_userbuffers: what several GPUs add up is made in memory that all of them see, where collectives read it, and not
+            copied there first.
         max_num_streams: CUDA streams that a piece may be spread over. Above 1, a piece is split where the longest path through
             it, or a measurement, promises a gain.
         tune: measure, at the first start on a kind of GPU, what runs the model's products and pieces best there, and keep it

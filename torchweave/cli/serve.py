@@ -37,7 +37,9 @@ def run(argv: Sequence[str]) -> int:
     check_names(config, None)
     check_numbers(config)
     if config.executor == "torchrun":
-        raise ValueError("executor=torchrun is for scripts, which all ranks run; serve starts its ranks itself: leave it out")
+        raise ValueError(
+            "executor=torchrun is for scripts, which all ranks run; serve starts its ranks itself: leave it out"
+        )
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise ValueError(f"serve needs {', '.join(missing)}; install them with: pip install 'torchweave[serve]'")

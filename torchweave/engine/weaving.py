@@ -27,6 +27,7 @@ def effective(plan: Plan) -> TorchCompileConfig:
         enable_inductor=plan.inductor,
         compile_sizes=plan.compile_sizes,
         max_num_streams=plan.max_num_streams,
+        enable_userbuffers=plan.userbuffers,
         tune=False,  # what was tuned is in the table by now
     )
 

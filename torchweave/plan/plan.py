@@ -36,6 +36,7 @@ class Plan:
         compile_sizes: token counts for which pieces are built once more with that size fixed.
         fullgraph: the model is captured as one graph; else it runs as it is, cut at boundary ops while recording.
         max_num_streams: CUDA streams that a piece may be spread over.
+        userbuffers: operands of collectives are made where the collectives read them.
         tune: what was not measured on this kind of device is measured before the model is woven.
     """
 
@@ -61,6 +62,7 @@ class Plan:
     compile_sizes: tuple[int, ...]
     fullgraph: bool
     max_num_streams: int
+    userbuffers: bool
     tune: bool
     entries: tuple[Entry, ...]
 

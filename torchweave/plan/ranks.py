@@ -31,3 +31,14 @@ def resolve_ranks(config: EngineConfig, device: DeviceFacts, note: Note) -> None
             f"tensor_parallel_size={config.tensor_parallel_size} needs {size} GPUs, but from {device.device} on this machine has "
             f"{device.num_gpus}; lower it"
         )
+
+
+def resolve_userbuffers(config: EngineConfig, device: DeviceFacts, fullgraph: bool) -> tuple[bool, str]:
+    """Whether collectives read operands where they are made, and why not."""
+    if config.tensor_parallel_size == 1:
+        return False, "one GPU exchanges nothing"
+    if not device.is_gpu:
+        return False, "only GPUs see each other's memory"
+    if not fullgraph:
+        return False, "needs enable_fullgraph"
+    return config.torch_compile_config.enable_userbuffers, ""

@@ -9,7 +9,7 @@ from torchweave.config import CudaGraphConfig, EngineConfig, TorchCompileConfig
 from torchweave.plan.check import check_names, check_numbers, flatten
 from torchweave.plan.facts import AttentionFacts, DeviceFacts, ModelFacts
 from torchweave.plan.plan import Entry, Plan
-from torchweave.plan.ranks import resolve_ranks
+from torchweave.plan.ranks import resolve_ranks, resolve_userbuffers
 
 # TensorRT-LLM's default `capture_num_tokens`.
 DEFAULT_TOKEN_BUCKETS = tuple(2**i for i in range(8)) + tuple(range(256, 3073, 256))
@@ -254,7 +254,7 @@ def _graphs(
     if tune and config.num_ranks > 1:
         tune, why = False, "candidates are timed on one rank"
     entries.note(prefix + "tune", tune, why)
-    entries.note(prefix + "enable_userbuffers", False, "one GPU exchanges nothing")
+    userbuffers = entries.note(prefix + "enable_userbuffers", *resolve_userbuffers(config, device, fullgraph))
 
     buckets, why = _token_buckets(compile_config, device, max_num_tokens)
     entries.note(prefix + "capture_num_tokens", buckets, why)
@@ -269,6 +269,7 @@ def _graphs(
     return {
         "fullgraph": fullgraph,
         "max_num_streams": streams,
+        "userbuffers": userbuffers,
         "tune": tune,
         "inductor": inductor,
         "compile_sizes": _compile_sizes(compile_config, inductor, max_num_tokens, entries),

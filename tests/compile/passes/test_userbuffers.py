@@ -51,7 +51,7 @@ def ranks() -> Iterator[str]:
 
 
 def woven(module: Block, passes: tuple[Pass, ...], config: TorchCompileConfig = FX) -> Woven:
-    example = {"x": torch.zeros(T, module.w0.shape[1]), "residual": torch.zeros(T, D)}
+    example = {"x": torch.zeros(T, module.parts[0].shape[1]), "residual": torch.zeros(T, D)}
     example = {name: each.to(module.dtype) for name, each in example.items()}
     dynamic = {name: {0: "T"} for name in example}
     return weave(module, example, dynamic, config=config, passes=passes, report=Report(show=False))

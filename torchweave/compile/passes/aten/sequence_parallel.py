@@ -91,7 +91,7 @@ def _rewrite(graph: Faked, node: fx.Node, own: fx.Node | None, leaves_rows: bool
     """
     target: Any = node.target
     x, residual, weight, eps, offset, wide, *quant, group = normalize(target, tuple(node.args), dict(node.kwargs))[0]
-    read = {user.args[1]: user for user in node.users if user.users}
+    read: dict[int, fx.Node] = {int(user.args[1]): user for user in node.users if user.users}  # type: ignore[arg-type]
     last = len(value(node)) - 1
     keep_norm, keep_sum = last - 1 in read, last in read
     sharding = Sharding(str(group), residual=own is not None, total=leaves_rows)
