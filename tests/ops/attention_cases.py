@@ -199,6 +199,7 @@ CASES: dict[str, Case] = {
     "mixed_softcap": Case(((1, 44), (40, 0), (18, 25)), LayerSpec(2, 32, 32, 4, softcap=2.0)),
     "mixed_sinks": Case(((1, 44), (40, 0), (18, 25)), LayerSpec(2, 32, 32, 4, sinks=True, window=24)),
     "mixed_value_dim": Case(((1, 44), (20, 9)), LayerSpec(2, 48, 32, 6)),
+    "mixed_narrow_values": Case(((1, 44), (20, 9)), LayerSpec(2, 32, 16, 6)),
     "mixed_odd_head": Case(((1, 44), (20, 9)), LayerSpec(1, 80, 80, 5), block_size=32),
     "only_padding": Case((None, None), padded_tokens=4),
 }

@@ -266,6 +266,8 @@ class TritonStep:
         kv_heads, head_dim, value_dim = cache.k.shape[2], q.shape[2], out.shape[2]
         group = q.shape[1] // kv_heads
         config = self.backend.prefill or default_prefill_config(head_dim, group, q.dtype)
+        if limit(cache.k.dtype) and pad(head_dim) != pad(value_dim):
+            config = replace(config, block_n=32)  # with 64, Triton 3.6 reads the values of other keys from such a cache
         tiles = triton.cdiv(meta.num_tokens, config.block_m // group) + meta.num_rows
         paged_prefill[(kv_heads, tiles)](
             q, out, cache.k, cache.v,
