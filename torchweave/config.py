@@ -22,7 +22,7 @@ DynamicShapes = Literal["backed", "unbacked", "backed_size_oblivious"]
 CacheFormat = Literal["binary", "unpacked"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic"]
 PassNumerics = Literal["exact", "tolerance"]
-Executor = Literal["local", "torchrun"]
+Executor = Literal["local", "torchrun", "ray"]
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class EngineConfig:
         run_ahead: steps that are launched before the tokens of an earlier one are read back.
         tensor_parallel_size: ranks that share each layer of the model, each with a GPU (or a process of a CPU) of its own.
         executor: what starts the ranks. `local`: this process starts the others on this machine; `torchrun`: they are there, and
-            all run the same script.
+            all run the same script; `ray`: a Ray cluster starts the others, on this machine or on several.
         rank_timeout: seconds after which a rank that gives no sign of life counts as hung, which ends all of them.
         symmetric_memory: GPUs that see each other's memory exchange small and middle sums by kernels of the project, not NCCL.
         seed: makes requests without a seed of their own reproducible; None draws one.

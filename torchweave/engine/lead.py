@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchweave.distributed import link as links
@@ -72,14 +73,20 @@ class LeadRunner:
 
 @dataclass(frozen=True)
 class Lead:
-    """What rank 0 holds beside its own engine: the world, the other ranks, and where they found each other."""
+    """What rank 0 holds beside its own engine: the world, the other ranks, and where they found each other.
+
+    Attributes:
+        release: called at the end: gives back what was reserved for the ranks.
+    """
 
     world: World
     crew: Crew
     store: MeetingPoint
+    release: Callable[[], None] = bool
 
     def close(self) -> None:
         """End the other ranks and leave the world."""
         failed = self.crew.failure is not None
         self.crew.close()
         close_world(self.world, abort=failed)
+        self.release()

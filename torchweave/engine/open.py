@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from torchweave.config import EngineConfig, launched_by_torchrun
-from torchweave.distributed import torchrun
+from torchweave.distributed import on_ray, torchrun
 from torchweave.distributed.crew import Crew, RankFailure
 from torchweave.distributed.local import start_local
 from torchweave.distributed.world import MeetingPoint, abort_groups, init_world, open_meeting_point
@@ -45,7 +45,7 @@ def open_engine(config: EngineConfig, report: Report, loaded: LoadedModel | None
 
 
 def _open(config: EngineConfig, device: str, report: Report) -> Engine:
-    start = {"local": _start_local, "torchrun": _join_torchrun}[config.executor]
+    start = {"local": _start_local, "torchrun": _join_torchrun, "ray": _start_on_ray}[config.executor]
     with report.stage("starting ranks"):
         lead = start(config, device)
     try:
@@ -93,6 +93,20 @@ def _join_torchrun(config: EngineConfig, device: str) -> Lead:
         work(torchrun.report_to_leader(launched, store), Task(config, launched.rank, device), store)
         raise SystemExit(0)
     return lead_of(config, torchrun.gather(launched, store, config.rank_timeout), device, store)
+
+
+def _start_on_ray(config: EngineConfig, device: str) -> Lead:
+    """Actors of a Ray cluster."""
+    places = on_ray.reserve(config.num_ranks, on_gpus=device != "cpu")
+    try:
+        store, address = open_meeting_point(places.host)
+        theirs = "cpu" if device == "cpu" else "cuda:0"  # Ray shows an actor no other GPU
+        tasks = [Task(config, rank, theirs, address) for rank in range(1, config.num_ranks)]
+        crew = on_ray.start_on_ray(places, _WORK, tasks, config.rank_timeout)
+        return replace(lead_of(config, crew, places.device, store), release=places.release)
+    except BaseException:
+        places.release()
+        raise
 
 
 def lead_of(config: EngineConfig, crew: Crew, device: str, store: MeetingPoint) -> Lead:

@@ -29,7 +29,7 @@ def resolve_ranks(config: EngineConfig, device: DeviceFacts, note: Note) -> None
     if config.executor == "local" and device.is_gpu and size > device.num_gpus:
         raise ValueError(
             f"tensor_parallel_size={config.tensor_parallel_size} needs {size} GPUs, but from {device.device} on this machine has "
-            f"{device.num_gpus}; lower it"
+            f"{device.num_gpus}; lower it, or use executor=ray for GPUs of several machines"
         )
 
 

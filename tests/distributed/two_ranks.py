@@ -1,0 +1,32 @@
+"""A script for torchrun: every rank runs it, and those other than 0 work inside the constructor."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from torchweave.engine.llm import LLM
+from torchweave.engine.request import SamplingParams
+
+OPTIONS = {
+    "device": "cpu",
+    "cpu_kv_cache_gib": 0.02,
+    "tensor_parallel_size": 2,
+    "torch_compile_config": {"enable_fullgraph": False, "debug": True},
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+def agreed(llm: LLM, seconds: float = 10.0) -> bool:
+    """Whether the ranks have come to the same state, which they tell when the engine falls idle."""
+    end = time.monotonic() + seconds
+    while not llm.engine.steps.digests and time.monotonic() < end:  # type: ignore[attr-defined]
+        time.sleep(0.01)
+    return len(set(llm.engine.steps.digests)) == 1  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    llm = LLM("demo", executor="torchrun", **OPTIONS)
+    ids = llm.generate("1+1=", GREEDY)[0].outputs[0].token_ids
+    print(f"rank {os.environ['RANK']} drew {list(ids)}, agreed {agreed(llm)}", flush=True)
+    llm.shutdown()

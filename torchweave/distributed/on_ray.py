@@ -1,0 +1,143 @@
+"""Ranks as actors of a Ray cluster, on this machine or on several.
+
+The leader is the process that calls; Ray only starts the others and keeps their devices for them. Steps do not pass through Ray:
+each actor connects to the leader once, and a step is then one message over a socket.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from torchweave.distributed.crew import Crew, RankFailure
+from torchweave.distributed.door import Door, RemoteMember, enter
+from torchweave.distributed.local import named
+
+_PLACE_SECONDS = 60.0  # for the cluster to find room, once it says that it has as much in all
+_JOIN_SECONDS = 300.0  # for the actors to start and connect: each imports torch
+
+
+@dataclass(frozen=True)
+class Places:
+    """Room for every rank in a cluster.
+
+    Attributes:
+        host: this machine's address within the cluster.
+        device: the device that the leader may use.
+    """
+
+    host: str
+    device: str
+    on_gpus: bool
+    group: Any
+    seat: Any
+    owns_ray: bool
+
+    def release(self) -> None:
+        """Give the room back."""
+        import ray
+
+        ray.util.remove_placement_group(self.group)
+        if self.owns_ray:
+            ray.shutdown()
+
+
+def reserve(num_ranks: int, on_gpus: bool) -> Places:
+    """Reserve a CPU, and a GPU with `on_gpus`, for each rank; that of rank 0 on this machine, the others as near as possible.
+
+    A cluster that this process is connected to, or can find, is used; else one of this machine alone is started.
+
+    Raises:
+        ValueError: Ray is not installed, or the cluster has too little room.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ValueError("executor=ray needs Ray; install it with: pip install 'torchweave[ray]'") from None
+    owns_ray = not ray.is_initialized()
+    if owns_ray:
+        ray.init(logging_level=logging.ERROR, include_dashboard=False)
+    host = ray.util.get_node_ip_address()
+    room = {"CPU": 1.0} | ({"GPU": 1.0} if on_gpus else {})
+    group = ray.util.placement_group([room | {f"node:{host}": 0.001}, *[room] * (num_ranks - 1)], strategy="PACK")
+    there = ray.cluster_resources()
+    enough = all(there.get(kind, 0.0) >= number * num_ranks for kind, number in room.items())
+    if not enough or not group.wait(_PLACE_SECONDS):
+        ray.util.remove_placement_group(group)
+        if owns_ray:
+            ray.shutdown()
+        raise ValueError(
+            f"The Ray cluster has no room for {num_ranks} ranks with {'a GPU' if on_gpus else 'a CPU'} each, one of them on this "
+            f"machine (it has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs); add machines, or end what uses them"
+        )
+    seat = _options(ray, group, 0, on_gpus)(ray.remote(_Seat)).remote()
+    gpus = ray.get(seat.gpus.remote())
+    return Places(host, f"cuda:{gpus[0]}" if on_gpus else "cpu", on_gpus, group, seat, owns_ray)
+
+
+def start_on_ray(places: Places, function: str, tasks: list[Any], rank_timeout: float) -> Crew:
+    """Start an actor for each of `tasks`, of ranks 1, 2, ...; each calls `function` (`module:name`) with its link and task.
+
+    Raises:
+        RankFailure: an actor could not start.
+    """
+    import ray
+
+    door = Door(places.host)
+    actors, runs = {}, []
+    for rank, task in enumerate(tasks, 1):
+        actors[rank] = _options(ray, places.group, rank, places.on_gpus)(ray.remote(_Rank)).remote()
+        runs.append(actors[rank].run.remote(function, door.address, door.key, rank, task))
+
+    def check() -> None:
+        ended, _ = ray.wait(runs, num_returns=1, timeout=0)
+        if ended:
+            try:
+                ray.get(ended)
+            except Exception as error:
+                raise RankFailure(f"An actor of Ray could not start its rank: {str(error).splitlines()[-1]}") from error
+
+    try:
+        found = door.admit(set(actors), _JOIN_SECONDS, check)
+    except BaseException:
+        for actor in actors.values():
+            ray.kill(actor)
+        raise
+    return Crew([RemoteMember(rank, *found[rank], kill=_Killer(actors[rank])) for rank in sorted(found)], rank_timeout)
+
+
+def _options(ray: Any, group: Any, bundle: int, on_gpus: bool) -> Any:
+    """What gives an actor its place."""
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
+    return lambda actor: actor.options(num_cpus=1, num_gpus=1 if on_gpus else 0, scheduling_strategy=strategy)
+
+
+class _Killer:
+    """Ends an actor; once is enough."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __call__(self) -> None:
+        import ray
+
+        actor, self._actor = self._actor, None
+        if actor is not None and ray.is_initialized():
+            ray.kill(actor)
+
+
+class _Seat:
+    """Keeps the leader's device for it."""
+
+    def gpus(self) -> list[int]:
+        import ray
+
+        return [int(number) for number in ray.get_gpu_ids()]
+
+
+class _Rank:
+    """One of the other ranks."""
+
+    def run(self, function: str, address: tuple[str, int], key: bytes, rank: int, task: Any) -> None:
+        named(function)(enter(address, key, rank), task)
