@@ -31,7 +31,7 @@ def expected() -> list[int]:
 
 def test_E3_torchrun_runs_one_script_on_two_ranks(expected: list[int]):
     script = Path(__file__).with_name("two_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert re.findall(r"rank (\d) drew (.*), agreed (\w+)", run.stdout) == [("0", str(expected), "True")]

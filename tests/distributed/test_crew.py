@@ -1,0 +1,119 @@
+"""The other ranks as their leader sees them, and the leader as they do: whoever ends or falls silent ends all."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.light import WORK
+from torchweave.distributed import link as links
+from torchweave.distributed.crew import Crew, RankFailure
+from torchweave.distributed.local import LocalMember, start_local
+
+LIMIT = 10.0
+
+
+@contextmanager
+def crew_of(*tasks: str, rank_timeout: float = 30.0) -> Iterator[tuple[Crew, list[int]]]:
+    """A crew, and the process of each member."""
+    members = start_local(WORK, tasks)
+    crew = Crew(members, rank_timeout)
+    try:
+        yield crew, [process_of(member) for member in members]
+    finally:
+        crew.close()
+
+
+def process_of(member: LocalMember) -> int:
+    found = re.fullmatch(r"Rank \d+ \(process (\d+)\)", member.name)
+    assert found
+    return int(found[1])
+
+
+def is_gone(pid: int) -> bool:
+    end = time.monotonic() + LIMIT
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    return not Path(f"/proc/{pid}").exists()
+
+
+def wait_for_failure(crew: Crew) -> RankFailure:
+    cause = crew.cause_of(RuntimeError("something that follows from it"))
+    assert isinstance(cause, RankFailure)
+    return cause
+
+
+def test_every_rank_hears_the_same_and_ends_when_told():
+    with crew_of("", "") as (crew, processes):
+        crew.wait_until_joined()
+        crew.wait_until_built()
+        crew.send(links.STEP, b"one")
+        assert crew.digests(LIMIT) == [b"one", b"one"]
+        begin = time.monotonic()
+        crew.close()
+        assert time.monotonic() - begin < 4 and crew.failure is None  # they ended by themselves
+        assert all(map(is_gone, processes))
+
+
+def test_a_killed_rank_takes_the_others_with_it():
+    with crew_of("", "hang") as (crew, processes):
+        crew.wait_until_built()
+        heard: list[RankFailure] = []
+        crew.on_failure(heard.append)
+        os.kill(processes[0], signal.SIGKILL)
+        expected = rf"Rank 1 \(process {processes[0]}\) has ended unexpectedly \(killed by SIGKILL\)"
+        assert re.fullmatch(expected, str(wait_for_failure(crew)))
+        assert all(map(is_gone, processes))
+        with pytest.raises(RankFailure, match="Rank 1"):
+            crew.send(links.STEP, b"two")
+        end = time.monotonic() + LIMIT
+        while not heard and time.monotonic() < end:
+            time.sleep(0.01)
+        assert heard == [crew.failure]
+
+
+def test_a_stopped_rank_counts_as_gone_once_it_was_silent_for_long():
+    with crew_of("", "", rank_timeout=1.0) as (crew, processes):
+        crew.wait_until_built()
+        time.sleep(1.5)  # silence is about signs of life, not about work
+        crew.check()
+        os.kill(processes[1], signal.SIGSTOP)
+        assert str(wait_for_failure(crew)) == f"Rank 2 (process {processes[1]}) has not answered for 1 s"
+        assert all(map(is_gone, processes))
+
+
+def test_what_a_rank_refuses_and_how_it_crashes_are_told():
+    with crew_of("refuse") as (crew, _), pytest.raises(RankFailure, match=r"^this cannot be; do that\.$") as refused:
+        crew.wait_until_built()
+    assert refused.value.asked
+    with crew_of("crash") as (crew, _), pytest.raises(RankFailure, match=r"unexpectedly \(exit code 3\)") as crashed:
+        crew.wait_until_built()
+    assert not crashed.value.asked
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_end_with_their_leader(how: signal.Signals):
+    command = [sys.executable, "-m", "tests.distributed.light"]
+    leader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert leader.stdout is not None
+        found = re.search(r"process (\d+)", leader.stdout.readline())
+        assert found
+        os.kill(leader.pid, how)
+        other = Path(f"/proc/{found[1]}/stat")  # a stopped leader does not bury its child
+        end = time.monotonic() + LIMIT
+        while other.exists() and other.read_text().split()[2] != "Z" and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not other.exists() or other.read_text().split()[2] == "Z"
+    finally:
+        leader.kill()
+        leader.wait()
