@@ -76,17 +76,18 @@ class Lead:
     """What rank 0 holds beside its own engine: the world, the other ranks, and where they found each other.
 
     Attributes:
-        release: called at the end: gives back what was reserved for the ranks.
+        release: gives back what was reserved for the ranks; None where nothing was.
     """
 
     world: World
     crew: Crew
     store: MeetingPoint
-    release: Callable[[], None] = bool
+    release: Callable[[], None] | None = None
 
     def close(self) -> None:
         """End the other ranks and leave the world."""
         failed = self.crew.failure is not None
         self.crew.close()
         close_world(self.world, abort=failed)
-        self.release()
+        if self.release is not None:
+            self.release()
