@@ -1,0 +1,199 @@
+"""How long ranks take to add: NCCL, one shot and two shots over symmetric memory, alone and with the norm and quantising behind.
+
+    python bench/collectives.py --ranks 2 --json bench/results/collectives-2x_h200_202611.json
+
+Starts a process for each GPU. A CUDA graph holds many calls, each on an operand of its own; graphs are replayed in turn, and a time
+is the median over rounds of the slowest rank's, in microseconds a call. The table ends with the ranges that follow from it, as
+`torchweave.distributed.symmetric.Ranges`: up to which size of operand each way was the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from torchweave.distributed.communicator import ProcessGroupCommunicator
+from torchweave.distributed.symmetric import Ranges, open_symmetric
+from torchweave.distributed.world import World, close_world, init_world, join_meeting_point, open_meeting_point
+from torchweave.ops.collectives_fused import Norm, Quant, norm_of
+
+CALLS, ROUNDS = 20, 15
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+WIDTHS = (2048, 4096, 8192)
+SLACK = 1.02  # what two runs differ by
+ONE_SHOT_BYTES, TWO_SHOT_BYTES = 4 << 20, 64 << 20
+SUMS = ("nccl", "one_shot", "two_shot")
+NORMS = ("nccl + norm", "one_shot + norm", "two_shot + norm", "norm in one", "norm in one, user buffer")
+FP8 = ("nccl + norm fp8", "one_shot + norm fp8", "two_shot + norm fp8", "norm fp8 in one")
+Call = Callable[[Tensor], Any]
+
+
+def ways(world: World, width: int) -> dict[str, Call]:
+    """Every way by its name, for operands of `width` columns."""
+    group, device = world.groups["tp"], torch.device(world.device)
+    nccl = ProcessGroupCommunicator(group)
+    one = open_symmetric(group, device, Ranges(ONE_SHOT_BYTES, ONE_SHOT_BYTES, 0))
+    two = open_symmetric(group, device, Ranges(0, 0, TWO_SHOT_BYTES))
+    weight = torch.rand(width, device=device, dtype=torch.bfloat16)
+    found: dict[str, Call] = {"nccl": nccl.all_reduce, "one_shot": one.all_reduce, "two_shot": two.all_reduce}
+    slot = [0]
+
+    def norm(x: Tensor, quant: Quant | None) -> Norm:
+        return Norm(x, weight, 1e-5, quant=quant, keep_norm=quant is None)
+
+    def from_buffer(x: Tensor) -> Any:
+        slot[0] ^= 1  # CALLS is even: replays alternate too
+        room = one.buffer(x.shape, x.dtype, slot[0])
+        assert room is not None
+        return one.reduced_norm(room, norm(x, None))
+
+    for names, quant in ((NORMS, None), (FP8, Quant("fp8"))):
+        for name, total in zip(names, tuple(found.values())[:3], strict=False):
+            found[name] = lambda x, total=total, quant=quant: norm_of(total(x), norm(x, quant))
+        found[names[3]] = lambda x, quant=quant: one.reduced_norm(x, norm(x, quant))
+    found[NORMS[4]] = from_buffer
+    return found
+
+
+def runs(name: str, size: int) -> bool:
+    """Whether a way is measured at operands of `size` bytes."""
+    if "one" in name:
+        return size <= ONE_SHOT_BYTES
+    return "two_shot" not in name or size <= TWO_SHOT_BYTES
+
+
+def record(call: Call, operands: list[Tensor]) -> torch.cuda.CUDAGraph:
+    """A graph of a call on each operand."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for x in operands[:2]:
+            call(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for x in operands:
+            call(x)
+    return graph
+
+
+def measure(world: World, found: dict[str, Call], rows: int, width: int) -> dict[str, float]:
+    """Microseconds a call of every way, by the slowest rank of each round."""
+    operands = [torch.randn(rows, width, device=world.device).bfloat16() for _ in range(CALLS)]
+    graphs = {name: record(call, operands) for name, call in found.items() if runs(name, operands[0].nbytes)}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            world.barrier()
+            graph.replay()  # the first one brings the ranks together
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(5):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end) * 1e3 / (5 * CALLS))
+    names = list(times)
+    mine = torch.tensor([times[name] for name in names])
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=world.host)
+    return {name: statistics.median(mine[index].tolist()) for index, name in enumerate(names)}
+
+
+def rank_main(rank: int, size: int, address: tuple[str, int], rows: list[int], widths: list[int], out: str) -> None:
+    device = f"cuda:{rank}"
+    torch.cuda.set_device(device)
+    world = init_world(rank, size, 1, device, join_meeting_point(address))
+    found = []
+    for width in widths:
+        calls = ways(world, width)
+        for count in rows:
+            for name, microseconds in measure(world, calls, count, width).items():
+                found.append({"rows": count, "width": width, "way": name, "microseconds": microseconds})
+            if rank == 0:
+                print(f"{size} ranks, {count} x {width} done", flush=True)
+    if rank == 0:
+        Path(out).write_text(json.dumps(found))
+    world.barrier()
+    close_world(world)
+
+
+def table(results: list[dict[str, Any]], names: tuple[str, ...]) -> str:
+    """A Markdown table, one line for each size; the fastest way in bold."""
+    lines = ["| rows x width | " + " | ".join(names) + " |", "|---:|" + "---:|" * len(names)]
+    for width, rows in sorted({(row["width"], row["rows"]) for row in results}):
+        times = {row["way"]: row["microseconds"] for row in results if (row["width"], row["rows"]) == (width, rows)}
+        best = min(times[name] for name in names if name in times)
+        shown = {name: "-" if name not in times else f"{times[name]:.1f}" for name in names}
+        cells = (f"**{shown[name]}**" if times.get(name) == best else shown[name] for name in names)
+        lines.append(f"| {rows} x {width} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def ranges_of(results: list[dict[str, Any]]) -> dict[str, int]:
+    """Up to how many bytes each way is the fastest at every measured size, as `Ranges` asks."""
+    sizes: dict[int, list[dict[str, float]]] = {}
+    for width, rows in {(row["width"], row["rows"]) for row in results}:
+        times = {row["way"]: row["microseconds"] for row in results if (row["width"], row["rows"]) == (width, rows)}
+        sizes.setdefault(rows * width * 2, []).append(times)
+
+    def up_to(way: str, others: tuple[str, ...], above: int = 0) -> int:
+        reached = above
+        for size in sorted(size for size in sizes if size > above):
+            for times in sizes[size]:
+                if way not in times or any(times[way] > SLACK * times[other] for other in others if other in times):
+                    return reached
+            reached = size
+        return reached
+
+    one_shot = up_to("one_shot", SUMS)
+    return {
+        "one_shot": one_shot,
+        "norm": up_to(NORMS[3], NORMS[:3]),
+        "two_shot": up_to("two_shot", ("nccl",), one_shot),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, choices=(2, 4, 8), default=2)
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
+    parser.add_argument("--json", type=Path, help="where to write every measurement; a Markdown table goes beside it")
+    arguments = parser.parse_args()
+    if torch.cuda.device_count() < arguments.ranks:
+        sys.exit(f"this benchmark needs {arguments.ranks} GPUs; there are {torch.cuda.device_count()}")
+    store, address = open_meeting_point("127.0.0.1")
+    out = Path("/tmp") / f"collectives-{store.port}.json"
+    mp.spawn(rank_main, (arguments.ranks, address, arguments.rows, arguments.widths, str(out)), nprocs=arguments.ranks)
+    results = json.loads(out.read_text())
+    out.unlink()
+    ranges = ranges_of(results)
+    parts = [table(results, names) for names in (SUMS, NORMS, FP8)]
+    text = "\n\n".join([*parts, f"Ranges that follow, in bytes: {ranges}"])
+    print(text)
+    if arguments.json:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout
+        gpu = f"{arguments.ranks} x {torch.cuda.get_device_name()}"
+        facts = {"command": " ".join(sys.argv), "commit": commit.strip(), "gpu": gpu, "torch": torch.__version__}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(facts | {"ranges": ranges, "results": results}, indent=1) + "\n")
+        how = f"`{facts['command']}` at {facts['commit']}, torch {facts['torch']}"
+        head = f"# Sums over ranks: {gpu}\n\nMicroseconds a call in a CUDA graph, bfloat16: {how}.\n\n"
+        arguments.json.with_suffix(".md").write_text(head + text + "\n")
+
+
+if __name__ == "__main__":
+    main()
