@@ -137,6 +137,7 @@ def test_T8_buffers_are_read_where_they_are() -> None:
         assert not place.staged and place.at == space.slot(slot)
     large = ranks.buffer((64, 512), torch.bfloat16, 0)
     assert large is not None and not space.two_shot_place(large).staged
+    assert space.one_shot_place(large).staged, "neighbours would share that memory"
     assert ranks.buffer((65, 512), torch.bfloat16, 0) is None, "torch.distributed reads any memory"
     assert ranks.buffer((3, 9), torch.float32, 0) is None
     ordinary = torch.zeros(4, 512, dtype=torch.bfloat16)

@@ -105,10 +105,12 @@ class SymmetricCommunicator:
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> Tensor | None:
         """See `Communicator.buffer`. Operands of a size that NCCL carries have no room here."""
         size = math.prod(shape) * dtype.itemsize
-        if not runs(shape, dtype) or size > max(self.ranges.one_shot, self.ranges.two_shot):
-            return None
-        place = self.workspace.slot(slot) if size <= self.ranges.one_shot else self.workspace.layout.data
-        return self.workspace.room(shape, dtype, place)
+        workspace, ranges = self.workspace, self.ranges
+        if runs(shape, dtype) and size <= max(ranges.one_shot, ranges.norm):
+            return workspace.room(shape, dtype, workspace.slot(slot))
+        if runs(shape, dtype) and size <= ranges.two_shot:
+            return workspace.room(shape, dtype, workspace.layout.data)
+        return None
 
     def reduced_norm(self, x: Tensor, norm: Norm) -> Normed | None:
         if can_run(x) and x.nbytes <= self.ranges.norm:

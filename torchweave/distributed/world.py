@@ -88,6 +88,10 @@ class World:
         dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.host)
         return int(found)
 
+    def fault(self) -> str | None:
+        """Why what this device computed is worth nothing, if its kernels gave up waiting for another rank; never waits itself."""
+        return communicator(TENSOR).fault() if self.tensor_parallel_size > 1 else None
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.host is not None:

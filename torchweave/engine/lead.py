@@ -24,15 +24,17 @@ class LeadRunner:
     Args:
         runner: of this rank.
         crew: the other ranks.
+        world: of all of them.
 
     Attributes:
         digests: what each rank had come to when the engine last fell idle, under `torch_compile_config.debug`.
     """
 
-    def __init__(self, runner: Runner, crew: Crew) -> None:
+    def __init__(self, runner: Runner, crew: Crew, world: World) -> None:
         self.digests: list[bytes] = []
         self._runner = runner
         self._crew = crew
+        self._world = world
         self._digest = Digest(runner.state, runner.plan.config.torch_compile_config.debug)
 
     def start(self) -> None:
@@ -56,7 +58,10 @@ class LeadRunner:
             handle
         ):  # a collective whose other rank is gone never completes, and this thread must see that
             time.sleep(_LOOK_SECONDS)
-        return self._runner.collect(handle)
+        result = self._runner.collect(handle)
+        if fault := self._world.fault():
+            raise RankFailure(fault)
+        return result
 
     def memory_in_use(self) -> int | None:
         return self._runner.memory_in_use()

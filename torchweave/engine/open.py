@@ -58,7 +58,7 @@ def _open(config: EngineConfig, device: str, report: Report) -> Engine:
         raise cause from None
     for facts in lead.crew.built.values():
         report.event("rank", **facts)
-    return replace(engine, steps=LeadRunner(engine.runner, lead.crew), lead=lead)
+    return replace(engine, steps=LeadRunner(engine.runner, lead.crew, lead.world), lead=lead)
 
 
 def _start_local(config: EngineConfig, device: str) -> Lead:

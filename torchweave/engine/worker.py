@@ -19,7 +19,7 @@ from torchweave.config import EngineConfig
 from torchweave.distributed import link as links
 from torchweave.distributed.follow import Follower
 from torchweave.distributed.link import Link
-from torchweave.distributed.world import MeetingPoint, close_world, init_world, join_meeting_point
+from torchweave.distributed.world import MeetingPoint, World, close_world, init_world, join_meeting_point
 from torchweave.engine.build import build
 from torchweave.engine.digest import Digest
 from torchweave.engine.runner import Runner
@@ -84,7 +84,7 @@ def _work(follower: Follower, task: Task, store: MeetingPoint | None) -> None:
     quiet = replace(config, torch_compile_config=replace(config.torch_compile_config, dump_dir=None))  # the leader's
     engine = build(quiet, report, world=world)
     follower.built(_facts(report, task, time.monotonic() - begin))
-    _carry_out(engine.runner, follower)
+    _carry_out(engine.runner, follower, world)
     close_world(world)
 
 
@@ -95,21 +95,27 @@ def _facts(report: Report, task: Task, seconds: float) -> dict[str, Any]:
     return {"rank": task.rank, "device": task.device, "process": os.getpid(), "seconds": seconds, **found}
 
 
-def _carry_out(runner: Runner, follower: Follower) -> None:
+def _carry_out(runner: Runner, follower: Follower, world: World) -> None:
     """Steps in the order in which they come, as many in flight as the leader has."""
     runner.start()
     digest = Digest(runner.state, runner.plan.config.torch_compile_config.debug)
     in_flight: deque[Any] = deque()
+
+    def collect() -> None:
+        runner.collect(in_flight.popleft())
+        if fault := world.fault():
+            raise RuntimeError(fault)
+
     while True:
         kind, payload = follower.messages.get()
         if kind == links.STEP:
             digest.add(payload)
             in_flight.append(runner.launch(decode(payload)))
             if len(in_flight) > runner.plan.run_ahead:
-                runner.collect(in_flight.popleft())
+                collect()
             continue
         while in_flight:
-            runner.collect(in_flight.popleft())
+            collect()
         if kind == links.END:
             return
         if digest.wanted:

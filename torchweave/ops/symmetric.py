@@ -113,15 +113,16 @@ class Workspace:
     def one_shot_place(self, x: Tensor) -> Place:
         """Where x is, if it is in a slot; else where it will be copied."""
         at = self._position(x)
-        return Place(self.layout.slot(0), self.layout.slot(1), True) if at is None else Place(at, at, False)
+        if at in map(self.slot, range(_SLOTS)):
+            return Place(at, at, False)
+        return Place(self.layout.slot(0), self.layout.slot(1), True)
 
     def two_shot_place(self, x: Tensor) -> Place:
         """As `one_shot_place`, of a two-shot collective's only place."""
         return Place(self.layout.data, self.layout.data, self._position(x) != self.layout.data)
 
-    def _position(self, x: Tensor) -> int | None:
-        at = x.data_ptr() - self.memory.data_ptr()
-        return at if 0 <= at < self.layout.bytes else None
+    def _position(self, x: Tensor) -> int:
+        return x.data_ptr() - self.memory.data_ptr()
 
 
 def can_run(x: Tensor) -> bool:
