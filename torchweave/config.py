@@ -134,6 +134,7 @@ class EngineConfig:
         enable_prefix_caching: requests that begin alike share KV cache blocks, and blocks are kept for later requests.
         run_ahead: steps that are launched before the tokens of an earlier one are read back.
         tensor_parallel_size: ranks that share each layer of the model, each with a GPU (or a process of a CPU) of its own.
+        enable_expert_parallel: over several ranks each has some of a layer's experts whole; off: a part of every expert.
         executor: what starts the ranks. `local`: this process starts the others on this machine; `torchrun`: they are there, and
             all run the same script; `ray`: a Ray cluster starts the others, on this machine or on several.
         rank_timeout: seconds after which a rank that gives no sign of life counts as hung, which ends all of them.
@@ -168,6 +169,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     run_ahead: int = 2
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     executor: Executor = "local"
     rank_timeout: float = 8.0
     symmetric_memory: bool = True

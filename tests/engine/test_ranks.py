@@ -7,16 +7,21 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from torchweave.config import EngineConfig
+from torchweave.distributed.crew import RankFailure
+from torchweave.engine import open as opening
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.step import Adjust, Chunk, Step
 from torchweave.engine.step_message import decode, encode
+from torchweave.engine.worker import Task
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -111,9 +116,17 @@ def test_E3_a_rank_that_stops_answering_ends_all():
         assert gone(pid) and time.monotonic() - begin < LIMIT
 
 
-def test_E3_what_a_rank_cannot_do_is_one_sentence():
-    with pytest.raises(ValueError, match=r"num_kv_blocks=1|The KV cache has room"):
-        LLM("demo", tensor_parallel_size=2, **(OPTIONS | {"num_kv_blocks": 1, "max_model_len": 512}))
+def test_E3_what_a_rank_cannot_do_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    def with_less_memory(config: EngineConfig, *rest: Any) -> Task:
+        return Task(replace(config, num_kv_blocks=1), *rest)
+
+    options = OPTIONS | {"max_model_len": 512}
+    monkeypatch.setattr(opening, "Task", with_less_memory)
+    with pytest.raises(ValueError, match=r"^The KV cache has room for \d+ tokens"):
+        LLM("demo", tensor_parallel_size=2, **options)
+    monkeypatch.setattr(opening, "device_of", lambda device, rank: "cuda:99")
+    with pytest.raises(RankFailure, match=r"^Rank 1 \(process \d+\) failed: "):
+        LLM("demo", tensor_parallel_size=2, **options)
     with pytest.raises(ValueError, match=r"kv_offload_gb=1\.0 cannot be had over 2 ranks"):
         LLM("demo", tensor_parallel_size=2, kv_offload_gb=1.0, **OPTIONS)
 

@@ -123,6 +123,8 @@ def init_world(
             "This process has initialised torch.distributed already, and an engine over several ranks needs it for itself; "
             "call torch.distributed.destroy_process_group() first, or shut the other engine down."
         )
+    if device != "cpu":
+        torch.cuda.set_device(device)  # NCCL moves pickled objects by way of the current one
     limit = datetime.timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     groups = {}

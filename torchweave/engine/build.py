@@ -139,10 +139,9 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, wor
     plan = resolve(config, device_facts(device, world.rank), _model_facts(config, loaded))
     dtype = getattr(torch, plan.dtype)
     if loaded is None:
-        trust = config.trust_remote_code
-        loaded = load(
-            config.model, dtype, plan.device, config.load_format, trust, report, plan.max_model_len, plan.quantization
-        )
+        trust, length, shared = config.trust_remote_code, plan.max_model_len, config.enable_expert_parallel
+        how = plan.quantization
+        loaded = load(config.model, dtype, plan.device, config.load_format, trust, report, length, how, world, shared)
     layers = _kept(loaded.module.attention_layers, plan)
     backend, plan = _attention(plan, layers, dtype)
     layout = layout_of(layers, plan.max_model_len)

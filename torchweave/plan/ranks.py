@@ -19,6 +19,7 @@ def resolve_ranks(config: EngineConfig, device: DeviceFacts, note: Note) -> None
     """
     size = config.num_ranks
     if size == 1:
+        note("enable_expert_parallel", False, "there is one rank")
         note("executor", None, "there is one rank")
         note("rank_timeout", None, "there is one rank")
         return
