@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--batch_sizes", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--output_len", type=int, default=128)
     parser.add_argument("--fx", action="store_true", help="also without Inductor")
+    parser.add_argument("--tensor_parallel_size", type=int, default=1)
     parser.add_argument("--num_kv_blocks", type=int, help="fixed, so that engines do not differ in it")
     arguments = parser.parse_args()
     sizes = Sizes(batch_sizes=tuple(arguments.batch_sizes), output_len=arguments.output_len)
@@ -85,6 +86,7 @@ def main() -> None:
         load_format="dummy" if arguments.model.startswith("shape:") else "auto",
         max_batch_size=max(sizes.batch_sizes),
         num_kv_blocks=arguments.num_kv_blocks,
+        tensor_parallel_size=arguments.tensor_parallel_size,
         enable_prefix_caching=False,
         torch_compile_config=every,
     )

@@ -3,8 +3,8 @@
 python scripts/write_passes_page.py [--output docs/passes.md]
 
 Measurements are read where they are kept: `bench/results/passes_*.json`, what a whole engine gains by each pass (bench/passes.py);
-`linear_*.json`, products of few tokens (bench/linear.py); and the tables that the tuner ships, whose entries name a pass, or the
-op that it puts in, as `subject`.
+`linear_*.json`, products of few tokens (bench/linear.py); `rank_passes_*.json`, layers over several GPUs (bench/rank_passes.py);
+and the tables that the tuner ships, whose entries name a pass, or the op that it puts in, as `subject`.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _field(text: str) -> str:
 def _measured(each: Pass) -> list[str]:
     """A table of measurements: one row for each thing that was measured, the token counts side by side."""
     groups: dict[tuple[str, str], list[Row]] = {}
-    for row in (*_results(each), *_linears(each), *_tables(each)):
+    for row in (*_results(each), *_linears(each), *_ranks(each), *_tables(each)):
         groups.setdefault((row.what, row.source), []).append(row)
     if not groups:
         return ["", "Measured: not yet."]
@@ -210,6 +210,16 @@ def _linears(each: Pass) -> Iterator[Row]:
                 blas = next(other["us"] for other in result["results"] if other["kind"] == "cublas"
                             and (other["name"], other["tokens"]) == (row["name"], row["tokens"]))  # fmt: skip
                 yield Row(f"{row['name']} {row['outputs']}x{row['width']}", source, row["tokens"], blas, row["us"])
+
+
+def _ranks(each: Pass) -> Iterator[Row]:
+    """What bench/rank_passes.py measured: a layer with a pass, and the form that comes before it."""
+    before = {"fused": "apart", "userbuffers_prologue": "fused"}
+    name = "fused" if each.name == "all_reduce_norm" else each.name
+    for source, result in _read(RESULTS, "rank_passes_*.json"):
+        for row in result["results"] if name in result["results"][0] else ():
+            what = f"a layer of {result['shape']}, {result['gpu']}"
+            yield Row(what, source, row["tokens"], row[before.get(name, "userbuffers_prologue")], row[name])
 
 
 def _tables(each: Pass) -> Iterator[Row]:

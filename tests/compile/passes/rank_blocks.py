@@ -20,18 +20,19 @@ ROWS = (0, 2, 4)
 """The linears that are divided by rows of the input: their sums meet."""
 
 
-def weights(seed: int = 0) -> list[Tensor]:
+def weights(d: int = D, i: int = I) -> list[Tensor]:
     """Five weights in turn [D, I] and [I, D], and three norms; float64."""
-    draw = torch.Generator().manual_seed(seed)
-    shapes = [(D, I) if index in ROWS else (I, D) for index in range(5)]
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(d, i) if index in ROWS else (i, d) for index in range(5)]
     linears = [torch.randn(shape, generator=draw, dtype=torch.float64) / shape[1] ** 0.5 for shape in shapes]
-    return [*linears, *(torch.rand(D, generator=draw, dtype=torch.float64) + 0.5 for _ in range(3))]
+    return [*linears, *(torch.rand(d, generator=draw, dtype=torch.float64) + 0.5 for _ in range(3))]
 
 
-def inputs(tokens: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+def inputs(tokens: int, d: int = D, i: int = I) -> tuple[Tensor, Tensor]:
     """x [T, I] and the residual [T, D]; float64."""
-    draw = torch.Generator().manual_seed(seed + tokens)
-    return tuple(torch.randn(tokens, width, generator=draw, dtype=torch.float64) for width in (I, D))  # type: ignore[return-value]
+    draw = torch.Generator().manual_seed(1 + tokens)
+    x, residual = (torch.randn(tokens, width, generator=draw, dtype=torch.float64) for width in (i, d))
+    return x, residual
 
 
 def part(x: Tensor, rank: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -45,7 +46,7 @@ def whole(x: Tensor, residual: Tensor, given: Sequence[Tensor]) -> tuple[Tensor,
         x = F.linear(x, given[index])
         if index in ROWS:
             residual = residual + x
-            x = F.rms_norm(residual, (D,), given[5 + index // 2], EPS)
+            x = F.rms_norm(residual, residual.shape[-1:], given[5 + index // 2], EPS)
     return x, residual
 
 
@@ -64,21 +65,18 @@ class Block(nn.Module):
         dtype: torch.dtype,
         quantized: bool = False,
         reads_sum: bool = False,
-        group: str = "tp",
+        widths: tuple[int, int] = (D, I),
     ) -> None:
         super().__init__()
-        *linears, self.norm_0, self.norm_1, self.norm_2 = weights()
-        parts = [w.chunk(size, 1 if index in ROWS else 0)[rank].to(dtype) for index, w in enumerate(linears)]
-        self.parts, self.scales = parts, [torch.ones(1)] * 5
-        if quantized:
-            self.parts, self.scales = map(list, zip(*(quantize(each, PER_TOKEN) for each in parts), strict=True))
-        self.norms = [each.to(dtype) for each in (self.norm_0, self.norm_1, self.norm_2)]
-        self.quantized, self.reads_sum, self.group, self.dtype = quantized, reads_sum, group, dtype
-        for index, (w, s) in enumerate(zip(self.parts, self.scales, strict=True)):
-            self.register_buffer(f"w{index}", w)
+        *linears, norm_0, norm_1, norm_2 = weights(*widths)
+        self.quantized, self.reads_sum, self.dtype = quantized, reads_sum, dtype
+        self.parts = [w.chunk(size, 1 if index in ROWS else 0)[rank].to(dtype) for index, w in enumerate(linears)]
+        for index, each in enumerate(self.parts):
+            w, s = quantize(each, PER_TOKEN) if quantized else (each, torch.ones(1))
+            self.register_buffer(f"w{index}", w.contiguous())
             self.register_buffer(f"s{index}", s.flatten())
-        for index, norm in enumerate(self.norms):
-            self.register_buffer(f"n{index}", norm)
+        for index, norm in enumerate((norm_0, norm_1, norm_2)):
+            self.register_buffer(f"n{index}", norm.to(dtype))
 
     def linear(self, x: Tensor, index: int) -> Tensor:
         w = getattr(self, f"w{index}")
@@ -91,7 +89,7 @@ class Block(nn.Module):
         for index in range(5):
             x = self.linear(x, index)
             if index in ROWS:
-                residual = residual + ops.all_reduce(x, self.group)
+                residual = residual + ops.all_reduce(x, "tp")
                 x = self.norm(residual, getattr(self, f"n{index // 2}"))
         return (x, residual) if self.reads_sum else (x,)
 
