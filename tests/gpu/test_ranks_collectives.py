@@ -81,6 +81,26 @@ def check_sums(world: World) -> None:
                 everywhere_the_same(world, out)
 
 
+def check_gathers(world: World) -> None:
+    ranks = opened(world, EVERYTHING)
+    for shape, dim, dtype in (
+        ((1, 64128), 1, torch.bfloat16),
+        ((5, 1024), 0, torch.float32),
+        ((3, 7, 96), 1, torch.uint8),
+    ):
+        x = torch.empty(shape, device=world.device).to(dtype)
+        found: list[Tensor] = []
+
+        def run(x: Tensor = x, dim: int = dim, found: list[Tensor] = found) -> None:
+            found[:] = [ranks.all_gather(x, dim)]
+
+        graph = graph_of(run)
+        for turn in range(3):
+            x.copy_(torch.randint(0, 200, shape, device=world.device) + turn)
+            graph.replay()
+            assert torch.equal(found[0], torch.cat(list(gathered(world, x)), dim)), (shape, dim)
+
+
 def check_norms(world: World) -> None:
     ranks = opened(world, EVERYTHING)
     scale = torch.tensor([0.02], device=world.device)
@@ -175,7 +195,11 @@ def all_checks(world: World, checks: list[Callable[[World], None]]) -> None:
         check(world)
 
 
-CHECKS = {"sums": [check_sums], "norms": [check_norms], "replays": [check_replays, check_world, check_waits_end]}
+CHECKS = {
+    "sums": [check_sums, check_gathers],
+    "norms": [check_norms],
+    "replays": [check_replays, check_world, check_waits_end],
+}
 
 
 @pytest.mark.parametrize("checks", CHECKS)

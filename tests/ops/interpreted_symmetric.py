@@ -19,7 +19,7 @@ from torchweave.ops.fp4 import quantize_fp4, scale_for
 from torchweave.ops.fp8 import FP8, quantize
 from torchweave.ops.kernels import symmetric_norm, symmetric_reduce
 from torchweave.ops.kernels.symmetric_norm import launch_one_shot_norm
-from torchweave.ops.kernels.symmetric_reduce import launch_one_shot, launch_two_shot
+from torchweave.ops.kernels.symmetric_reduce import launch_gather, launch_one_shot, launch_two_shot
 from torchweave.ops.symmetric import Layout, Workspace
 
 LAYOUT_BYTES = 1 << 16
@@ -46,6 +46,18 @@ def one_shot() -> None:
                 launch_one_shot(space, mine, out, space.one_shot_place(mine), phase)
             assert all(torch.equal(out, sum_of_ranks(torch.stack(x))) for out in outs), (size, shape, turn)
         assert all(space.counters[0][:PROGRAMS].eq(4).all() and space.counters[1].eq(0).all() for space in spaces)
+
+
+def gather() -> None:
+    for size, shape, dim in ((2, (3, 8), 0), (4, (5, 264), 1), (8, (3, 2, 16), 1)):
+        spaces = workspaces(Layout(size, LAYOUT_BYTES, 0))
+        for _ in range(2):
+            x = operands(size, *shape)
+            right = torch.cat(x, dim)
+            outs, inner = [torch.empty_like(right) for _ in x], x[0][(0,) * dim].numel() // 2
+            for phase, (space, mine, out) in product((1, 4), list(zip(spaces, x, outs, strict=True))):
+                launch_gather(space, mine.view(-1).view(torch.int32), out.view(-1).view(torch.int32), inner, phase)
+            assert all(torch.equal(out, right) for out in outs), (size, shape, dim)
 
 
 def two_shot() -> None:
@@ -108,7 +120,7 @@ def compare(out: Normed, right: Normed, quant: Quant | None) -> None:
         assert torch.equal(out.q.to(q.dtype).view(torch.uint8), q.view(torch.uint8))
 
 
-CHECKS = {"one_shot": one_shot, "two_shot": two_shot, "norm": norm}
+CHECKS = {"one_shot": one_shot, "gather": gather, "two_shot": two_shot, "norm": norm}
 
 if __name__ == "__main__":
     symmetric_norm.PROGRAMS = symmetric_reduce.PROGRAMS = (PROGRAMS, PROGRAMS)

@@ -33,9 +33,11 @@ def launches(size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(module, "takes_part", lambda device: True)
     space = workspaces(Layout(size, 1 << 20, 1 << 20))[1]
     x = torch.empty(8, 4096, dtype=torch.bfloat16)
-    with recorded(symmetric_reduce, "one_shot_kernel", "two_shot_kernel") as found:
+    with recorded(symmetric_reduce, "one_shot_kernel", "two_shot_kernel", "gather_kernel") as found:
         symmetric_reduce.launch_one_shot(space, x, x, space.one_shot_place(x))
         symmetric_reduce.launch_two_shot(space, x, x, space.two_shot_place(x))
+        words = torch.empty(64128, dtype=torch.int32)
+        symmetric_reduce.launch_gather(space, words, words, 16032)
     yield from found
     with recorded(symmetric_norm, "one_shot_norm_kernel") as found:
         for quant in (None, Quant("fp8", 0), Quant("fp8", 128), Quant("fp4", scale=torch.empty(1))):
@@ -49,7 +51,7 @@ def test_kernels_build_for_hopper(size: int, monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper
 
-    for launch in list(launches(size, monkeypatch))[: None if size == 2 else 3]:
+    for launch in list(launches(size, monkeypatch))[: None if size == 2 else 4]:
         ptx = compile_for_hopper(launch).asm["ptx"]
         meetings = 2 if "two_shot" in launch.kernel.fn.__name__ else 1
         assert ptx.count("st.release.sys") == ptx.count("ld.acquire.sys") == meetings
@@ -113,6 +115,7 @@ def communicator(rank: int = 0) -> SymmetricCommunicator:
 def test_ranges_pick_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchweave.distributed import symmetric
 
+    monkeypatch.setattr(symmetric, "gather", lambda workspace, x, dim: "gather")
     for name in ("one_shot", "two_shot"):
         monkeypatch.setattr(symmetric, name, lambda workspace, x, name=name: name)
     monkeypatch.setattr(symmetric, "one_shot_norm", lambda workspace, x, norm: "norm")
@@ -122,6 +125,10 @@ def test_ranges_pick_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = (torch.ones(65, 512, dtype=torch.bfloat16), torch.ones(3, 9), torch.ones(8, 8).t(), torch.ones(2, 8).double())
     for x in odd:
         assert torch.equal(ranks.all_reduce(x), 2 * x), "torch.distributed carries what the kernels do not"
+    gathered = [ranks.all_gather(torch.zeros(rows, 512, dtype=torch.uint8), dim) for rows, dim in ((8, 1), (8, 0))]
+    assert gathered == ["gather", "gather"]
+    for shape, dim in (((9, 512), 0), ((8, 24), 1)):
+        assert ranks.all_gather(torch.zeros(shape, dtype=torch.uint8), dim).shape[dim] == 2 * shape[dim]
     norm = Norm(None, None, 1e-5)
     assert ranks.reduced_norm(torch.zeros(2, 512, dtype=torch.bfloat16), norm) == "norm"
     assert ranks.reduced_norm(torch.zeros(3, 512, dtype=torch.bfloat16), norm) is None

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,9 @@ from torchweave.ops.symmetric import (
     SIZES,
     Layout,
     Workspace,
+    can_gather,
     can_run,
+    gather,
     one_shot,
     one_shot_norm,
     runs,
@@ -46,7 +49,7 @@ class Ranges:
     """Up to how many bytes of operand which kernel runs; beyond, NCCL.
 
     Attributes:
-        one_shot: sums that every rank adds whole.
+        one_shot: sums that every rank adds whole, and parts that it gathers.
         norm: the same with what follows, in one launch.
         two_shot: sums of which every rank adds a share.
         measured: on which GPU; "" where nobody has measured.
@@ -82,12 +85,15 @@ class SymmetricCommunicator:
         other: carries what the kernels do not.
         ranges: which kernel runs when.
         status: int32 `[1]` of the host, to which the workspace's table points.
+        mapping: what keeps others' memory mapped.
     """
 
-    def __init__(self, workspace: Workspace, other: Communicator, ranges: Ranges, status: Tensor) -> None:
+    def __init__(
+        self, workspace: Workspace, other: Communicator, ranges: Ranges, status: Tensor, mapping: object = None
+    ) -> None:
         self.rank, self.size = other.rank, other.size
         self.workspace, self.ranges = workspace, ranges
-        self._other, self._status = other, status.numpy()
+        self._other, self._status, self._mapping = other, status.numpy(), mapping
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if can_run(x) and x.nbytes <= self.ranges.one_shot:
@@ -97,6 +103,8 @@ class SymmetricCommunicator:
         return self._other.all_reduce(x)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        if can_gather(x, dim) and x.nbytes <= self.ranges.one_shot:
+            return gather(self.workspace, x, dim)
         return self._other.all_gather(x, dim)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -142,10 +150,13 @@ def open_symmetric(
     layout = Layout(other.size, max(ranges.one_shot, ranges.norm), ranges.two_shot)
     # The GPU writes into the host's memory when it gives up, and reads there whether it should.
     status = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    addresses, memory = _share(layout.bytes, group, device)
-    table = torch.tensor([*addresses, status.data_ptr(), round(wait_seconds * 1e9)], dtype=torch.int64, device=device)
+    handle, memory = _share(layout.bytes, group, device)
+    table = torch.tensor(
+        [*handle.buffer_ptrs, status.data_ptr(), round(wait_seconds * 1e9)], dtype=torch.int64, device=device
+    )
     counters = torch.zeros(2, max(PROGRAMS), dtype=torch.int32, device=device)
-    return SymmetricCommunicator(Workspace(other.rank, layout, memory, table, counters), other, ranges, status)
+    workspace = Workspace(other.rank, layout, memory, table, counters)
+    return SymmetricCommunicator(workspace, other, ranges, status, handle)
 
 
 def connect(world: World, report: Report) -> None:
@@ -182,8 +193,8 @@ def _sees_all(group: dist.ProcessGroup, device: torch.device) -> bool:
     return all(answers) and len({uuid for _, uuid in ranks}) == group.size()
 
 
-def _share(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[list[int], Tensor]:
-    """Memory of `size` bytes on every rank, all zeros: where each rank's is mapped here, and this rank's."""
+def _share(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, Tensor]:
+    """Memory of `size` bytes on every rank, all zeros: the handle of what is mapped here, and this rank's own."""
     disable_multicast()
     import torch.distributed._symmetric_memory as symmetric_memory
     from torch._C._distributed_c10d import _SymmetricMemory
@@ -191,9 +202,8 @@ def _share(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[l
     # Not `symmetric_memory.empty`: in a pool a tensor may begin anywhere in what is mapped.
     memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
     handle = symmetric_memory.rendezvous(memory, group.group_name)
-    addresses = list(handle.buffer_ptrs)
-    assert addresses[group.rank()] == memory.data_ptr(), "a rank's memory begins where it is mapped"
+    assert handle.buffer_ptrs[group.rank()] == memory.data_ptr(), "a rank's memory begins where it is mapped"
     memory.zero_()
     torch.cuda.synchronize(device)
     dist.barrier(group=group)  # nobody signals before everybody's words are zero
-    return addresses, memory
+    return handle, memory

@@ -15,6 +15,7 @@ written only after the next one's first meeting: one place of each is enough.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -102,7 +103,7 @@ class Workspace:
 
     def room(self, shape: Sequence[int], dtype: torch.dtype, at: int) -> Tensor:
         """This rank's bytes from `at` on as a tensor."""
-        size = torch.Size(shape).numel() * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         return self.memory[at : at + size].view(dtype).view(*shape)
 
     def slot(self, index: int) -> int:
@@ -141,6 +142,23 @@ def one_shot(workspace: Workspace, x: Tensor) -> Tensor:
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch_one_shot(workspace, x, out, workspace.one_shot_place(x))
+    return out
+
+
+def can_gather(x: Tensor, dim: int) -> bool:
+    """Whether the kernel can move x: what follows `dim` is contiguous, in whole 16 bytes."""
+    inner = math.prod(x.shape[dim:]) * x.dtype.itemsize
+    return x.numel() > 0 and x.is_contiguous() and inner % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def gather(workspace: Workspace, x: Tensor, dim: int) -> Tensor:
+    """x of all ranks one after the other along `dim`."""
+    from torchweave.ops.kernels.symmetric_reduce import launch_gather
+
+    size = workspace.layout.size
+    out = torch.empty((*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]), dtype=x.dtype, device=x.device)
+    inner = math.prod(x.shape[dim:]) * x.dtype.itemsize // 4
+    launch_gather(workspace, x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), inner)
     return out
 
 

@@ -57,6 +57,37 @@ def one_shot_kernel(
 
 
 @triton.jit(do_not_specialize=["rank"])
+def gather_kernel(
+    x, out, table, counters, num, inner, rank, flags_at, data_at, other_at,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PHASES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out [num / inner, SIZE, inner] = x [num / inner, inner] of every rank, copied to `data_at` or `other_at` in turn."""
+    program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
+    first, column = program * BLOCK, tl.arange(0, BLOCK)
+    places, own = memories(table, SIZE), tl.load(table + rank)
+    theirs, mine, status, limit = words(table, flags_at, rank, SIZE)
+    enter(DEPENDENT)
+    number = tl.load(counters + program) + 1
+    at = tl.where(number % 2 == 0, data_at, other_at)
+    if PHASES & 1:
+        room = as_pointer(own + at, x)
+        for start in range(first, num, step):
+            element = start + column
+            tl.store(room + element, tl.load(x + element, mask=element < num), mask=element < num)
+    if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+        if first < num:
+            meet(theirs, mine, status, limit, number, SIZE)
+    if PHASES & 4:
+        for start in range(first, num, step):
+            element = start + column
+            target = element // inner * (SIZE * inner) + element % inner
+            for other in tl.static_range(SIZE):
+                value = tl.load(as_pointer(places[other] + at, x) + element, mask=element < num)
+                tl.store(out + target + other * inner, value, mask=element < num)
+        tl.store(counters + program, number)
+
+
+@triton.jit(do_not_specialize=["rank"])
 def two_shot_kernel(
     x, out, table, counters, num, share, rank, flags_at, data_at, sums_at,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGED: tl.constexpr, PHASES: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -111,6 +142,18 @@ def launch_one_shot(workspace: Workspace, x: Tensor, out: Tensor, place: Place, 
         x, out, workspace.table, workspace.counters[0], num, workspace.rank, workspace.layout.flags(0), place.at, place.other_at,
         SIZE=workspace.layout.size, BLOCK=block, STAGED=place.staged, PHASES=phases, DEPENDENT=dependent,
         num_warps=max(1, min(16, block // 256)), **options(dependent),
+    )  # fmt: skip
+
+
+def launch_gather(workspace: Workspace, x: Tensor, out: Tensor, inner: int, phases: int = ALL_PHASES) -> None:
+    """out [outer, size, inner] = x [outer, inner] of every rank; int32, contiguous, `inner` a multiple of 4."""
+    num, dependent, place = x.numel(), takes_part(x.device), workspace.one_shot_place(x)
+    block = min(2048, max(128, triton.next_power_of_2(triton.cdiv(num, PROGRAMS[0]))))
+    gather_kernel[(PROGRAMS[0],)](
+        x, out, workspace.table, workspace.counters[0], num, inner, workspace.rank, workspace.layout.flags(0),
+        place.at, place.other_at,
+        SIZE=workspace.layout.size, BLOCK=block, PHASES=phases, DEPENDENT=dependent,
+        num_warps=max(1, min(16, block // 128)), **options(dependent),
     )  # fmt: skip
 
 
