@@ -62,7 +62,7 @@ def cluster() -> Iterator[None]:
 def test_E3_ray_starts_ranks_and_a_killed_actor_ends_all(cluster: None, expected: list[int]):
     with LLM("demo", executor="ray", **OPTIONS) as llm:
         assert list(llm.generate("1+1=", GREEDY)[0].outputs[0].token_ids) == expected
-        assert agreed(llm)
+        assert agreed(llm, steps=8)
         (event,) = llm.report.select("rank")
         stream = llm.stream("Once upon", SamplingParams(temperature=0.0, max_tokens=450, ignore_eos=True))
         next(stream)

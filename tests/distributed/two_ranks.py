@@ -17,16 +17,19 @@ OPTIONS = {
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
-def agreed(llm: LLM, seconds: float = 10.0) -> bool:
-    """Whether the ranks have come to the same state, which they tell when the engine falls idle."""
+def agreed(llm: LLM, steps: int, seconds: float = 10.0) -> bool:
+    """Whether both ranks have come to the same after at least so many steps, which they tell when the engine falls idle."""
     end = time.monotonic() + seconds
-    while not llm.engine.steps.digests and time.monotonic() < end:  # type: ignore[attr-defined]
+    while time.monotonic() < end:
+        found = list(llm.engine.steps.digests)  # type: ignore[attr-defined]
+        if found and int(found[0].split()[0]) >= steps:
+            return len(found) == 2 and found[0] == found[1]
         time.sleep(0.01)
-    return len(set(llm.engine.steps.digests)) == 1  # type: ignore[attr-defined]
+    return False
 
 
 if __name__ == "__main__":
     llm = LLM("demo", executor="torchrun", **OPTIONS)
     ids = llm.generate("1+1=", GREEDY)[0].outputs[0].token_ids
-    print(f"rank {os.environ['RANK']} drew {list(ids)}, agreed {agreed(llm)}", flush=True)
+    print(f"rank {os.environ['RANK']} drew {list(ids)}, agreed {agreed(llm, 8)}", flush=True)
     llm.shutdown()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.distributed.two_ranks import agreed
 from torchweave.config import EngineConfig
 from torchweave.distributed.crew import RankFailure
 from torchweave.engine import open as opening
@@ -75,20 +76,9 @@ def test_B9_all_ranks_carry_out_the_same_steps_and_a_killed_one_ends_all():
     with two_ranks(max_num_tokens=64) as llm:
         assert answers(llm) == expected
         assert answers(llm) == expected
-        assert _agreed(llm, steps=48)
+        assert agreed(llm, steps=48)
         assert llm.report.select("rank")[0]["device"] == "cpu"
         _kill_while_it_generates(llm)
-
-
-def _agreed(llm: LLM, steps: int) -> bool:
-    """Whether the ranks have come to the same after at least so many steps, told when the engine falls idle."""
-    end = time.monotonic() + LIMIT
-    while time.monotonic() < end:
-        found = list(llm.engine.steps.digests)  # type: ignore[attr-defined]
-        if found and int(found[0].split()[0]) >= steps:
-            return len(found) == 2 and found[0] == found[1]
-        time.sleep(0.01)
-    return False
 
 
 def _kill_while_it_generates(llm: LLM) -> None:

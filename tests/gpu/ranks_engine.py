@@ -1,0 +1,70 @@
+"""An engine over two GPUs from start to the death of a rank; prints what was seen as one line of JSON.
+
+python -m tests.gpu.ranks_engine FOLDER_OF_THE_COMPILE_CACHE
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.two_ranks import agreed
+from torchweave.engine.llm import LLM
+from torchweave.engine.request import SamplingParams
+
+PROMPTS = ["12+30=", "907-48=", "sort: pear fig apple", "Once upon a time", "A"] * 4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=450, ignore_eos=True)
+
+
+def options(cache: str) -> dict[str, Any]:
+    sizes = {"max_batch_size": 32, "max_num_tokens": 512, "num_kv_blocks": 400, "dtype": "float32", "device": "cuda"}
+    return sizes | {"torch_compile_config": {"debug": True, "compile_cache_dir": cache}}
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    return [list(found.outputs[0].token_ids) for found in llm.generate(PROMPTS, GREEDY)]
+
+
+def kill_while_it_generates(llm: LLM) -> dict[str, Any]:
+    """What the caller hears, and how long until it is heard and until the process is gone."""
+    process = llm.report.select("rank")[0]["process"]
+    stream = llm.stream("Once upon", LONG)
+    next(stream)
+    begin = time.monotonic()
+    os.kill(process, signal.SIGKILL)
+    error = ""
+    try:
+        list(stream)
+    except RuntimeError as failure:
+        error = str(failure)
+    heard = time.monotonic() - begin
+    while Path(f"/proc/{process}").exists() and time.monotonic() - begin < 30:
+        time.sleep(0.02)
+    return {"error": error, "heard": heard, "gone": time.monotonic() - begin}
+
+
+def main(cache: str) -> None:
+    begin = time.monotonic()
+    llm = LLM("demo", tensor_parallel_size=2, **options(cache))
+    seen: dict[str, Any] = {
+        "built": time.monotonic() - begin,
+        "tokens": answers(llm),
+        "counts": dict(llm.manager.counts),
+    }
+    seen["agreed"] = agreed(llm, sum(seen["counts"].values()))
+    seen["rank"] = llm.report.select("rank")[0]
+    seen["killed"] = kill_while_it_generates(llm)
+    begin = time.monotonic()
+    llm.shutdown()
+    seen["shutdown"] = time.monotonic() - begin
+    print(json.dumps(seen), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
