@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torchweave.distributed import link as links
 from torchweave.distributed.link import Link
@@ -93,7 +93,7 @@ class Crew:
             try:
                 link.send(kind, payload)
             except OSError as error:
-                raise self.cause_of(error) from error
+                self.fail_for(error)
 
     def check(self) -> None:
         """Raise `failure` if there is one."""
@@ -124,6 +124,14 @@ class Crew:
             self._changed.wait_for(lambda: self.failure is not None, _ECHO_SECONDS)
         return self.failure or error
 
+    def fail_for(self, error: Exception) -> NoReturn:
+        """End all ranks for an error of the leader's own, or for what is behind it, and raise that."""
+        cause = self.cause_of(error)
+        if cause is error:
+            self.fail(error if isinstance(error, RankFailure) else RankFailure(f"Rank 0 failed: {error}"))
+            raise error
+        raise cause from error
+
     def on_failure(self, listener: Callable[[RankFailure], None]) -> None:
         """Call `listener` once, on a thread of its own, when a rank fails; at once where one has."""
         with self._changed:
@@ -146,14 +154,18 @@ class Crew:
         for listener in listeners:
             threading.Thread(target=listener, args=(failure,), daemon=True).start()
 
-    def close(self) -> None:
-        """End the ranks: each finishes what it was told before. One that does not is killed."""
+    def dismiss(self) -> None:
+        """Tell the ranks to end once they have done what they were told before; `close` waits for them."""
         with self._changed:
             if self._closing:
                 return
             self._closing = True
         for link in self._links:
             link.try_send(links.END)
+
+    def close(self) -> None:
+        """End the ranks. One that does not end by itself is killed."""
+        self.dismiss()
         deadline = time.monotonic() + (0.0 if self.failure else _END_SECONDS)
         for member in self._members:
             member.wait(max(deadline - time.monotonic(), 0.0))

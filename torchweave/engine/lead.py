@@ -46,21 +46,23 @@ class LeadRunner:
         self._crew.send(links.STEP, message)
         try:
             return self._runner.launch(step)
-        except RuntimeError as error:
-            raise self._crew.cause_of(error) from error
+        except Exception as error:
+            self._crew.fail_for(error)
 
     def ready(self, handle: Handle) -> bool:
         self._crew.check()
         return self._runner.ready(handle)
 
     def collect(self, handle: Handle) -> StepResult:
-        while not self.ready(
-            handle
-        ):  # a collective whose other rank is gone never completes, and this thread must see that
+        # A collective whose other rank is gone may never complete, and this thread must see that.
+        while not self.ready(handle):
             time.sleep(_LOOK_SECONDS)
-        result = self._runner.collect(handle)
+        try:
+            result = self._runner.collect(handle)
+        except Exception as error:
+            self._crew.fail_for(error)
         if fault := self._world.fault():
-            raise RankFailure(fault)
+            self._crew.fail_for(RankFailure(fault))
         return result
 
     def memory_in_use(self) -> int | None:
@@ -73,7 +75,7 @@ class LeadRunner:
             self.digests = [self._digest.take(), *self._crew.digests(_DIGEST_SECONDS)]
             if len(set(self.digests)) > 1:
                 told = "; ".join(f"rank {rank}: {digest.decode()}" for rank, digest in enumerate(self.digests))
-                raise RankFailure(f"The ranks have come to different states ({told})")
+                self._crew.fail_for(RankFailure(f"The ranks have come to different states ({told})"))
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,8 @@ class Lead:
 
     def close(self) -> None:
         """End the other ranks and leave the world."""
-        failed = self.crew.failure is not None
+        self.crew.dismiss()
+        close_world(self.world, abort=self.crew.failure is not None)  # the others leave it at the same moment
         self.crew.close()
-        close_world(self.world, abort=failed)
         if self.release is not None:
             self.release()
