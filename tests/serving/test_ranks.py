@@ -37,7 +37,9 @@ def test_E3_a_server_over_two_ranks_tells_its_clients_that_one_is_gone() -> None
         next(stream)
         begin = time.monotonic()
         os.kill(other, signal.SIGKILL)
-        with pytest.raises(openai.APIError, match=r"Rank 1 \(process \d+\) has ended unexpectedly \(killed by SIGKILL\)"):
+        with pytest.raises(
+            openai.APIError, match=r"Rank 1 \(process \d+\) has ended unexpectedly \(killed by SIGKILL\)"
+        ):
             list(stream)
         assert is_gone(leader) and is_gone(other)
         assert running.process.wait(LIMIT) == 1 and time.monotonic() - begin < LIMIT
