@@ -77,6 +77,7 @@ def runs(name: str, size: int) -> bool:
 def record(call: Call, operands: list[Tensor]) -> torch.cuda.CUDAGraph:
     """A graph of a call on each operand."""
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         for x in operands[:2]:
             call(x)

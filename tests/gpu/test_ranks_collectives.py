@@ -38,6 +38,7 @@ def opened(world: World, ranges: Ranges, wait_seconds: float = 60.0) -> Symmetri
 
 def graph_of(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         run()
     torch.cuda.synchronize()

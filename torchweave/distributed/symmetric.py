@@ -133,7 +133,7 @@ class SymmetricCommunicator:
         """What went wrong between ranks so far, if anything did; asks no GPU."""
         status = int(self._status[0])
         if status == _GAVE_UP:
-            return f"rank {self.rank} waited for another rank's kernel for more than {WAIT_SECONDS:.0f} s and gave up"
+            return f"a kernel of rank {self.rank} waited too long for those of another rank and gave up"
         return "a rank died" if status == _ABORTED else None
 
 

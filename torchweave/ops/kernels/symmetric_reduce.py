@@ -137,7 +137,7 @@ def two_shot_kernel(
 def launch_one_shot(workspace: Workspace, x: Tensor, out: Tensor, place: Place, phases: int = ALL_PHASES) -> None:
     """out = the sum of x over ranks; x and out contiguous, of one dtype, in whole 16 bytes; see `Workspace` for `place`."""
     num, dependent = x.numel(), takes_part(x.device)
-    block = min(4096, max(256, triton.next_power_of_2(triton.cdiv(num, PROGRAMS[0]))))
+    block = 512 if num <= 512 * PROGRAMS[0] else 4096  # two kernels are built, not one for every size
     one_shot_kernel[(PROGRAMS[0],)](
         x, out, workspace.table, workspace.counters[0], num, workspace.rank, workspace.layout.flags(0), place.at, place.other_at,
         SIZE=workspace.layout.size, BLOCK=block, STAGED=place.staged, PHASES=phases, DEPENDENT=dependent,
@@ -148,7 +148,7 @@ def launch_one_shot(workspace: Workspace, x: Tensor, out: Tensor, place: Place, 
 def launch_gather(workspace: Workspace, x: Tensor, out: Tensor, inner: int, phases: int = ALL_PHASES) -> None:
     """out [outer, size, inner] = x [outer, inner] of every rank; int32, contiguous, `inner` a multiple of 4."""
     num, dependent, place = x.numel(), takes_part(x.device), workspace.one_shot_place(x)
-    block = min(2048, max(128, triton.next_power_of_2(triton.cdiv(num, PROGRAMS[0]))))
+    block = 256 if num <= 256 * PROGRAMS[0] else 2048
     gather_kernel[(PROGRAMS[0],)](
         x, out, workspace.table, workspace.counters[0], num, inner, workspace.rank, workspace.layout.flags(0),
         place.at, place.other_at,
