@@ -14,6 +14,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,11 +175,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if torch.cuda.device_count() < arguments.ranks:
         sys.exit(f"this benchmark needs {arguments.ranks} GPUs; there are {torch.cuda.device_count()}")
-    store, address = open_meeting_point("127.0.0.1")
-    out = Path("/tmp") / f"collectives-{store.port}.json"
-    mp.spawn(rank_main, (arguments.ranks, address, arguments.rows, arguments.widths, str(out)), nprocs=arguments.ranks)
-    results = json.loads(out.read_text())
-    out.unlink()
+    _store, address = open_meeting_point("127.0.0.1")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "results.json"
+        mp.spawn(rank_main, (arguments.ranks, address, arguments.rows, arguments.widths, str(out)), nprocs=arguments.ranks)
+        results = json.loads(out.read_text())
     ranges = ranges_of(results)
     parts = [table(results, names) for names in (SUMS, NORMS, FP8)]
     text = "\n\n".join([*parts, f"Ranges that follow, in bytes: {ranges}"])
