@@ -13,11 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from tests.distributed.light import WORK
 from torchweave.distributed import link as links
 from torchweave.distributed.crew import Crew, RankFailure
 from torchweave.distributed.local import LocalMember, start_local
+from torchweave.distributed.world import World
+from torchweave.engine.lead import Lead
 
 LIMIT = 10.0
 
@@ -62,6 +65,14 @@ def test_every_rank_hears_the_same_and_ends_when_told():
         crew.close()
         assert time.monotonic() - begin < 4 and crew.failure is None  # they ended by themselves
         assert all(map(is_gone, processes))
+
+
+def test_the_end_comes_once():
+    released: list[str] = []
+    lead = Lead(World.single(), Crew([], 8.0), HashStore(), lambda: released.append("room"))
+    lead.close()
+    lead.close()  # an engine that was shut down is dropped later, when another one may be there
+    assert released == ["room"]
 
 
 def test_a_killed_rank_takes_the_others_with_it():

@@ -154,14 +154,18 @@ class Crew:
         for listener in listeners:
             threading.Thread(target=listener, args=(failure,), daemon=True).start()
 
-    def dismiss(self) -> None:
-        """Tell the ranks to end once they have done what they were told before; `close` waits for them."""
+    def dismiss(self) -> bool:
+        """Tell the ranks to end once they have done what they were told before, and return whether this is the first time.
+
+        `close` waits for them.
+        """
         with self._changed:
             if self._closing:
-                return
+                return False
             self._closing = True
         for link in self._links:
             link.try_send(links.END)
+        return True
 
     def close(self) -> None:
         """End the ranks. One that does not end by itself is killed."""

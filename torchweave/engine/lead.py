@@ -92,8 +92,9 @@ class Lead:
     release: Callable[[], None] | None = None
 
     def close(self) -> None:
-        """End the other ranks and leave the world."""
-        self.crew.dismiss()
+        """End the other ranks and leave the world, once: this process may be in another world by the second call."""
+        if not self.crew.dismiss():
+            return
         close_world(self.world, abort=self.crew.failure is not None)  # the others leave it at the same moment
         self.crew.close()
         if self.release is not None:

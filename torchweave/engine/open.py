@@ -54,6 +54,7 @@ def _open(config: EngineConfig, device: str, report: Report) -> Engine:
             lead.crew.wait_until_built()
     except BaseException as error:
         cause = lead.crew.cause_of(error) if isinstance(error, RuntimeError) else error
+        lead.crew.fail(RankFailure(str(cause)))  # the others may wait for this rank in a collective
         lead.close()
         raise cause from None
     for facts in lead.crew.built.values():
