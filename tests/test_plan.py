@@ -284,3 +284,25 @@ def test_quantization_that_cannot_be() -> None:
     old = replace(GPU, capability=(8, 0))
     with pytest.raises(ValueError, match=r"needs compute capability 8\.9"):
         resolve(EngineConfig("m", quantization="fp8"), old, MODEL)
+
+
+def test_E3_several_ranks_need_as_many_gpus_and_say_so() -> None:
+    two = replace(GPU, num_gpus=2)
+    with pytest.raises(
+        ValueError, match=r"needs 4 GPUs, but from cuda:0 on this machine has 2; lower it, or use executor=ray"
+    ):
+        plan_of(two, tensor_parallel_size=4)
+    plan = plan_of(two, tensor_parallel_size=2, torch_compile_config=TorchCompileConfig(tune=True))
+    assert entry(plan, "executor").effective == "local" and entry(plan, "rank_timeout").effective == 8.0
+    assert not plan.tune and entry(plan, "torch_compile_config.tune").why == "candidates are timed on one rank"
+    for executor in ("ray", "torchrun"):  # which know of GPUs that this machine does not have
+        assert entry(plan_of(two, tensor_parallel_size=4, executor=executor), "tensor_parallel_size").effective == 4
+    assert plan_of(CPU, tensor_parallel_size=4).device == "cpu"  # as many processes as are asked for
+    with pytest.raises(ValueError, match=r"kv_offload_gb=1\.0 cannot be had over 2 ranks"):
+        plan_of(two, tensor_parallel_size=2, kv_offload_gb=1.0)
+
+
+def test_one_rank_has_no_use_for_options_of_several() -> None:
+    plan = plan_of(executor="ray", enable_expert_parallel=True)
+    for name in ("executor", "rank_timeout", "enable_expert_parallel"):
+        assert not entry(plan, name).effective and entry(plan, name).why == "there is one rank"
