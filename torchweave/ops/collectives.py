@@ -127,8 +127,11 @@ def rows_of_rank(num_rows: int, size: int) -> int:
 
 def own_rows(x: Tensor, rank: int, size: int) -> Tensor:
     """The rows of x `[..., T, D]` that `reduce_scatter` leaves to a rank, zeros behind the last: `[..., ceil(T / size), D]`."""
-    own = rows_of_rank(x.shape[-2], size)
-    return torch.nn.functional.pad(x, (0, 0, 0, own * size - x.shape[-2])).narrow(-2, rank * own, own).contiguous()
+    tokens = x.shape[-2]
+    own = rows_of_rank(tokens, size)
+    begin = min(rank * own, tokens)
+    rows = x.narrow(-2, begin, min(own, tokens - begin))
+    return torch.nn.functional.pad(rows, (0, 0, 0, own - rows.shape[-2])).contiguous()
 
 
 def _fake_reduce_scatter(x: Tensor, group: str) -> Tensor:
@@ -145,7 +148,8 @@ def reduce_scatter(x: Tensor, group: str) -> Tensor:
     """
     ranks = communicator(group)
     own = rows_of_rank(x.shape[-2], ranks.size)
-    padded = torch.nn.functional.pad(x, (0, 0, 0, own * ranks.size - x.shape[-2]))
+    missing = own * ranks.size - x.shape[-2]
+    padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()  # no padding would be a copy
     rows = padded.movedim(-2, 0)
     out = ranks.reduce_scatter(rows.reshape(own * ranks.size, -1))
     return out.view(own, *rows.shape[1:]).movedim(0, -2).contiguous()

@@ -83,7 +83,7 @@ def _by_group(graph: Faked, devices: frozenset[str]) -> list[list[fx.Node]]:
 
 
 def _ordered(nodes: list[fx.Node], near_misses: list[NearMiss]) -> list[fx.Node]:
-    """The collectives of one group up to one that does not depend on the one before, which ends the proof."""
+    """The collectives of one group, or none where one of them does not depend on the one before: a compiler might swap them."""
     for at in range(1, len(nodes)):
         if nodes[at - 1] not in _sources(nodes[at], nodes[at - 1]):
             why = f"nothing orders it behind {nodes[at - 1].name}: it reads nothing that is computed from it"
