@@ -50,6 +50,21 @@ def test_every_kind_of_change() -> None:
     assert state.slots.tolist() == [2, -1, -1, -1]
 
 
+def test_a_request_is_one_record_of_what_could_be_set_apart() -> None:
+    one, other = SlotState(4, 3), SlotState(4, 3)
+    record, apart = one.updates(), other.updates()
+    facts = {"position": 9, "min_position": 12, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.05}
+    for slot, stops, seed in ((2, (4, 5), 2**63 + 5), (0, tuple(range(10)), -1)):
+        record.set_request(slot, seed=seed, stop_ids=stops, **facts)
+        for name, value in facts.items():
+            apart.set(name, slot, value)
+        apart.set_seed(slot, seed)
+        apart.set_stop_ids(slot, stops)
+    one.apply(record)
+    other.apply(apart)
+    assert one.arena.equal(other.arena) and one.position.tolist() == [9, 0, 9, 0]
+
+
 def test_the_last_write_to_a_place_wins() -> None:
     state = SlotState(8, 2)
     updates = state.updates()

@@ -59,15 +59,18 @@ class Former:
 
     def _tell(self, slot: int, active: Active) -> None:
         """What the device knows of a slot's request."""
-        updates, params = self._updates, active.request.sampling
-        updates.set("position", slot, active.context_len - 1)
-        updates.set("min_position", slot, len(active.prompt) + params.min_tokens)
-        updates.set("temperature", slot, params.temperature if active.search is None else 0)
-        updates.set("top_k", slot, max(params.top_k, 0))
-        updates.set("top_p", slot, params.top_p)
-        updates.set("min_p", slot, params.min_p)
-        updates.set_seed(slot, active.seed)
-        updates.set_stop_ids(slot, active.stops)
+        params = active.request.sampling
+        self._updates.set_request(
+            slot,
+            position=active.context_len - 1,
+            min_position=len(active.prompt) + params.min_tokens,
+            temperature=params.temperature if active.search is None else 0.0,
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=active.seed,
+            stop_ids=active.stops,
+        )
 
     def form(
         self, generated: np.ndarray, chunks: Sequence[tuple[int, int]] = (), searches: Sequence[Group] = ()

@@ -10,6 +10,7 @@ the device by `SlotState.apply`: one host-to-device copy and one scatter, howeve
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,6 +35,9 @@ _SLOT_FIELDS: tuple[tuple[str, bool, float], ...] = (
     ("seed_hi", False, 0),
     ("min_position", False, 0),
 )
+
+_RECORD = struct.Struct(f"=3i3f2I{MAX_STOP_IDS}i")
+_RECORD_FIELDS = ("position", "min_position", "top_k", "temperature", "top_p", "min_p", "seed_lo", "seed_hi")
 
 IntArray = np.ndarray | Sequence[int] | int
 
@@ -154,6 +158,10 @@ class SlotUpdates:
         self.state = state
         self._indices: list[np.ndarray] = []
         self._values: list[np.ndarray] = []
+        stops = state.layout["stop_ids"] + np.arange(MAX_STOP_IDS)
+        places = np.concatenate([[state.layout[name] for name in _RECORD_FIELDS], stops])
+        strides = np.concatenate([np.ones(len(_RECORD_FIELDS)), np.full(MAX_STOP_IDS, MAX_STOP_IDS)])
+        self._places, self._strides = places.astype(np.int32), strides.astype(np.int32)
 
     def __len__(self) -> int:
         return sum(a.size for a in self._indices)
@@ -176,6 +184,30 @@ class SlotUpdates:
         data = np.empty(flat.shape, dtype=dtype)
         data[...] = values
         self._add(flat.reshape(-1), data.reshape(-1).view(np.int32))
+
+    def set_request(
+        self,
+        slot: int,
+        *,
+        position: int,
+        min_position: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        seed: int,
+        stop_ids: Sequence[int],
+    ) -> None:
+        """All that a step has to know of the request that starts in `slot`: one record, since this is what a burst of requests
+        waits for. Of `stop_ids` the first `MAX_STOP_IDS` are kept; the caller checks the rest on the host."""
+        assert 0 <= slot < self.state.max_batch, f"slot {slot} is outside 0..{self.state.max_batch - 1}"
+        stops = (*stop_ids[:MAX_STOP_IDS], *(-1,) * (MAX_STOP_IDS - len(stop_ids)))
+        seed %= 1 << SEED_BITS
+        record = _RECORD.pack(
+            position, min_position, top_k, temperature, top_p, min_p, seed & 0xFFFFFFFF, seed >> 32, *stops
+        )
+        self._indices.append(self._places + self._strides * np.int32(slot))
+        self._values.append(np.frombuffer(record, np.int32))
 
     def set_seed(self, slots: IntArray, seeds: IntArray) -> None:
         """Set the 64-bit seed of `slots`; negative seeds are taken modulo 2**64."""
