@@ -10,6 +10,10 @@ from torch import Tensor
 
 from torchweave.ops.collectives_fused import Norm
 
+# The names that torch 2.13 gives to what older ones call `..._into_tensor` and `..._tensor`.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def sum_of_ranks(parts: Tensor) -> Tensor:
     """`[size, ...]` -> the sum over ranks: added in float32 in their order, rounded once. What every faster sum is held to."""
@@ -48,7 +52,7 @@ class ProcessGroupCommunicator:
         if not self._reduces:
             return sum_of_ranks(self._stack(x)[:, self.rank * rows : (self.rank + 1) * rows])
         out = x.new_empty(rows, *x.shape[1:])
-        dist.reduce_scatter_tensor(out, x, group=self.group)
+        _reduce_scatter(out, x, group=self.group)
         return out
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> None:
@@ -66,5 +70,5 @@ class ProcessGroupCommunicator:
     def _stack(self, x: Tensor) -> Tensor:
         """x of all ranks, `[size, ...]`."""
         parts = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(parts.view(-1), x.reshape(-1), group=self.group)
+        _gather(parts.view(-1), x.reshape(-1), group=self.group)
         return parts
