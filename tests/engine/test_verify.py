@@ -21,6 +21,18 @@ def test_architectures_pass_through_the_whole_engine() -> None:
     assert len(report.select("verified")) == 2
 
 
+def test_architectures_pass_on_two_ranks_and_the_page_has_a_column_for_them() -> None:
+    result = verify(["llama-tied", "bloom", "codegen"], ranks=(2,))
+    llama, bloom, codegen = result["results"]
+    assert llama["passed"] and codegen["passed"] and (llama["distinct_pieces"], llama["pieces"]) == (3, 4)
+    assert not bloom["passed"] and "ALiBi" in bloom["reason"], "a refusal is a row, and the ranks go on"
+    alone = [row | {"ranks": 1} for row in result["results"]]
+    page = table(result | {"results": alone + result["results"], "refused": []})
+    assert "2 of them divided over 2 ranks" in page
+    assert "| llama-tied | LlamaForCausalLM | yes | yes | 3 / 4 |" in page
+    assert "--all --tensor_parallel_size 1,2 --write" in page
+
+
 def test_a_wrong_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     right = module.zoo.reference_tokens
 
@@ -42,3 +54,5 @@ def test_an_error_is_a_row_and_an_unknown_name_is_not() -> None:
     assert "ALiBi" in result["results"][0]["reason"]
     with pytest.raises(ValueError, match="the zoo has llama"):
         verify(["lama"])
+    with pytest.raises(ValueError, match="tensor_parallel_size is 0: expected numbers from 1 up"):
+        verify(["llama"], ranks=(0,))

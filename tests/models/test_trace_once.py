@@ -31,6 +31,7 @@ CASES = {
     "gemma3": (8, 6),
     "olmo2": (4, 3),
     "gpt2": (4, 3),
+    "gptj": (4, 3),
     "opt": (4, 3),
     "granite": (4, 3),
     "smollm3": (4, 2),

@@ -20,6 +20,12 @@ def parser() -> Parser:
     found.add_argument("action", choices=ACTIONS)
     found.add_argument("names", metavar="NAME", nargs="*", help="architectures to verify")
     found.add_argument("--all", action="store_true", help="verify every architecture")
+    found.add_argument(
+        "--tensor_parallel_size",
+        metavar="N[,N]",
+        default="1",
+        help="verify with so many ranks, processes of this machine",
+    )
     found.add_argument("--json", action="store_true", help="print a JSON object")
     found.add_argument("--write", metavar="FILE", default="", help="write the table of verify to FILE (docs/models.md)")
     found.add_argument("--quiet", action="store_true", help="draw no progress bars")
@@ -28,9 +34,18 @@ def parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     args = parser().read(argv)
-    return (
-        _list(args.json) if args.action == "list" else _verify(args.names, args.all, args.json, args.quiet, args.write)
-    )
+    if args.action == "list":
+        return _list(args.json)
+    return _verify(args.names, args.all, args.json, args.quiet, args.write, _sizes(args.tensor_parallel_size))
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"tensor_parallel_size is {text!r}: expected a number of ranks, or several like 1,2,4"
+        ) from None
 
 
 def _list(as_json: bool) -> int:
@@ -55,12 +70,15 @@ def _list(as_json: bool) -> int:
     return 0
 
 
-def _verify(names: Sequence[str], everything: bool, as_json: bool, quiet: bool, write: str = "") -> int:
+def _verify(
+    names: Sequence[str], everything: bool, as_json: bool, quiet: bool, write: str, ranks: Sequence[int]
+) -> int:
     if bool(names) == everything:
         raise ValueError("name the architectures to verify, or give --all (`torchweave models list` shows them)")
     from torchweave.engine.verify import table, verify
 
-    result: dict[str, Any] = verify(None if everything else list(names), report=Report(show=False if quiet else None))
+    report = Report(show=False if quiet else None)
+    result: dict[str, Any] = verify(None if everything else list(names), report, ranks)
     if write:
         Path(write).write_text(table(result), encoding="utf-8")
     if as_json:
@@ -72,5 +90,6 @@ def _verify(names: Sequence[str], everything: bool, as_json: bool, quiet: bool, 
 
 def _print(result: dict[str, Any]) -> None:
     for row in result.get("results", ()):
-        print(f"{'ok  ' if row['passed'] else 'FAIL'}  {row['name']:<24} {row.get('reason') or ''}".rstrip())
+        ranks = f"{row['ranks']} ranks " if row["ranks"] > 1 else ""
+        print(f"{'ok  ' if row['passed'] else 'FAIL'}  {row['name']:<24} {ranks}{row.get('reason') or ''}".rstrip())
     print(f"{result['passed']} of {result['total']} architectures give the tokens of transformers")

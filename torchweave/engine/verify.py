@@ -6,6 +6,7 @@ flight together, long ones in chunks. Its greedy tokens must be those of transfo
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import torch
 from torchweave.config import EngineConfig, TorchCompileConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
+from torchweave.engine.verify_ranks import Answer, Ranks, answer_of
 from torchweave.log import Report
 from torchweave.models import load, zoo
 
@@ -37,6 +39,7 @@ class Row:
         distinct_pieces, pieces: what the graph was cut into.
         seconds: of loading, weaving and serving.
         reason: why it did not pass, or why it was not captured.
+        ranks: among how many it was divided.
     """
 
     name: str
@@ -47,10 +50,16 @@ class Row:
     pieces: int = 0
     seconds: float = 0.0
     reason: str = ""
+    ranks: int = 1
 
 
-def verify(names: Sequence[str] | None = None, report: Report | None = None) -> dict[str, Any]:
+def verify(
+    names: Sequence[str] | None = None, report: Report | None = None, ranks: Sequence[int] = (1,)
+) -> dict[str, Any]:
     """Verify architectures of the zoo; None takes all, and also shows what is refused.
+
+    Args:
+        ranks: numbers of ranks to verify each with, processes of this machine.
 
     Returns:
         `{"passed": N, "total": M, "results": [Row as a dict, ...], "refused": [{"name", "reason"}, ...]}`.
@@ -60,12 +69,18 @@ def verify(names: Sequence[str] | None = None, report: Report | None = None) -> 
     """
     report = report if report is not None else Report(show=False)
     entries = zoo.SPECIMENS if names is None else tuple(zoo.specimen(name) for name in names)
+    if not ranks or min(ranks) < 1:
+        raise ValueError(
+            f"tensor_parallel_size is {', '.join(map(str, ranks)) or 'empty'}: expected numbers from 1 up."
+        )
     rows = []
-    with report.progress("verifying", len(entries)) as advance:
-        for entry in entries:
-            rows.append(verify_one(entry))
-            report.event("verified", **asdict(rows[-1]))
-            advance(1, entry.name)
+    with report.progress("verifying", len(entries) * len(ranks)) as advance:
+        for size in ranks:
+            with Ranks(size) if size > 1 else contextlib.nullcontext() as processes:
+                for entry in entries:
+                    rows.append(verify_one(entry, processes))
+                    report.event("verified", **asdict(rows[-1]))
+                    advance(1, entry.name)
     refused = [{"name": entry.name, "reason": refusal(entry)} for entry in (zoo.REFUSED if names is None else ())]
     return {
         "passed": sum(row.passed for row in rows),
@@ -83,10 +98,11 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, zoo.VOCAB, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
 
 
-def verify_one(entry: zoo.Specimen) -> Row:
+def verify_one(entry: zoo.Specimen, ranks: Ranks | None = None) -> Row:
     """One architecture through the engine. An error of any kind is a row that did not pass."""
-    report, begin = Report(show=False), time.monotonic()
-    architecture = entry.model_type
+    begin, architecture = time.monotonic(), entry.model_type
+    pieces: tuple[int, ...] = ()
+    fallback = ""
     try:
         model = zoo.build(entry)
         architecture = type(model).__name__
@@ -94,12 +110,11 @@ def verify_one(entry: zoo.Specimen) -> Row:
         with tempfile.TemporaryDirectory() as folder:
             zoo.save(model, folder)
             begin = time.monotonic()
-            answers = _serve(entry, folder, report)
-        reason = _difference(answers, expected)
+            served = [_serve(entry, folder)] if ranks is None else _serve_on(ranks, entry, folder)
+        pieces, fallback = served[0].shared_by, " ".join(served[0].fallback.split())[:300]
+        reason = next(filter(None, (_difference(answer.tokens, expected) for answer in served)), "")
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    pieces = [event["shared_by"] for event in report.select("piece")]
-    fallback = report.select("fallback")
     return Row(
         name=entry.name,
         architecture=architecture,
@@ -108,14 +123,27 @@ def verify_one(entry: zoo.Specimen) -> Row:
         distinct_pieces=len(pieces),
         pieces=sum(pieces),
         seconds=round(time.monotonic() - begin, 2),
-        reason=reason or " ".join(" ".join(event["why"] for event in fallback).split())[:300],
+        reason=reason or fallback,
+        ranks=1 if ranks is None else ranks.size,
     )
 
 
-def _serve(entry: zoo.Specimen, folder: str, report: Report) -> list[list[int]]:
+def _serve(entry: zoo.Specimen, folder: str) -> Answer:
+    report = Report(show=False)
     loaded = load(folder, torch.float32, report=report, max_model_len=entry.max_model_len)
-    config = EngineConfig(
-        model=entry.name,
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM.from_loaded(loaded, _config(entry, folder), report) as llm:
+        tokens = tuple(list(output.outputs[0].token_ids) for output in llm.generate(prompts(), greedy))
+    return answer_of(tokens, report)
+
+
+def _serve_on(ranks: Ranks, entry: zoo.Specimen, folder: str) -> list[Answer]:
+    return ranks.generate(_config(entry, folder), prompts(), NUM_TOKENS)
+
+
+def _config(entry: zoo.Specimen, folder: str) -> EngineConfig:
+    return EngineConfig(
+        model=folder,
         dtype="float32",
         device="cpu",
         max_model_len=entry.max_model_len,
@@ -125,12 +153,9 @@ def _serve(entry: zoo.Specimen, folder: str, report: Report) -> list[list[int]]:
         # The pieces run as they were cut: what Inductor makes of them is tested elsewhere, and would take minutes here.
         torch_compile_config=TorchCompileConfig(enable_inductor=False, compile_cache=False),
     )
-    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM.from_loaded(loaded, config, report) as llm:
-        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts(), greedy)]
 
 
-def _difference(answers: list[list[int]], expected: list[list[int]]) -> str:
+def _difference(answers: Sequence[list[int]], expected: list[list[int]]) -> str:
     """Where the answers first differ, as a sentence; empty where they do not."""
     for length, answer, right in zip(PROMPT_LENGTHS, answers, expected, strict=True):
         for place, (token, wanted) in enumerate(zip(answer, right, strict=True)):
@@ -149,29 +174,44 @@ def refusal(entry: zoo.Specimen) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result of `verify` as the page `docs/models.md`."""
+    """The result of `verify` as the page `docs/models.md`: a line for each architecture, a column for each number of ranks."""
+    by_name: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in result["results"]:
+        by_name.setdefault(row["name"], {})[row["ranks"]] = row
+    sizes = sorted({row["ranks"] for row in result["results"]})
+    passed = {size: sum(row["passed"] for row in result["results"] if row["ranks"] == size) for size in sizes}
     lines = [
         "# Models",
         "",
-        f"{result['passed']} of {result['total']} architectures give the greedy tokens of transformers' own eager float32 "
-        f"model (transformers {result['transformers']}, torch {result['torch']}, CPU).",
+        f"{passed[sizes[0]]} of {len(by_name)} architectures give the greedy tokens of transformers' own eager float32 "
+        f"model (transformers {result['transformers']}, torch {result['torch']}, CPU){_on_ranks(passed, sizes[1:])}.",
         "",
-        "Generated by `torchweave models verify --all --write docs/models.md`: tiny models with random weights, saved and "
-        f"loaded from a folder, prompts of {', '.join(map(str, PROMPT_LENGTHS))} tokens in flight together, read in chunks "
-        f"within a budget of {_BUDGET} tokens a step, {NUM_TOKENS} tokens generated. *Pieces* are distinct / all.",
+        f"Generated by `torchweave models verify --all{_option(sizes)} --write docs/models.md`: tiny models with random weights, "
+        f"saved and loaded from a folder, prompts of {', '.join(map(str, PROMPT_LENGTHS))} tokens in flight together, read in "
+        f"chunks within a budget of {_BUDGET} tokens a step, {NUM_TOKENS} tokens generated. *Pieces* are distinct / all.",
         "",
-        "| name | architecture | tokens equal | pieces | how | s |",
-        "|---|---|---|---|---|---|",
+        f"| name | architecture | tokens equal |{''.join(f' {size} ranks |' for size in sizes[1:])} pieces | how | s |",
+        "|---|---|---|" + "---|" * len(sizes[1:]) + "---|---|---|",
     ]
-    for row in result["results"]:
-        how = row["how"] + (f": {_cell(row['reason'])}" if row["reason"] else "")
+    for name, rows in by_name.items():
+        row = rows[min(rows)]
+        reasons = [_cell(found["reason"]) for found in rows.values() if found["reason"]]
+        how = row["how"] + (f": {reasons[0]}" if reasons else "")
         pieces = f"{row['distinct_pieces']} / {row['pieces']}" if row["pieces"] else ""
-        equal = "yes" if row["passed"] else "**no**"
-        lines.append(f"| {row['name']} | {row['architecture']} | {equal} | {pieces} | {how} | {row['seconds']:.1f} |")
+        equal = " | ".join("yes" if size in rows and rows[size]["passed"] else "**no**" for size in sizes)
+        lines.append(f"| {name} | {row['architecture']} | {equal} | {pieces} | {how} | {row['seconds']:.1f} |")
     if result["refused"]:
         lines += ["", "## Refused at load, with the reason", "", "| name | reason |", "|---|---|"]
         lines += [f"| {row['name']} | {_cell(row['reason'])} |" for row in result["refused"]]
     return "\n".join(lines) + "\n"
+
+
+def _on_ranks(passed: dict[int, int], sizes: Sequence[int]) -> str:
+    return "".join(f"; {passed[size]} of them divided over {size} ranks (tensor parallel, gloo)" for size in sizes)
+
+
+def _option(sizes: Sequence[int]) -> str:
+    return "" if list(sizes) == [1] else f" --tensor_parallel_size {','.join(map(str, sizes))}"
 
 
 def _cell(text: str) -> str:

@@ -125,7 +125,7 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("gpt_neox", "gpt_neox"),
     Specimen("gpt_neox_japanese", "gpt_neox_japanese", {"intermediate_multiple_size": 2}),
     Specimen("gptj", "gptj", _GPT | {"rotary_dim": 8}, shared=False),
-    Specimen("codegen", "codegen", _GPT | {"rotary_dim": 8, "n_ctx": 512}, shared=False),
+    Specimen("codegen", "codegen", _GPT | {"n_embd": 128, "n_head": 16, "rotary_dim": 8, "n_ctx": 512}, shared=False),
     Specimen("gpt2", "gpt2", _GPT, shared=False),
     Specimen("gpt_bigcode", "gpt_bigcode", _GPT, shared=False),
     Specimen(

@@ -81,6 +81,7 @@ def watch(module: nn.Module, inputs: Sequence[Tensor], layers: Sequence[Layer]) 
     """
     watcher = _Watcher()
     with contextlib.ExitStack() as hooks, torch.no_grad():
+        hooks.enter_context(_buffers_kept(module))
         for layer in layers:
             hooks.enter_context(_listening(layer, watcher))
         try:
@@ -91,6 +92,18 @@ def watch(module: nn.Module, inputs: Sequence[Tensor], layers: Sequence[Layer]) 
         except Exception as error:  # whatever forward raises: capture will say it properly
             raise Unwatchable(f"it does not run without values ({type(error).__name__})") from error
     return watcher.records
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Afterwards the module has its own buffers again: some forwards replace one by a copy on the device of their input."""
+    kept = [(each, dict(each._buffers)) for each in module.modules() if each._buffers]
+    try:
+        yield
+    finally:
+        for each, buffers in kept:
+            each._buffers.clear()
+            each._buffers.update(buffers)
 
 
 @contextlib.contextmanager

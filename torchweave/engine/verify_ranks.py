@@ -1,0 +1,145 @@
+"""The proof against transformers on several ranks: each of them runs the whole engine, and they meet in its collectives.
+
+All ranks form the same steps themselves, one after the other, so that nothing but the collectives passes between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed import TCPStore
+
+from torchweave.config import EngineConfig
+from torchweave.distributed.communicator import ProcessGroupCommunicator
+from torchweave.distributed.world import World, close_world, init_world
+from torchweave.engine.build import build
+from torchweave.engine.request import InferenceRequest, SamplingParams
+from torchweave.log import Report
+from torchweave.models import load
+from torchweave.ops.collectives import register_communicator
+
+_PATIENCE = 300.0
+"""Seconds that ranks wait for each other."""
+_FAREWELL = 5.0  # seconds that a rank has to leave by itself
+
+
+class Answer(NamedTuple):
+    """What a rank has to tell: the tokens of each prompt, by how many layers each distinct piece is shared, and why the model was
+    not captured as one graph, if it was not."""
+
+    tokens: tuple[list[int], ...]
+    shared_by: tuple[int, ...]
+    fallback: str
+
+
+def answer_of(tokens: tuple[list[int], ...], report: Report) -> Answer:
+    """What an engine with this report has to tell."""
+    shared_by = tuple(event["shared_by"] for event in report.select("piece"))
+    return Answer(tokens, shared_by, " ".join(event["why"] for event in report.select("fallback")))
+
+
+class Ranks:
+    """Processes of this machine that answer the same prompts together; use as a context.
+
+    Args:
+        size: how many; all on the CPU, over gloo.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        context = multiprocessing.get_context("spawn")
+        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank, args=(theirs, rank, size, self._store.port), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(_FAREWELL)
+            process.kill()
+            process.join()
+
+    def generate(self, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Answer]:
+        """What each rank answered, greedily.
+
+        Raises:
+            ValueError: the model is refused.
+            RuntimeError: a rank failed, or said nothing.
+        """
+        for pipe in self._pipes:
+            pipe.send((config, prompts, num_tokens))
+        answers: dict[int, Answer | Exception] = {}
+        while len(answers) < len(self._pipes):
+            ready = wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in answers], _PATIENCE)
+            if not ready:
+                raise RuntimeError(f"a rank said nothing for {_PATIENCE:.0f} s")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                answers[rank] = self._received(rank)
+        for answer in answers.values():
+            if isinstance(answer, Exception):
+                raise answer
+        return [answer for _, answer in sorted(answers.items()) if isinstance(answer, Answer)]
+
+    def _received(self, rank: int) -> Answer | Exception:
+        try:
+            return self._pipes[rank].recv()
+        except EOFError:
+            return RuntimeError(f"rank {rank} ended")
+
+
+def _rank(pipe: Connection, rank: int, size: int, port: int) -> None:
+    """A rank's process: it answers until it is ended."""
+    torch.set_num_threads(1)
+    for name in ("transformers", "torch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    store = TCPStore("localhost", port, is_master=False)
+    world = init_world(rank, size, 1, "cpu", store, _PATIENCE)
+    register_communicator(world.tensor_group, ProcessGroupCommunicator(world.groups[world.tensor_group]))
+    with contextlib.suppress(EOFError):
+        while True:
+            asked = pipe.recv()
+            try:
+                pipe.send(_generate(world, *asked))
+            except ValueError as error:
+                pipe.send(ValueError(str(error)))
+            except Exception as error:
+                pipe.send(RuntimeError(f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+    close_world(world)
+
+
+def _generate(world: World, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int) -> Answer:
+    report = Report(show=False)
+    loaded = load(config.model, config.dtype, report=report, max_model_len=config.max_model_len, world=world)
+    engine = build(config, report, loaded)
+    batch, runner = engine.batch, engine.runner
+    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        batch.add(InferenceRequest(number, np.asarray(prompt), greedy), seed=number)
+    answers: dict[int, list[int]] = {}
+    runner.start()
+    while len(answers) < len(prompts):
+        batch.attend()
+        step = batch.next_step()
+        assert step is not None, "requests wait, and nothing is in flight"
+        for response in batch.absorb(step, runner.collect(runner.launch(step))):
+            answers[response.id] = [int(token) for token in response.output.token_ids]
+    return answer_of(tuple(answers[number] for number in range(len(prompts))), report)
