@@ -25,6 +25,7 @@ from torchweave.distributed.world import World
 from torchweave.log import Report
 from torchweave.models import LoadedModel, UnsupportedModel, load, zoo
 from torchweave.models.cuts import Cut, Heads, even, padded
+from torchweave.models.parallel import roles
 from torchweave.models.quantize import Fp8Linear
 from torchweave.ops.collectives import register_communicator
 
@@ -171,7 +172,7 @@ def test_what_would_cut_a_block_is_refused(tmp_path: Path) -> None:
     [
         ("llama", 3, False, "4 attention heads do not divide; choose among 1, 2, 4"),
         ("gpt_bigcode", 8, False, "4 attention heads do not divide"),
-        ("codegen", 2, False, "cannot be laid out for 2 heads; use fewer ranks"),
+        ("codegen", 8, False, "cannot be laid out for 2 heads; use fewer ranks"),
         ("llama4", 2, True, "cannot be told apart by number; leave enable_expert_parallel off"),
     ],
 )
@@ -194,6 +195,17 @@ def test_more_refusals() -> None:
     per_head = replace(zoo.specimen("stablelm"), options={"qk_layernorm": True}).config().to_dict()
     with pytest.raises(UnsupportedModel, match="a module for each head"):
         part_of(per_head, 0, load_format="dummy")
+
+
+def test_unknown_architectures_are_divided_by_their_own_plan_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {entry.config().model_type for entry in zoo.SPECIMENS} == roles.VERIFIED
+    monkeypatch.setattr(roles, "VERIFIED", frozenset())
+    part = part_of(zoo.specimen("glm").config().to_dict(), 1, load_format="dummy").module.model
+    assert tuple(part.model.layers[0].self_attn.q_proj.weight.shape) == (32, 64)
+    assert tuple(part.model.layers[0].mlp.gate_up_proj.weight.shape) == (192, 64), "the plan gathers it: it stays whole"
+    for name in ("gpt2", "olmo2"):
+        with pytest.raises(UnsupportedModel, match="no tensor-parallel plan that divides its attention"):
+            part_of(zoo.specimen(name).config().to_dict(), 0, load_format="dummy")
 
 
 def test_heads_and_cuts() -> None:

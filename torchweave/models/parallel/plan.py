@@ -96,8 +96,8 @@ class _Planner:
         with_heads = attentions(self.model, found)
         if sorted(module.layer_idx for module in with_heads.values()) != list(range(len(specs))):
             raise self.refusal(
-                "transformers has no tensor-parallel plan of its attention (base_model_tp_plan), and its projections have no names "
-                "that tell their roles; use one rank"
+                "transformers has no tensor-parallel plan that divides its attention (base_model_tp_plan of its config), and "
+                "Torchweave has none either; use one rank"
             )
         for name, module in with_heads.items():
             self._attention(name, module, specs[module.layer_idx], found)

@@ -1,7 +1,9 @@
 """What each linear of a decoder is to tensor parallelism: its columns are divided, its rows are, or neither.
 
-transformers' own plan of a model says it first (`base_model_tp_plan` of the config, `_tp_plan` of the class). Where that has no
-entry, the names that transformers' models share do; where that is wrong, the proof (`proof.py`) refuses the model.
+transformers' own plan of a model says it first (`base_model_tp_plan` of the config, `_tp_plan` of the class). Many models have
+none, or one that leaves attention whole. For architectures whose tokens were compared with transformers' on several ranks
+(`VERIFIED`) the names that transformers' models share fill the gaps. No other model is divided by guesswork: what its plan does not
+divide stays whole, and a model whose attention would is refused.
 """
 
 from __future__ import annotations
@@ -15,23 +17,38 @@ from transformers import PreTrainedModel
 
 Role = Literal["columns", "rows"]
 
-# transformers' styles, of 5.17 as of 5.23, that divide a linear. Where a plan gathers the columns and splits the rows again
-# (`colwise_gather_output`, `colwise_rep`, `rowwise_split_input`, `rowwise_rep`), the two stand on both sides of something that
-# the plan cannot divide: a fused projection, a norm over all heads. Here they can be.
+# transformers' styles, of 5.17 as of 5.23, that divide a linear.
 _STYLES: Mapping[str, Role] = {
     "colwise": "columns",
-    "colwise_rep": "columns",
-    "colwise_gather_output": "columns",
     "packed_colwise": "columns",
     "local_colwise": "columns",
     "local_packed_colwise": "columns",
     "rowwise": "rows",
-    "rowwise_rep": "rows",
-    "rowwise_split_input": "rows",
     "packed_rowwise": "rows",
     "local_rowwise": "rows",
     "local_packed_rowwise": "rows",
 }
+# Where a plan gathers the columns and splits the rows again, the two stand on both sides of something that the plan cannot
+# divide: a fused projection, a norm over all heads. Of a known architecture it can be.
+_GATHERED: Mapping[str, Role] = {
+    "colwise_rep": "columns",
+    "colwise_gather_output": "columns",
+    "rowwise_rep": "rows",
+    "rowwise_split_input": "rows",
+}
+VERIFIED = frozenset(
+    {
+        "afmoe", "apertus", "arcee", "biogpt", "bitnet", "codegen", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3",
+        "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "flex_olmo", "gemma", "gemma2", "gemma3_text",
+        "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss",
+        "gptj", "granite", "granite_swa", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
+        "hyperclovax", "jais2", "llama", "llama4_text", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3",
+        "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3",
+        "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+        "vaultgemma", "youtu",
+    }
+)  # fmt: skip
+"""Architectures (`model_type`) that give transformers' tokens on 2 and 4 ranks: docs/models.md."""
 _COLUMNS = frozenset(
     {
         "q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "query_key_value", "c_attn", "g_proj",
@@ -81,9 +98,10 @@ def roles(model: PreTrainedModel) -> dict[str, Role]:
     A module with columns and no rows behind them, or the other way round, is left whole.
     """
     plan, head = own_plan(model), model.get_output_embeddings()
+    verified = model.config.model_type in VERIFIED
     found: dict[str, Role] = {}
     for name, module in model.named_modules():
-        if is_linear(module) and module is not head and (role := _role(name, plan)) is not None:
+        if is_linear(module) and module is not head and (role := _role(name, plan, verified)) is not None:
             found[name] = role
     sides: dict[str, set[str]] = {}
     for name, role in found.items():
@@ -91,11 +109,15 @@ def roles(model: PreTrainedModel) -> dict[str, Role]:
     return {name: role for name, role in found.items() if len(sides[_owner(name)]) == 2}
 
 
-def _role(name: str, plan: Mapping[str, str]) -> Role | None:
+def _role(name: str, plan: Mapping[str, str], verified: bool) -> Role | None:
     leaf = name.rpartition(".")[2]
-    style = plan.get(kind_of(name))
+    style = plan.get(kind_of(name), "")
     if style in _STYLES:
         return _STYLES[style]
+    if not verified:
+        return None
+    if style in _GATHERED:
+        return _GATHERED[style]
     return "columns" if leaf in _COLUMNS else "rows" if leaf in _ROWS else None
 
 
