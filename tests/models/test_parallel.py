@@ -20,14 +20,12 @@ from tests.ops.collective_cases import mirrored
 from tests.ranks import run_ranks
 from torchweave.compile.capture import capture
 from torchweave.compile.split import Piece, split
-from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.world import World
 from torchweave.log import Report
 from torchweave.models import LoadedModel, UnsupportedModel, load, zoo
 from torchweave.models.cuts import Cut, Heads, even, padded
 from torchweave.models.parallel import roles
 from torchweave.models.quantize import Fp8Linear
-from torchweave.ops.collectives import register_communicator
 
 # Grouped heads and experts by width or number; packed heads of other classes; norms over all heads; tied vocabularies.
 NAMES = ("llama-tied", "gpt2", "olmo2", "gpt_oss")
@@ -47,7 +45,6 @@ def prompts() -> list[list[int]]:
 
 
 def _tokens(world: World, folders: dict[str, str]) -> dict[str, list[list[int]]]:
-    register_communicator("tp", ProcessGroupCommunicator(world.groups["tp"]))
     found = {}
     for name, folder in folders.items():
         for by_number in (False, True)[: 1 + (name in BY_NUMBER)]:

@@ -14,16 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed import TCPStore
 
 from torchweave.config import EngineConfig
-from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.distributed.world import World, close_world, init_world
+from torchweave.distributed.world import World, close_world, init_world, join_meeting_point, open_meeting_point
 from torchweave.engine.build import build
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.log import Report
 from torchweave.models import load
-from torchweave.ops.collectives import register_communicator
 
 _PATIENCE = 300.0
 """Seconds that ranks wait for each other."""
@@ -55,12 +52,12 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.size = size
         context = multiprocessing.get_context("spawn")
-        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._store, address = open_meeting_point("localhost")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(theirs, rank, size, self._store.port), daemon=True)
+            process = context.Process(target=_rank, args=(theirs, rank, size, address), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -106,14 +103,12 @@ class Ranks:
             return RuntimeError(f"rank {rank} ended")
 
 
-def _rank(pipe: Connection, rank: int, size: int, port: int) -> None:
+def _rank(pipe: Connection, rank: int, size: int, address: tuple[str, int]) -> None:
     """A rank's process: it answers until it is ended."""
     torch.set_num_threads(1)
     for name in ("transformers", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    store = TCPStore("localhost", port, is_master=False)
-    world = init_world(rank, size, 1, "cpu", store, _PATIENCE)
-    register_communicator(world.tensor_group, ProcessGroupCommunicator(world.groups[world.tensor_group]))
+    world = init_world(rank, size, 1, "cpu", join_meeting_point(address), _PATIENCE)
     with contextlib.suppress(EOFError):
         while True:
             asked = pipe.recv()
