@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from torchweave.distributed.world import World
 from torchweave.log import Report
+from torchweave.models import experts
 from torchweave.models.adapt import layer_specs
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.parallel.apply import apply
@@ -44,7 +45,7 @@ def divide(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         of=whole,
         summed=sorted({kind_of(name) for name in plan.summed}),
-        experts="by number" if plan.experts else "by width",
+        experts="by number" if plan.experts else "by width" if experts.count(model)["op"] else "none",
         repeated_kv_heads=any(heads.kv < heads.size for heads in plan.heads.values()),
     )
     return plan, own
