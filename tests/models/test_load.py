@@ -70,11 +70,42 @@ def test_checkpoint_of_the_base_model_without_its_prefix(tmp_path: Path) -> None
     torch.testing.assert_close(logits_of(load(tmp_path), IDS), model(IDS[None]).logits[0], atol=1e-4, rtol=1e-4)
 
 
-def test_experts_go_through_the_conversion_of_transformers(tmp_path: Path) -> None:
-    model = save("qwen3_moe", tmp_path)
+def test_experts_are_merged_as_they_are_read(tmp_path: Path) -> None:
+    model = save("qwen3_moe", tmp_path, max_shard_size="50KB")
     report = Report(show=False)
     loaded = load(tmp_path, report=report)
-    assert len(report.select("weights_converted")) == 1
+    assert report.select("weights_converted")[0]["by"] == "torchweave, as they are read"
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.module.model.get_parameter(name), parameter), name
+    progress = [event for event in report.select("progress") if event["title"] == "weights"]
+    assert progress[-1]["done"] == progress[-1]["total"] == sum(p.numel() * 4 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("leaf", "wrong", "said"),
+    [
+        ("experts.5.up_proj", None, "lacks 1 of the 16 matrices of .*gate_up_proj, such as those of expert 5"),
+        ("experts.5.up_proj", torch.zeros(4, 64), r"shape \[4, 64\], expected one of 8 experts of shape \[32, 64\]"),
+    ],
+)
+def test_experts_that_are_missing_or_odd(leaf: str, wrong: Any, said: str, tmp_path: Path) -> None:
+    save("qwen3_moe", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = f"model.layers.1.mlp.{leaf}.weight"
+    del tensors[name]
+    if wrong is not None:
+        tensors[name] = wrong
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=said):
+        load(tmp_path)
+
+
+def test_other_conversions_are_those_of_transformers(tmp_path: Path) -> None:
+    model = save("granitemoe", tmp_path)
+    report = Report(show=False)
+    loaded = load(tmp_path, report=report)
+    assert report.select("weights_converted")[0]["by"] == "transformers"
     torch.testing.assert_close(logits_of(loaded, IDS), model(IDS[None]).logits[0], atol=1e-4, rtol=1e-4)
 
 

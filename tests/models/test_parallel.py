@@ -108,6 +108,31 @@ def test_ranks_read_their_parts_alone(tmp_path: Path) -> None:
     assert torch.equal(keys, whole.get_parameter("model.layers.1.self_attn.k_proj.weight"))
 
 
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_experts_are_merged_in_parts(expert_parallel: bool, tmp_path: Path) -> None:
+    zoo.save(zoo.build(zoo.specimen("qwen3_moe")), tmp_path)
+    whole, name = load(tmp_path).module.model, "model.layers.1.mlp.experts"
+    gate, up = whole.get_parameter(f"{name}.gate_up_proj").chunk(2, 1)
+    for rank in range(2):
+        report, mine = Report(show=False), slice(rank * 16, rank * 16 + 16)
+        part = part_of(tmp_path, rank, expert_parallel=expert_parallel, report=report).module.model
+        expected = torch.cat([gate[:, mine], up[:, mine]], 1), whole.get_parameter(f"{name}.down_proj")[:, :, mine]
+        if expert_parallel:
+            experts = slice(rank * 4, rank * 4 + 4)
+            expected = torch.cat([gate, up], 1)[experts], whole.get_parameter(f"{name}.down_proj")[experts]
+        assert torch.equal(part.get_parameter(f"{name}.gate_up_proj"), expected[0])
+        assert torch.equal(part.get_parameter(f"{name}.down_proj"), expected[1])
+        read = [event for event in report.select("progress") if event["title"] == "weights"][-1]["total"]
+        assert read == sum(parameter.numel() * 4 for parameter in part.parameters())
+
+
+def test_other_conversions_are_cut_behind_them(tmp_path: Path) -> None:
+    zoo.save(zoo.build(zoo.specimen("granitemoe")), tmp_path)
+    name = "model.layers.0.block_sparse_moe.experts.down_proj"
+    parts = [part_of(tmp_path, rank).module.model.get_parameter(name) for rank in range(2)]
+    assert torch.equal(torch.cat(parts, 2), load(tmp_path).module.model.get_parameter(name))
+
+
 def test_dummy_weights_are_parts_of_the_same_numbers() -> None:
     config = zoo.specimen("gpt_oss").config().to_dict()
     whole = load(config, torch.float32, load_format="dummy")

@@ -14,6 +14,7 @@ from torchweave.log import Report
 from torchweave.models import weights
 from torchweave.models.adapt import install
 from torchweave.models.attention import UnsupportedModel
+from torchweave.models.merging import Merger, Merging, check_merges, merging_of
 from torchweave.models.parallel import ParallelPlan
 from torchweave.models.parallel.apply import apply, place_offsets
 from torchweave.models.quantize import Quantizer, Scheme
@@ -67,7 +68,8 @@ def fill(
                 f"{folder} keeps experts in FP8 in other pieces than {type(model).__name__}, which cannot be read; use a "
                 "checkpoint whose experts are not quantized."
             )
-        return _convert(how, report)
+        merging = merging_of(model, stored)
+        return _convert(how, report) if merging is None else _merge(model, stored, merging, how, report)
     cuts = how.plan.cuts if how.plan is not None else {}
     renamed = weights.rename(model, stored)
     scales = take_scales(stored, renamed) if scaled else ({}, {})
@@ -76,6 +78,23 @@ def fill(
     own = cut_scales(scales[0], cuts), scales[1]
     quantizer = None if how.quantization is None else Quantizer(model, how.quantization, *(own if scaled else ()))
     weights.stream(model, stored, renamed, how.device, report, quantizer, cuts)
+    _buffers(model, how)
+    return model, quantizer
+
+
+def _merge(
+    model: PreTrainedModel, stored: dict[str, weights.Stored], merging: Merging, how: Filling, report: Report
+) -> tuple[PreTrainedModel, Quantizer | None]:
+    """The model with experts that the checkpoint has one by one."""
+    report.event("weights_converted", reason="the checkpoint has experts one by one", by="torchweave, as they are read")
+    folder = how.source.folder
+    assert folder is not None
+    cuts = how.plan.cuts if how.plan is not None else {}
+    merger = Merger(model, merging, cuts)
+    check_merges(model, stored, merging, cuts)
+    weights.check_names(model, stored, merging.renamed, folder, cuts, merger.pieces)
+    quantizer = how.quantizer(model)
+    weights.stream(model, stored, merging.renamed, how.device, report, quantizer, cuts, merger)
     _buffers(model, how)
     return model, quantizer
 
@@ -92,6 +111,7 @@ def _convert(how: Filling, report: Report) -> tuple[PreTrainedModel, Quantizer |
         "weights_converted", reason="the checkpoint keeps tensors in other pieces than the model", by="transformers"
     )
     folder = how.source.folder
+    assert folder is not None
     with report.stage("weights"), quiet_transformers():
         converted, info = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -23,6 +23,7 @@ from torchweave.models.cuts import Cut
 from torchweave.models.resolve import read_json
 
 _WHOLE: Mapping[str, Cut] = {}
+_NO_PIECES: Mapping[str, str] = {}
 INDEX = "model.safetensors.index.json"
 # Buffers of old releases that are computed now: rotary frequencies and causal masks.
 _OBSOLETE = re.compile(r"(rotary_emb\.inv_freq|(attn|attention|self_attention)\.(masked_)?bias|position_ids)$")
@@ -51,6 +52,25 @@ class Placer(Protocol):
     def dtypes(self) -> dict[str, torch.dtype]: ...
 
     def put(self, model: nn.Module, name: str, tensor: Tensor) -> None: ...
+
+
+class Collector(Protocol):
+    """Makes tensors of pieces.
+
+    Attributes:
+        pieces: name in the checkpoint -> name of the model's tensor that it is a piece of.
+    """
+
+    @property
+    def pieces(self) -> Mapping[str, str]: ...
+
+    def num_bytes(self, name: str, stored: Stored) -> int:
+        """Bytes of a piece that are read."""
+        ...
+
+    def add(self, name: str, part: Any, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Take in a piece (a safetensors slice); returns the tensor once it is complete."""
+        ...
 
 
 def checkpoint(folder: Path) -> dict[str, Stored]:
@@ -126,23 +146,25 @@ def targets(model: nn.Module) -> dict[str, Tensor]:
     return model.state_dict(keep_vars=True)
 
 
-def needs_conversion(model: PreTrainedModel, names: Iterable[str]) -> bool:
-    """Whether transformers must convert this checkpoint: its tensors are not the model's one to one."""
+def conversions(model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
+    """transformers' conversions of checkpoints of the model: those of tensors, and those of names alone."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
+    transforms = get_model_conversion_mapping(model, add_legacy=False) or []
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    return converters, [transform for transform in transforms if not isinstance(transform, WeightConverter)]
+
+
+def needs_conversion(model: PreTrainedModel, names: Iterable[str]) -> bool:
+    """Whether this checkpoint must be converted: its tensors are not the model's one to one."""
     names = list(names)
-    transforms = get_model_conversion_mapping(model, add_legacy=False)
-    patterns = [
-        re.compile(pattern)
-        for transform in transforms
-        if isinstance(transform, WeightConverter)
-        for pattern in transform.source_patterns
-    ]
+    converters, renamings = conversions(model)
+    patterns = [re.compile(pattern) for converter in converters for pattern in converter.source_patterns]
     if any(pattern.search(name) for pattern in patterns for name in names):
         return True
     renamed = rename(model, names)
-    return bool(transforms) and _missing(model, set(renamed.values())) != set()
+    return bool(converters or renamings) and _missing(model, set(renamed.values())) != set()
 
 
 def _missing(model: PreTrainedModel, present: set[str]) -> set[str]:
@@ -160,14 +182,16 @@ def check_names(
     renamed: dict[str, str],
     folder: Path,
     cuts: Mapping[str, Cut] = _WHOLE,
+    pieces: Mapping[str, str] = _NO_PIECES,
 ) -> None:
     """Refuse a checkpoint that lacks tensors, has tensors of another shape, or has some that the config leaves unused.
 
     Args:
         cuts: tensors of which the model has a part; the checkpoint has them whole.
+        pieces: checkpoint name -> model name, of tensors that are a piece of the model's.
     """
     wanted = {name: cuts[name].full if name in cuts else tuple(tensor.shape) for name, tensor in targets(model).items()}
-    if missing := sorted(_missing(model, set(renamed.values()))):
+    if missing := sorted(_missing(model, {*renamed.values(), *pieces.values()})):
         raise ValueError(
             f"{folder} lacks {_some(missing)} of {type(model).__name__}: expected every tensor that config.json implies; "
             "check that config.json belongs to these weights."
@@ -183,7 +207,7 @@ def check_names(
     prefix = f"{model.base_model_prefix}."
     unused = sorted(
         name
-        for name in stored.keys() - renamed.keys()
+        for name in stored.keys() - renamed.keys() - pieces.keys()
         if not _OBSOLETE.search(name)
         and not any(re.search(pattern, name) for pattern in ignored)
         and {(owner := name.rpartition(".")[0]), prefix + owner} & owners
@@ -207,26 +231,40 @@ def stream(
     report: Report,
     placer: Placer | None = None,
     cuts: Mapping[str, Cut] = _WHOLE,
+    collector: Collector | None = None,
 ) -> None:
-    """Fill the model from the files, tensor by tensor, then tie what is tied. Of a tensor in `cuts` only the part is read."""
+    """Fill the model from the files, tensor by tensor, then tie what is tied.
+
+    Args:
+        cuts: tensors of which only a part is read.
+        collector: takes what the checkpoint has in pieces.
+    """
     dtypes = dtype_plan(model) | (placer.dtypes if placer is not None else {})
     place = placer.put if placer is not None else put
     all_names = set(targets(model))
     by_file: dict[Path, list[str]] = {}
-    for name in renamed:
+    pieces = collector.pieces if collector is not None else _NO_PIECES
+    for name in (*renamed, *pieces):
         by_file.setdefault(stored[name].file, []).append(name)
     sizes = {name: _bytes_read(stored[name], cuts.get(target)) for name, target in renamed.items()}
+    if collector is not None:
+        sizes |= {name: collector.num_bytes(name, stored[name]) for name in pieces}
     with report.progress("weights", sum(sizes.values())) as advance:
         for file, names in by_file.items():
             with safe_open(file, framework="pt") as tensors:
                 for name in names:
+                    advance(sizes[name], file.name)
+                    if collector is not None and name in pieces:
+                        part = tensors.get_slice(name)
+                        if (whole := collector.add(name, part, dtypes[pieces[name]], device)) is not None:
+                            place(model, pieces[name], whole)
+                        continue
                     target = renamed[name]
                     cut = cuts.get(target)
                     tensor = tensors.get_tensor(name) if cut is None else cut.of(tensors.get_slice(name))
                     # A copy even where nothing changes: the file's pages must not stay the model's memory.
                     place(model, target, tensor.to(device=device, dtype=dtypes[target], copy=cut is None))
-                    advance(sizes[name], file.name)
-    model.tie_weights(missing_keys=all_names - set(renamed.values()), recompute_mapping=False)
+    model.tie_weights(missing_keys=all_names - {*renamed.values(), *pieces.values()}, recompute_mapping=False)
 
 
 def _bytes_read(stored: Stored, cut: Cut | None) -> int:

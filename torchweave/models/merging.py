@@ -1,0 +1,183 @@
+"""Experts that a checkpoint keeps one by one, merged as they are read: of each only what this rank keeps.
+
+Most checkpoints of mixtures have `experts.7.gate_proj.weight`, `experts.7.up_proj.weight` and `experts.7.down_proj.weight`, where
+transformers' models have `experts.gate_up_proj` `[E, 2 I, K]` and `experts.down_proj` `[E, K, I]`. transformers' conversion says
+which becomes which; what it says beyond stacking and joining is left to transformers itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from torchweave.models.cuts import Cut
+from torchweave.models.weights import Stored, conversions, rename, targets
+
+_EXPERT = re.compile(r"\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One expert's matrix: `part` of `parts` that are joined by rows."""
+
+    expert: int
+    part: int
+
+
+@dataclass
+class Merge:
+    """What becomes one parameter.
+
+    Attributes:
+        parts: matrices of each expert that are joined by rows.
+        pieces: name in the checkpoint -> which piece of the parameter it is.
+    """
+
+    parts: int
+    pieces: dict[str, Piece] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Merging:
+    """How a checkpoint becomes a model.
+
+    Attributes:
+        merged: parameter -> what it is merged from.
+        renamed: checkpoint name -> model name, of tensors that are taken as they are.
+    """
+
+    merged: dict[str, Merge]
+    renamed: dict[str, str]
+
+
+def merging_of(model: PreTrainedModel, stored: Mapping[str, Stored]) -> Merging | None:
+    """How `stored` becomes `model`; None: transformers has to convert it."""
+    converters, renamings = conversions(model)
+    if not all(hasattr(each, "rename_source_key") for each in (*converters, *renamings)):
+        return None  # a transformers that does it otherwise
+    used = [each for each in converters if any(each.rename_source_key(_apply(renamings, name))[1] for name in stored)]
+    if not used or not all(map(_only_stacks, used)):
+        return None
+    merged: dict[str, Merge] = {}
+    plain: dict[str, str] = {}
+    for name in stored:
+        renamed = _apply(renamings, name)
+        for converter in used:
+            target, pattern = converter.rename_source_key(renamed)
+            if pattern is not None:
+                found = _EXPERT.findall(renamed[renamed.index(".experts.") :] if ".experts." in renamed else renamed)
+                if len(found) != 1:
+                    return None
+                part = converter.source_patterns.index(pattern)
+                merge = merged.setdefault(target, Merge(len(converter.source_patterns)))
+                merge.pieces[name] = Piece(int(found[0]), part)
+                break
+        else:
+            plain[name] = renamed
+    known = rename(model, [*merged, *plain.values()])
+    if not all(target in known for target in merged):
+        return None
+    return Merging(
+        {known[target]: merge for target, merge in merged.items()},
+        {name: known[renamed] for name, renamed in plain.items() if renamed in known},
+    )
+
+
+def _apply(renamings: list[Any], name: str) -> str:
+    for renaming in renamings:
+        name = renaming.rename_source_key(name)[0]
+    return name
+
+
+def _only_stacks(converter: Any) -> bool:
+    """Whether a conversion stacks experts and joins the stacks by rows, and no more."""
+    steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
+    stacked = steps[:1] == [("MergeModulelist", 0)] and len(converter.target_patterns) == 1
+    joined = steps[1:] == [("Concatenate", 1)] if len(converter.source_patterns) > 1 else not steps[1:]
+    return stacked and joined and all(len(re.findall(r"\*", pattern)) == 1 for pattern in converter.source_patterns)
+
+
+def check_merges(
+    model: PreTrainedModel, stored: Mapping[str, Stored], merging: Merging, cuts: Mapping[str, Cut]
+) -> None:
+    """Refuse a checkpoint that lacks experts, or has them in other shapes than the model."""
+    wanted = {name: cuts[name].full if name in cuts else tuple(tensor.shape) for name, tensor in targets(model).items()}
+    for target, merge in merging.merged.items():
+        experts, rows, width = wanted[target]
+        expected = {Piece(expert, part) for expert in range(experts) for part in range(merge.parts)}
+        if missing := expected - set(merge.pieces.values()):
+            first = min(missing, key=lambda piece: (piece.expert, piece.part))
+            raise ValueError(
+                f"The checkpoint lacks {len(missing)} of the {len(expected)} matrices of {target}, such as those of expert "
+                f"{first.expert}; check that config.json belongs to these weights."
+            )
+        for name, piece in merge.pieces.items():
+            shape = (rows // merge.parts, width)
+            if stored[name].shape != shape or piece not in expected:
+                raise ValueError(
+                    f"{stored[name].file} has {name} of shape {list(stored[name].shape)}, expected one of {experts} experts of "
+                    f"shape {list(shape)}; check that config.json belongs to these weights."
+                )
+
+
+class Merger:
+    """Collects the pieces of parameters as they are read; a `Collector`.
+
+    Args:
+        model: of which this rank has what `cuts` leaves.
+    """
+
+    def __init__(self, model: PreTrainedModel, merging: Merging, cuts: Mapping[str, Cut]) -> None:
+        self.pieces = {name: target for target, merge in merging.merged.items() for name in merge.pieces}
+        self._merged = merging.merged
+        self._cuts = {target: cuts.get(target) or _whole(model.get_parameter(target)) for target in merging.merged}
+        self._open: dict[str, Tensor] = {}
+        self._left = {target: len(merge.pieces) for target, merge in merging.merged.items()}
+
+    def num_bytes(self, name: str, stored: Stored) -> int:
+        rows, width = stored.shape
+        own = sum((a1 - a0) * (b1 - b0) for (a0, a1), (b0, b1), _ in self._places(name))
+        return stored.num_bytes * own // max(1, rows * width)
+
+    def add(self, name: str, part: Any, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        target = self.pieces[name]
+        if target not in self._open:
+            self._open[target] = torch.empty(self._cuts[target].shape, dtype=dtype, device=device)
+        for rows, columns, (expert, row) in self._places(name):
+            found = part[slice(*rows), slice(*columns)]
+            self._open[target][expert, row : row + found.shape[0]].copy_(found)
+        self._left[target] -= 1
+        return self._open.pop(target) if not self._left[target] else None
+
+    def _places(self, name: str) -> Iterator[tuple[tuple[int, int], tuple[int, int], tuple[int, int]]]:
+        """(rows, columns) of a piece that this rank keeps, and the expert and row where they go."""
+        target = self.pieces[name]
+        cut, merge = self._cuts[target], self._merged[target]
+        piece = merge.pieces[name]
+        _, all_rows, width = cut.full
+        height = all_rows // merge.parts
+        begin = piece.part * height
+        if cut.dim == 0:
+            ((first, end),) = cut.ranges
+            if first <= piece.expert < end:
+                yield (0, height), (0, width), (piece.expert - first, begin)
+        elif cut.dim == 1:
+            place = 0
+            for first, end in cut.ranges:
+                low, high = max(first, begin), min(end, begin + height)
+                if low < high:
+                    yield (low - begin, high - begin), (0, width), (piece.expert, place + low - first)
+                place += end - first
+        else:
+            ((first, end),) = cut.ranges
+            yield (0, height), (first, end), (piece.expert, begin)
+
+
+def _whole(parameter: Tensor) -> Cut:
+    return Cut(tuple(parameter.shape), 0, ((0, parameter.shape[0]),))
