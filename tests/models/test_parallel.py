@@ -175,12 +175,12 @@ def test_scales_of_blocks_are_divided_with_their_weights(tmp_path: Path) -> None
         up = part.up_proj.weight.float()
         assert torch.equal(up, whole.up_proj.weight.float()[rows])
         x = torch.randn(3, 256)
-        with mirrored("tp", 1, rank):
+        with mirrored("tp", 2, rank):
             torch.testing.assert_close(part.up_proj(x), whole.up_proj(x)[:, rows])
             h = torch.randn(3, 512)
             h[:, :256] *= rank == 0
             h[:, 256:] *= rank == 1
-            torch.testing.assert_close(part.down_proj(h[:, rows]), whole.down_proj(h))
+            torch.testing.assert_close(part.down_proj(h[:, rows]), 2 * whole.down_proj(h), msg="a sum of two mirrors")
 
 
 def test_what_would_cut_a_block_is_refused(tmp_path: Path) -> None:

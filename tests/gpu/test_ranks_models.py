@@ -1,0 +1,55 @@
+"""Models divided over two GPUs: the tokens of transformers' own model, by the module alone and by the engine with its graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.paged import paged_tokens
+from tests.models.test_parallel import prompts
+from tests.ranks import run_ranks
+from torchweave import LLM, SamplingParams
+from torchweave.distributed.world import World
+from torchweave.models import load, zoo
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+NAMES = ("llama-tied", "gpt2", "olmo2", "gpt_oss", "deepseek_v3", "qwen3_moe")
+
+
+def _tokens(world: World, folders: dict[str, str], expert_parallel: bool) -> dict[str, list[list[int]]]:
+    found = {}
+    for name, folder in folders.items():
+        loaded = load(folder, torch.float32, world.device, world=world, expert_parallel=expert_parallel)
+        found[name] = paged_tokens(loaded.module, prompts(), 6, device=world.device)
+    return found
+
+
+def test_tokens_of_two_gpus_are_those_of_transformers(tmp_path: Path) -> None:
+    expected, folders = {}, {}
+    for name in NAMES:
+        model = zoo.build(zoo.specimen(name))
+        expected[name] = zoo.reference_tokens(model, prompts(), 6)
+        zoo.save(model, tmp_path / name)
+        folders[name] = str(tmp_path / name)
+    for expert_parallel in (False, True):
+        for rank in run_ranks(_tokens, 2, folders, expert_parallel, device="cuda"):
+            assert rank == expected, f"expert_parallel={expert_parallel}"
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3_moe"])
+def test_an_engine_over_two_gpus_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    model = zoo.build(zoo.specimen(name))
+    expected = zoo.reference_tokens(model, prompts(), 12)
+    zoo.save(model, tmp_path)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with LLM(
+        str(tmp_path), dtype="float32", device="cuda", tensor_parallel_size=2, num_kv_blocks=256, max_batch_size=4
+    ) as llm:
+        found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts(), greedy)]
+        assert llm.report.select("tensor_parallel")[0]["ranks"] == 2
+    assert found == expected
