@@ -123,7 +123,8 @@ class _Gather:
         self.group, self.columns = group, columns
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        return torch.ops.torchweave.all_gather(out, -1, self.group)[..., : self.columns]
+        found = torch.ops.torchweave.all_gather(out, -1, self.group)
+        return found if found.shape[-1] == self.columns else found[..., : self.columns]
 
 
 def _divide_vocabulary(model: nn.Module, plan: ParallelPlan) -> None:
