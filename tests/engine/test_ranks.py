@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +147,10 @@ def test_other_steps_are_sent_whole():
     found = decode(encode(step))
     assert found.slots.tolist() == [4, 2] and found.emits.tolist() == [True, False]
     assert found.chunks[0].tokens.tolist() == [5, 6] and found.adjust is not None
+
+
+def test_every_part_of_a_step_is_accounted_for():
+    sent = {"index", "slots", "emits", "updates", "max_seq_len", "copies"}  # of slots and emits, how many
+    whole = {"chunks", "adjust", "scored"}  # a step that has one of them is sent as it is
+    not_needed = {"starts", "logprobs", "extra_rows"}  # by a rank that carries out a decode step
+    assert {field.name for field in fields(Step)} == sent | whole | not_needed

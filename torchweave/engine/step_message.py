@@ -16,7 +16,7 @@ _NO_STARTS = np.empty(0, np.int64)
 
 
 def encode(step: Step) -> bytes:
-    """The bytes of a step. Log-probabilities are left out: one rank tells them."""
+    """The bytes of a step. A decode step leaves out log-probabilities, which one rank tells."""
     if step.chunks or step.adjust is not None or step.scored is not None:
         return pickle.dumps(step, 5)
     updates = None if step.updates is None else tuple((part.dtype.char, part.tobytes()) for part in step.updates)
