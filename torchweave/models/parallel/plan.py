@@ -128,7 +128,7 @@ class _Planner:
             else:
                 self._beside_heads(whole, child, heads, spec)
         for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter.shape[0] == heads.query:  # sinks: one number a head
+            if parameter.shape[:1] == (heads.query,):  # sinks: one number a head
                 self._keep(f"{name}.{leaf}", parameter, 0, (heads.of_query(1),))
 
     def _rows_of_heads(self, module: nn.Module, name: str, linear: nn.Module, heads: Heads) -> Ranges:
