@@ -25,6 +25,10 @@ class GaveUp(Mirror):
         return "rank 0 gave up" if self.steps > 1 else None
 
 
+def fail_for(error: Exception) -> None:
+    raise error
+
+
 def test_B9_a_kernel_that_gave_up_is_a_failure() -> None:
     runner: Any = SimpleNamespace(
         state=None,
@@ -32,7 +36,7 @@ def test_B9_a_kernel_that_gave_up_is_a_failure() -> None:
         ready=lambda handle: True,
         collect=lambda handle: handle,
     )
-    crew: Any = SimpleNamespace(check=lambda: None)
+    crew: Any = SimpleNamespace(check=lambda: None, fail_for=fail_for)
     lead = LeadRunner(runner, crew, World(size=2, tensor_parallel_size=2))
     register_communicator(TENSOR, GaveUp())
     try:

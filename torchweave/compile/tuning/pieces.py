@@ -12,6 +12,7 @@ from torchweave.compile.pieces import Boxed, BuiltPiece
 from torchweave.compile.split import Piece
 from torchweave.compile.symbols import value
 from torchweave.compile.tuning.measure import Call, copies_for
+from torchweave.compile.tuning.table import COMPILE_SIZES, STREAMS
 from torchweave.compile.tuning.tuner import Question
 from torchweave.compile.woven import Woven
 
@@ -29,16 +30,22 @@ def questions(subject: str, today: Woven, other: Woven, tokens: Sequence[int]) -
         layers = [today.constants[each.index] for each in today.pieces if each.digest == digest]
         for count in tokens:
             before, after = at(today.built[digest], count), at(other.built[digest], count)
-            if (before.digest, before.code, before.passes) != (
-                after.digest,
-                after.code,
-                after.passes,
-            ) or not before.code:
+            if _differ(subject, before, after):
                 inputs = operands(piece, count)
                 calls = [_call(each.call, inputs, layers) for each in (before, after)]
                 size = sum(tensor.numel() * tensor.element_size() for tensor in layers[0])
                 copies = max(len(layers), copies_for(max(size, 1)))
                 yield Question(subject, digest, count, calls[0], {"on": calls[1]}, copies)
+
+
+def _differ(subject: str, before: BuiltPiece, after: BuiltPiece) -> bool:
+    """Whether two builds may run differently; a pass makes a difference where it found something."""
+    if subject not in (STREAMS, COMPILE_SIZES) and not any(
+        facts["name"] == subject and facts["matches"] for facts in after.passes
+    ):
+        return False
+    facts = [(each.digest, each.code, each.passes) for each in (before, after)]
+    return facts[0] != facts[1] or not before.code
 
 
 def at(built: BuiltPiece, tokens: int) -> BuiltPiece:
