@@ -26,8 +26,9 @@ help:
 demo: $(VENV)/.installed
 	@$(BIN)/torchweave generate demo '12+30=' '907-48=' 'sort: pear fig apple'
 
+# A file at a time on each of two processes, which take a core each.
 test: $(VENV)/.installed-test lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
