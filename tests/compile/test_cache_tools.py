@@ -17,7 +17,6 @@ from torchweave.compile import CompileCache, weave
 from torchweave.compile import cache as cache_module
 from torchweave.compile.cache import CODE_FOLDER, READABLE_FOLDER, UNFINISHED
 from torchweave.compile.cache_tools import export, find, import_archive, summaries, to_prune
-from torchweave.compile.persist import on_device
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
 
@@ -103,20 +102,6 @@ def test_V4_unpacked_writes_code_to_read_and_still_loads(tmp_path: Path) -> None
     cache.report = report
     again = weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=config, cache=cache, report=report)
     assert {built.built for built in again.built.values()} == {"cache"} and not report.select("warning")
-
-
-def test_V2_code_for_one_gpu_is_code_for_another_of_its_kind() -> None:
-    code = (
-        "with torch.cuda._DeviceGuard(1):\n    torch.cuda.set_device(1)\n    stream1 = get_raw_stream(1)\n"
-        "    x = empty_strided((s1, 1), (1, 1), device='cuda:1')\n"
-        "triton_meta={'device': DeviceProperties(type='cuda', index=1, multi_processor_count=132)}\n"
-        "y = index=10; z = cuda:11; buf1 = f(1)"
-    )
-    moved = on_device(code, 1, 0)
-    for there in ("_DeviceGuard(0)", "set_device(0)", "get_raw_stream(0)", "'cuda:0'", "index=0, multi"):
-        assert there in moved
-    assert "y = index=10; z = cuda:11; buf1 = f(1)" in moved and "(s1, 1), (1, 1)" in moved
-    assert on_device(moved, 0, 1) == code
 
 
 # -- tools ---------------------------------------------------------------------------------------------------------------

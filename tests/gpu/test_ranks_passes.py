@@ -54,6 +54,7 @@ def replayed(woven: Woven, x: Tensor, residual: Tensor) -> list[tuple[Tensor, ..
     """Results of three replays of a recorded call, on other values each time."""
     given = x.clone(), residual.clone()
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()  # a rank's collectives follow each other
     with torch.cuda.stream(stream):
         woven(call_as_is, *given)
     torch.cuda.synchronize()

@@ -43,6 +43,10 @@ class Job:
 
     def launch(self, device: torch.device) -> None:
         """Run the kernel once, on zeros."""
+        with torch.cuda.device(device):  # each thread has a current GPU of its own
+            self._launch(device)
+
+    def _launch(self, device: torch.device) -> None:
         x, w = (torch.zeros(rows, self.width, dtype=self.dtype, device=device) for rows in (self.tokens, _ROWS))
         columns = _ROWS if self.activation is None else _ROWS // 2
         out, norm = x.new_zeros(self.tokens, columns), x[0] if self.norm else None

@@ -27,8 +27,12 @@ class FakeStorages:
         self._mode = mode
         self._storages: dict[Hashable, Tensor] = {}
 
-    def make(self, like: Tensor, storage: Hashable) -> Tensor:
-        """A tensor of the geometry of `like` in the storage of that name, which is new when nothing is in it yet."""
+    def make(self, like: Tensor, storage: Hashable, device: torch.device | None = None) -> Tensor:
+        """A tensor of the geometry of `like` in the storage of that name, which is new when nothing is in it yet.
+
+        Args:
+            device: where it is; None for where `like` is.
+        """
         if storage not in self._storages:
             self._storages[storage] = torch.empty(0, dtype=like.dtype, device="meta")
         base = self._storages[storage]
@@ -37,7 +41,7 @@ class FakeStorages:
         ):  # in there a fake tensor is the tensor without memory that it wraps
             base = base if base.dtype == like.dtype else base.view(like.dtype)
             bare = base.as_strided(like.size(), like.stride(), like.storage_offset())
-        return FakeTensor(self._mode, bare, like.device)
+        return FakeTensor(self._mode, bare, device or like.device)
 
     def adopt(self, tensor: Tensor, storage: Hashable) -> None:
         """Let what is made in the storage of that name live where `tensor`, a fake one, lives."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import re
 import tempfile
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torchweave.compile.cache import CODE_FOLDER
 from torchweave.compile.fakes import FakeStorages, geometry
 from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size
-from torchweave.compile.mutation import writes_in_place
+from torchweave.compile.moved import moved, rename_device
 from torchweave.compile.pieces import BuiltPiece, callable_of, generated_code
 from torchweave.compile.sources import SourceError, resolve
 from torchweave.compile.split import Piece
@@ -53,8 +52,11 @@ def dump_graph(graph: CapturedGraph) -> bytes:
         raise NotStorable(f"{type(error).__name__}: {error}") from error
 
 
-def load_graph(payload: bytes, module: nn.Module) -> CapturedGraph:
-    """The graph that `dump_graph` wrote, bound to `module`. Raises what unpickling raises, and SourceError."""
+def load_graph(payload: bytes, module: nn.Module, device: torch.device) -> CapturedGraph:
+    """The graph that `dump_graph` wrote, bound to `module`, for `device`, which is of the kind of the one that it was captured on.
+
+    Raises what unpickling raises, and SourceError.
+    """
     from torch._subclasses import FakeTensorMode
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -63,7 +65,8 @@ def load_graph(payload: bytes, module: nn.Module) -> CapturedGraph:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     restored, values = GraphPickler.loads(pickled, mode)  # type: ignore[misc]
     assert isinstance(restored, fx.GraphModule)
-    _load_values(restored, values, mode)
+    rename_device(restored.graph, device)
+    _load_values(restored, values, mode, device)
     roots = module_roots(module)
     bindings: dict[str, Binding] = {}
     fakes = {node.name: value(node) for node in restored.graph.nodes if node.op == "placeholder"}
@@ -129,12 +132,13 @@ def _dump_values(graph: CapturedGraph) -> _Values:
     return _Values(geometries, [dump(value(node)) for node in graph.graph.nodes])
 
 
-def _load_values(module: fx.GraphModule, values: _Values, mode: Any) -> None:
+def _load_values(module: fx.GraphModule, values: _Values, mode: Any, device: torch.device) -> None:
     storages = FakeStorages(mode)
 
     def load(thing: Any) -> Any:
         if isinstance(thing, _Fake):
-            return storages.make(values.geometries[thing.geometry], thing.storage)
+            like = values.geometries[thing.geometry]
+            return storages.make(like, thing.storage, device if like.device.type == device.type else like.device)
         return type(thing)(map(load, thing)) if isinstance(thing, (tuple, list)) else thing
 
     for node, stored in zip(module.graph.nodes, values.nodes, strict=True):
@@ -176,23 +180,11 @@ def load_piece(payload: bytes, piece: Piece, built_on: int = 0, runs_on: int = 0
     """
     from torch._inductor.standalone_compile import CompiledArtifact
 
-    with _scratch() as path:
+    with _scratch() as path, moved(built_on, runs_on):
         path.write_bytes(payload)
         artifact = CompiledArtifact.load(path=str(path), format="binary")
     code = generated_code(artifact)
-    if built_on == runs_on:
-        return BuiltPiece(piece.digest, callable_of(artifact, piece.module), "cache", 0.0, code=code)
-    if not code or writes_in_place(piece.module.graph):
-        raise NotStorable(f"its code for GPU {built_on} cannot be moved to GPU {runs_on}")
-    from torch._inductor.codecache import PyCodeCache
-
-    moved = on_device(code, built_on, runs_on)
-    return BuiltPiece(piece.digest, PyCodeCache.load(moved).call, "cache", 0.0, code=moved)
-
-
-def on_device(code: str, old: int, new: int) -> str:
-    """Code that Inductor generated for GPU `old`, for GPU `new`: the places in which it names its device."""
-    return re.sub(rf"(_DeviceGuard\(|set_device\(|get_raw_stream\(|\bcuda:|\bindex=){old}\b", rf"\g<1>{new}", code)
+    return BuiltPiece(piece.digest, callable_of(artifact, piece.module), "cache", 0.0, code=code)
 
 
 @contextlib.contextmanager

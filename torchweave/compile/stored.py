@@ -37,6 +37,7 @@ class StoredGraph:
         config: TorchCompileConfig,
     ) -> None:
         self.cache, self.module = cache, module
+        self.device = next(iter(inputs.values())).device
         self.factors = graph_factors(module, inputs, dynamic, config)
 
     def load(self) -> CapturedGraph | None:
@@ -48,7 +49,7 @@ class StoredGraph:
             self.cache.miss("graph", entry.key, f"the source of {', '.join(changed)} changed")
             return None
         try:
-            graph = load_graph(entry.payload, self.module)
+            graph = load_graph(entry.payload, self.module, self.device)
         except Exception as error:  # unpickling raises what it likes; a damaged entry must never stop a start
             self.cache.reject("graph", entry.key, f"cannot be loaded ({type(error).__name__}: {error})")
             return None
@@ -98,9 +99,6 @@ class StoredPiece:
             return None
         try:
             built = load_piece(entry.payload, self.piece, entry.facts["device_index"], self.facts["device_index"])
-        except NotStorable as error:
-            self.cache.miss("piece", entry.key, str(error))
-            return None
         except Exception as error:  # Inductor raises what it likes; a damaged entry must never stop a start
             self.cache.reject("piece", entry.key, f"cannot be loaded ({type(error).__name__}: {error})")
             return None

@@ -1,0 +1,93 @@
+"""What was made on one GPU, for another of its kind: ranks share one compile cache, whose entries name the GPU that built them."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+_INDEX = r"(_DeviceGuard\(|set_device\(|get_raw_stream\(|\bcuda:|\bindex=){}\b"
+
+
+def on_device(code: str, old: int, new: int) -> str:
+    """Code that Inductor generated for GPU `old`, for GPU `new`: the places in which it names its device."""
+    return re.sub(_INDEX.format(old), rf"\g<1>{new}", code)
+
+
+def rename_device(graph: fx.Graph, device: torch.device) -> None:
+    """Let every argument that names a GPU name `device`; nothing to do where that is none."""
+    if device.type != "cuda":
+        return
+
+    def own(argument: Any) -> Any:
+        if isinstance(argument, str) and re.fullmatch(r"cuda:\d+", argument):
+            return str(device)
+        return device if isinstance(argument, torch.device) and argument.type == "cuda" else argument
+
+    for node in graph.nodes:
+        node.args, node.kwargs = map_aggregate(node.args, own), map_aggregate(node.kwargs, own)  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def moved(old: int, new: int) -> Iterator[None]:
+    """What Inductor loads within was built on GPU `old` and runs on GPU `new`.
+
+    Its code would open a context on `old` as soon as it is loaded, half a gigabyte there for every rank: so it is changed before.
+    """
+    if old == new:
+        yield
+        return
+    from torch._inductor.codecache import FxGraphCache
+
+    prepare = FxGraphCache.cache_hit_post_compile
+
+    def prepare_moved(graph: Any, *rest: Any) -> Any:
+        _move(graph, old, new)
+        return prepare(graph, *rest)
+
+    with patch.object(FxGraphCache, "cache_hit_post_compile", staticmethod(prepare_moved)):
+        yield
+
+
+def _move(graph: Any, old: int, new: int) -> None:
+    """A `CompiledFxGraph` that was read from bytes and not yet run: its code, its kernels, and the launchers of these."""
+    code = on_device(graph.source_code, old, new)
+    if graph._triton_bundle is not None:
+        keys = dict(zip(_kernel_keys(graph.source_code), _kernel_keys(code), strict=True))
+        graph._triton_bundle = _moved_bundle(graph._triton_bundle, keys, new)
+    graph.source_code, graph.cache_key = code, f"{graph.cache_key}_on_{new}"
+    graph.device_idxs = {new for _ in graph.device_idxs}
+
+
+def _moved_bundle(bundle: Any, keys: dict[str, str], new: int) -> Any:
+    launchers = []
+    for each in bundle.static_autotuners:
+        kernel = each.kernel
+        kernel.device_props = kernel.device_props._replace(index=new)
+        kernel.triton_meta = {**kernel.triton_meta, "device": new}
+        for result in kernel.compile_results:
+            result.compile_meta["device"] = new
+        launchers.append(replace(each, cache_key=keys.get(each.cache_key, each.cache_key)))
+    kernels = [replace(each, device=new) for each in bundle.kernel_artifacts]
+    return replace(bundle, kernel_artifacts=kernels, static_autotuners=launchers)
+
+
+def _kernel_keys(code: str) -> list[str]:
+    """The names by which Inductor keeps the kernels of its code in memory: hashes of their text."""
+    from torch._inductor.async_compile import CompiledTritonKernels
+
+    calls = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
+    texts = [
+        call.args[1].value
+        for call in calls
+        if ast.unparse(call.func) == "async_compile.triton" and isinstance(call.args[1], ast.Constant)
+    ]
+    return [CompiledTritonKernels.key(text) for text in texts if isinstance(text, str)]
