@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._inductor.async_compile import CompiledTritonKernels
 from torch._inductor.codecache import FxGraphCache
 from torch._inductor.triton_bundler import StaticallyLaunchedAutotuner, TritonBundle, TritonKernelArtifacts
+from torch._subclasses import FakeTensor
 
 from tests.compile.toy import DYNAMIC, example, toy
 from torchweave.compile.capture import capture
@@ -40,8 +41,8 @@ def on_gpu(graph: CapturedGraph, index: int) -> CapturedGraph:
     device = torch.device("cuda", index)
     for node in graph.graph.nodes:
         fake = value(node)
-        if isinstance(fake, Tensor):
-            node.meta["example_value"] = torch._subclasses.FakeTensor(fake.fake_mode, fake.to("meta"), device)
+        if isinstance(fake, FakeTensor):
+            node.meta["example_value"] = FakeTensor(fake.fake_mode, fake.to("meta"), device)
     rename_device(graph.graph, device)
     return graph
 
@@ -63,7 +64,7 @@ def test_V2_a_graph_captured_on_one_gpu_is_loaded_for_another() -> None:
 
 
 class Properties(NamedTuple):
-    index: int
+    index: int  # type: ignore[assignment]
 
 
 class Kernel:

@@ -52,7 +52,7 @@ class Ranges:
         one_shot: sums that every rank adds whole, and parts that it gathers.
         norm: the same with what follows, in one launch.
         two_shot: sums of which every rank adds a share.
-        measured: on which GPU; "" where nobody has measured.
+        measured: the file that says so; "" where nobody has measured.
     """
 
     one_shot: int
@@ -68,7 +68,9 @@ _UNMEASURED = {
     8: Ranges(128 * KIB, 128 * KIB, 8 * MIB),
 }
 """Conservative: one-shot reads `size - 1` operands over the links where NCCL's rings read about two."""
-_MEASURED: dict[tuple[str, int], Ranges] = {}
+_MEASURED: dict[tuple[str, int], Ranges] = {
+    ("NVIDIA H200", 2): Ranges(4 * MIB, 2 * MIB, 64 * MIB, "bench/results/collectives-2x_h200_202611.json"),
+}
 """By GPU and number of ranks, from bench/collectives.py."""
 
 

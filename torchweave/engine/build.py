@@ -63,6 +63,7 @@ class Engine:
     def close(self) -> None:
         """End the other ranks, if there are any."""
         if self.lead is not None:
+            self.runner.forget_recordings()
             self.lead.close()
 
 

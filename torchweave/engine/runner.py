@@ -199,6 +199,11 @@ class Runner:
                     self.record_decode(rows, pool)
                     advance_bar(1, f"batch {rows}")
 
+    def forget_recordings(self) -> None:
+        """Let go of all graphs; nothing runs any more. While one lives that holds a collective, NCCL does not leave its group."""
+        self._decode_graphs.clear()
+        self._mixed_graphs.clear()
+
     def record_mixed(self, tokens: int, pool: GraphPool) -> Recording:
         rows, whole = self.rows_of(tokens), self.plan.whole_mixed_graphs
         self._clear_packed(rows, tokens)

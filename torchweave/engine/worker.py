@@ -85,6 +85,7 @@ def _work(follower: Follower, task: Task, store: MeetingPoint | None) -> None:
     engine = build(quiet, report, world=world)
     follower.built(_facts(report, task, time.monotonic() - begin))
     _carry_out(engine.runner, follower, world)
+    engine.runner.forget_recordings()
     close_world(world)
 
 
