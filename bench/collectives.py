@@ -178,7 +178,9 @@ def main() -> None:
     _store, address = open_meeting_point("127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"
-        mp.spawn(rank_main, (arguments.ranks, address, arguments.rows, arguments.widths, str(out)), nprocs=arguments.ranks)
+        mp.spawn(
+            rank_main, (arguments.ranks, address, arguments.rows, arguments.widths, str(out)), nprocs=arguments.ranks
+        )
         results = json.loads(out.read_text())
     ranges = ranges_of(results)
     parts = [table(results, names) for names in (SUMS, NORMS, FP8)]

@@ -169,6 +169,7 @@ def rank_main(rank: int, address: tuple[str, int], asked: argparse.Namespace, ou
                       "noise": max(statistics.pstdev(each) for each in rounds.values())})  # fmt: skip
         if rank == 0:
             print(", ".join(f"{key} {value:.1f}" for key, value in found[-1].items()), flush=True)
+        calls.clear()  # NCCL does not leave its group while a graph holds one of its collectives
     if rank == 0:
         Path(out).write_text(json.dumps(found))
     world.barrier()

@@ -78,9 +78,10 @@ def page() -> str:
     lines += [
         "## bench",
         "",
-        "`torchweave bench SCENARIO --model MODEL`. `shape:llama-1b`, `shape:llama-8b` and `shape:qwen3-30b-a3b` are models",
+        "`torchweave bench SCENARIO --model MODEL`. `shape:llama-1b`, `shape:llama-8b`, `shape:llama-70b` and",
     ]
-    lines += ["without weights, for `--load_format dummy`.", "", "| scenario | measures |", "|---|---|"]
+    lines += ["`shape:qwen3-30b-a3b` are models without weights, for `--load_format dummy`.", ""]
+    lines += ["| scenario | measures |", "|---|---|"]
     lines += [f"| `{name}` | {text} |" for name, text in bench.SCENARIOS.items()]
     lines += ["", *_own_options(bench.parser("suite")), *_options("### What is measured", bench.Options)]
     lines += _options("### What `bench serve` sends", bench_serve.Options)

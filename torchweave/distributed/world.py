@@ -7,6 +7,7 @@ A rank is a process with a device of its own. Ranks are numbered so that those o
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from torchweave.ops.collectives import communicator, register_communicator
 
 TENSOR, PIPELINE = "tp", "pp"
 """Names under which a graph knows its groups: the same on every rank, so that all ranks have the same graph."""
-
+_LEAVE_SECONDS = 5.0  # for process groups whose other ranks are gone
 
 MeetingPoint = Store
 """Where the ranks of a world find each other."""
@@ -151,10 +152,20 @@ def close_world(world: World, abort: bool = False) -> None:
     """
     if world.host is None or not dist.is_initialized():
         return
-    if abort:
+    if not abort:
+        register_communicator(TENSOR, None)
+        dist.destroy_process_group()
+        return
+
+    def leave() -> None:
         abort_groups(world)
-    register_communicator(TENSOR, None)
-    dist.destroy_process_group()
+        register_communicator(TENSOR, None)
+        dist.destroy_process_group()
+
+    # NCCL waits for every CUDA graph that holds a collective of the group, and frames of what failed may hold some.
+    leaving = threading.Thread(target=leave, name="torchweave-leave", daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_SECONDS)
 
 
 def abort_groups(world: World) -> None:

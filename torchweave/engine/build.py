@@ -304,6 +304,7 @@ def _measure(
     torch.cuda.synchronize(device)
     graphs = max(free - torch.cuda.mem_get_info(device)[0], recorded)
     graphs += (len(plan.token_buckets) + len(plan.batch_sizes)) * _BYTES_PER_GRAPH
+    runner.forget_recordings()  # they hold the runner, which holds them
     del runner, pool
     torch.cuda.empty_cache()
     use = MemoryUse(total=total, in_use=total - free, activations=activations, graphs=graphs)

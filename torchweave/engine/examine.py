@@ -22,7 +22,9 @@ def examine_model(config: EngineConfig, report: Report) -> list[Finding]:
         ValueError: the model or an option cannot be.
     """
     if config.num_ranks > 1:
-        raise ValueError("A model is examined on one rank: what it is traced to does not depend on others. Leave --tp out.")
+        raise ValueError(
+            "A model is examined on one rank: what it is traced to does not depend on others. Leave --tp out."
+        )
     facts = model_facts(config.model, config.trust_remote_code)
     plan = resolve(config, device_facts(config.device), facts)
     dtype = getattr(torch, plan.dtype)

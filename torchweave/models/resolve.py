@@ -51,6 +51,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336,
         "tie_word_embeddings": False,
     },
+    "shape:llama-70b": _LLAMA_3
+    | {
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "head_dim": 128,
+        "intermediate_size": 28672,
+        "tie_word_embeddings": False,
+    },
     "shape:qwen3-30b-a3b": {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
