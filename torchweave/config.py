@@ -185,7 +185,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The HTTP server before an engine.
+    """The HTTP server before one engine, or several.
 
     Attributes:
         host: address to listen on; `0.0.0.0` is every IPv4 address of this machine.
@@ -203,7 +203,10 @@ class ServerConfig:
         max_waiting_requests: requests that wait beyond those which a step can hold; more are answered with 429.
         request_timeout: seconds after which a request is stopped; 0: never.
         drain_timeout: seconds that running requests have to finish once the server was told to end.
-        restart_engine: start the engine again when it fails; else the server ends with exit code 1.
+        restart_engine: start an engine again when it fails; else the server goes on with the replicas that are left, and ends with
+            exit code 1 when none is.
+        data_parallel_size: replicas: engines of the whole model behind the one server, each with `tensor_parallel_size` GPUs of
+            its own (replica i takes those from i * tensor_parallel_size on) or a process on a CPU.
     """
 
     host: str = "127.0.0.1"
@@ -220,6 +223,7 @@ class ServerConfig:
     request_timeout: float = 0.0
     drain_timeout: float = 30.0
     restart_engine: bool = False
+    data_parallel_size: int = 1
 
 
 def cache_dir(configured: str | None) -> Path:

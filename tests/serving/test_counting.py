@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
-from torchweave.serving.counting import FIRST_TOKEN_SECONDS, Distribution, History, percentile
+from torchweave.serving.counting import FIRST_TOKEN_SECONDS, Distribution, History, Percentiles, percentile
 
 
 def test_a_distribution_counts_as_prometheus_does():
@@ -37,6 +37,6 @@ def test_a_history_has_a_row_a_second():
     history.add(10.9, [2.0], a=1, b=5)
     history.add(12.0, [], b=1)
     assert history.sums(13.5) == {"a": [0, 3, 0, 0], "b": [0, 5, 0, 1]}
-    assert history.percentiles(13.5, 50) == [None, 2.0, None, None]
+    assert Percentiles([history], 4, (50, 99)).of(13.5) == [[None, 2.0, None, None], [None, 3.0, None, None]]
     assert history.sums(12.5)["b"] == [0, 0, 5, 0], "the second that is under way is not told"
     assert history.sums(99.0) == {"a": [0] * 4, "b": [0] * 4}

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from torchweave.config import EngineConfig, ServerConfig
 from torchweave.serving.app import create_app
 from torchweave.serving.engine_client import EngineClient
+from torchweave.serving.replicas import Replicas
 from torchweave.serving.traffic import Traffic
 
 
@@ -27,11 +28,18 @@ class Clock:
 
 def watched(**facts: Any) -> tuple[FastAPI, EngineClient, Clock]:
     """An application, its client with `facts` as attributes, and the clock of its traffic."""
-    client, clock = EngineClient(EngineConfig(model="demo")), Clock()
-    client.traffic = Traffic(clock)
+    app, (client,), clock = watched_replicas(1)
     for name, value in facts.items():
         setattr(client, name, value)
-    return create_app(client, ServerConfig()), client, clock
+    return app, client, clock
+
+
+def watched_replicas(count: int) -> tuple[FastAPI, tuple[EngineClient, ...], Clock]:
+    """The same with several clients, none of which is started."""
+    replicas, clock = Replicas(EngineConfig(model="demo"), count), Clock()
+    for client in replicas.engines:
+        client.traffic = Traffic(clock)
+    return create_app(replicas, ServerConfig()), replicas.engines, clock
 
 
 @asynccontextmanager

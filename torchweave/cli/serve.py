@@ -14,10 +14,10 @@ import torchweave
 from torchweave.cli.arguments import Parser, engine_config, engine_parser, fill
 from torchweave.config import ServerConfig
 from torchweave.log import progress_bars
-from torchweave.plan.check import check_names, check_numbers
+from torchweave.plan.check import check_names, check_numbers, check_replicas
 
 if TYPE_CHECKING:
-    from torchweave.serving.engine_client import EngineClient
+    from torchweave.serving.replicas import Replicas
     from torchweave.serving.server import Server
 
 DESCRIPTION = """Serve a model over HTTP, as OpenAI's API does. GET /ready shows how far the start is, and answers 200 once requests
@@ -36,6 +36,7 @@ def run(argv: Sequence[str]) -> int:
     config, settings = engine_config(args), fill(ServerConfig, args)
     check_names(config, None)
     check_numbers(config)
+    check_replicas(config, settings)
     if config.executor == "torchrun":
         raise ValueError(
             "executor=torchrun is for scripts, which all ranks run; serve starts its ranks itself: leave it out"
@@ -47,6 +48,7 @@ def run(argv: Sequence[str]) -> int:
 
     begin = time.monotonic()
     server = Server(config, settings, on_ready=lambda server: _greet(server, time.monotonic() - begin, stop_bars))
+    server.client.listen(_tell_of_ends)
     with _bars(server.client, args) as stop_bars:
         code = server.run()
     if code:
@@ -57,13 +59,22 @@ def run(argv: Sequence[str]) -> int:
 def _greet(server: Server, seconds: float, stop_bars: Any) -> None:
     stop_bars()
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
-    name = server.service.names[0]
-    print(f"Torchweave {torchweave.__version__} serves {bold}{name}{plain} at {bold}{server.url}{plain}", end="")
+    name, count = server.service.names[0], len(server.client.engines)
+    by = f" by {count} replicas" if count > 1 else ""
+    print(f"Torchweave {torchweave.__version__} serves {bold}{name}{plain}{by} at {bold}{server.url}{plain}", end="")
     print(f" (ready after {seconds:.1f} s; Ctrl-C ends it)", flush=True)
 
 
+def _tell_of_ends(kind: str, facts: dict[str, Any]) -> None:
+    """Say which engine is gone, where the server goes on without it."""
+    if kind == "engine_ended" and (facts["restarts"] or "replica" in facts):
+        who = f"Replica {facts['replica']}: " if "replica" in facts else ""
+        then = " It is started again." if facts["restarts"] else ""
+        print(f"torchweave: {who}{facts['why']}{then}", file=sys.stderr, flush=True)
+
+
 @contextmanager
-def _bars(client: EngineClient, args: argparse.Namespace) -> Iterator[Any]:
+def _bars(client: Replicas, args: argparse.Namespace) -> Iterator[Any]:
     """Draw the engine's progress on a terminal, until what is yielded is called."""
     if args.quiet or not sys.stderr.isatty():
         yield lambda: None
@@ -74,7 +85,7 @@ def _bars(client: EngineClient, args: argparse.Namespace) -> Iterator[Any]:
     def draw(kind: str, facts: dict[str, Any]) -> None:
         if kind != "progress":
             return
-        title = str(facts["title"])
+        title = f"replica {facts['replica']}: {facts['title']}" if "replica" in facts else str(facts["title"])
         if title not in tasks:
             tasks[title] = bars.add_task(title, total=facts["total"], note="")
         bars.update(tasks[title], completed=facts["done"], note=facts["note"])

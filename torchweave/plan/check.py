@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from torchweave.config import EngineConfig
+from torchweave.config import EngineConfig, ServerConfig
 
 
 def flatten(config: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -83,6 +83,18 @@ def check_numbers(config: EngineConfig) -> None:
         raise ValueError(f"kv_offload_gb={config.kv_offload_gb} must be 0 or more")
     if not (math.isfinite(config.cpu_kv_cache_gib) and config.cpu_kv_cache_gib > 0):
         raise ValueError(f"cpu_kv_cache_gib={config.cpu_kv_cache_gib} must be above 0")
+
+
+def check_replicas(config: EngineConfig, settings: ServerConfig) -> None:
+    """How many engines a server may have."""
+    count = settings.data_parallel_size
+    if count < 1:
+        raise ValueError(f"data_parallel_size={count} must be at least 1")
+    if count > 1 and config.executor == "ray" and config.num_ranks > 1:
+        raise ValueError(
+            f"data_parallel_size={count} cannot be had with executor=ray: the server keeps its replicas on its own machine; leave "
+            "one of them out, or let Ray Serve keep replicas of a server"
+        )
 
 
 def check_names(config: EngineConfig, passes: Sequence[str] | None) -> None:

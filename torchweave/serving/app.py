@@ -10,18 +10,18 @@ from fastapi import FastAPI
 
 import torchweave
 from torchweave.config import ServerConfig
-from torchweave.serving.engine_client import EngineClient
 from torchweave.serving.errors import add_error_handlers
 from torchweave.serving.guard import Guard, read_keys
 from torchweave.serving.live import Live
 from torchweave.serving.metrics import HttpCounts, HttpMeter, Metrics
 from torchweave.serving.openapi import describe
+from torchweave.serving.replicas import Replicas
 from torchweave.serving.routes import chat, completions, live, metrics, models, status, tokens
 from torchweave.serving.service import Service
 
 
-def create_app(client: EngineClient, settings: ServerConfig) -> FastAPI:
-    """The application. It starts the engine when it starts, serves `/health` and `/ready` at once, and ends the engine with
+def create_app(client: Replicas, settings: ServerConfig) -> FastAPI:
+    """The application. It starts the engines when it starts, serves `/health` and `/ready` at once, and ends them with
     itself. Routes find their `Service` as `request.app.state.service`.
 
     Raises:
@@ -46,7 +46,7 @@ def create_app(client: EngineClient, settings: ServerConfig) -> FastAPI:
         app.include_router(each.router)
     describe(app)
     http = HttpCounts()
-    app.state.metrics = Metrics(client, client.traffic, http, service.names[0])
+    app.state.metrics = Metrics(client.engines, http, service.names[0])
     app.state.live = Live(service)
     app.add_middleware(Guard, settings=settings, keys=keys)  # type: ignore[arg-type]
     app.add_middleware(HttpMeter, counts=http)  # around the guard: what it refuses is counted too

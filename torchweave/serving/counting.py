@@ -35,10 +35,11 @@ class Distribution:
         recent: the last values, for percentiles of now.
     """
 
-    __slots__ = ("_bounds", "counts", "recent", "sum")
+    __slots__ = ("_bounds", "_keep", "counts", "recent", "sum")
 
     def __init__(self, bounds: Sequence[float], keep: int = 0) -> None:
         self._bounds = bounds
+        self._keep = keep
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
         self.recent: deque[float] = deque(maxlen=keep)
@@ -51,6 +52,19 @@ class Distribution:
     @property
     def count(self) -> int:
         return sum(self.counts)
+
+    @classmethod
+    def together(cls, parts: Sequence[Distribution]) -> Distribution:
+        """The values of several distributions with the same bounds; the last few of each are kept."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        found = cls(first._bounds, first._keep * len(parts))
+        found.counts = [sum(counts) for counts in zip(*(part.counts for part in parts), strict=True)]
+        found.sum = sum(part.sum for part in parts)
+        for part in parts:
+            found.recent.extend(part.recent)
+        return found
 
     def cumulative(self) -> list[tuple[str, float]]:
         """Buckets as Prometheus has them: (upper bound, values at or below it)."""
@@ -100,8 +114,30 @@ class History:
         seconds = range(last - self._seconds, last)
         return {name: [rows.get(second, nothing)[name] for second in seconds] for name in self._names}
 
-    def percentiles(self, now: float, percent: float) -> list[float | None]:
-        """That percentile of the values of each whole second before `now`; None for a second without one."""
-        rows = {second: kept for second, _, kept in self._rows}
+    def values(self, second: int) -> Sequence[float]:
+        """The values of a second."""
+        return next((kept for at, _, kept in reversed(self._rows) if at == second), ())
+
+
+class Percentiles:
+    """Percentiles of the values of each of the last whole seconds, over several histories.
+
+    A second that is over stays as it is: its values are sorted once.
+    """
+
+    def __init__(self, histories: Sequence[History], seconds: int, percents: Sequence[float]) -> None:
+        self._histories = histories
+        self._seconds = seconds
+        self._percents = percents
+        self._known: dict[int, list[float | None]] = {}
+
+    def of(self, now: float) -> list[list[float | None]]:
+        """For each percentile that of every whole second before `now`, oldest first; None for a second without a value."""
         last = math.floor(now)
-        return [percentile(rows.get(second, ()), percent) for second in range(last - self._seconds, last)]
+        seconds = range(last - self._seconds, last)
+        self._known = {second: self._known.get(second) or self._of_second(second) for second in seconds}
+        return [[self._known[second][number] for second in seconds] for number in range(len(self._percents))]
+
+    def _of_second(self, second: int) -> list[float | None]:
+        values = [value for history in self._histories for value in history.values(second)]
+        return [percentile(values, percent) for percent in self._percents]

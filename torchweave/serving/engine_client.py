@@ -1,9 +1,4 @@
-"""The engine process as the HTTP process sees it: an async face, for one event loop.
-
-client = EngineClient(config)
-await client.start()
-async for output in client.generate(ids, params): ...
-"""
+"""One engine process as the HTTP process sees it, for one event loop; `replicas.py` makes one of several."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ import multiprocessing
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +21,7 @@ import zmq
 import zmq.asyncio
 
 from torchweave.config import EngineConfig
-from torchweave.engine.request import InferenceRequest, Output, SamplingParams
+from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.responses import Response, refusal
 from torchweave.serving import wire
 from torchweave.serving.flight import EngineGone, Flight
@@ -44,6 +39,8 @@ class EngineClient:
     Args:
         config: of the engine.
         restart: start the engine again when it fails after it was ready.
+        place: which of the engines behind the server it is. Its requests have the numbers `index`, `index + count`, ...
+        changed: set whenever something about `state` or `num_in_flight` has changed.
 
     Attributes:
         state: `starting`, `ready`, `failed` or `stopped`.
@@ -55,8 +52,15 @@ class EngineClient:
         traffic: every request and iteration, as they were seen here.
     """
 
-    def __init__(self, config: EngineConfig, restart: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        restart: bool = False,
+        place: wire.Place = wire.Place(),  # noqa: B008
+        changed: asyncio.Event | None = None,
+    ) -> None:
         self.config = config
+        self.place = place
         self.state: State = "stopped"
         self.failure = ""
         self.asked_too_much = False
@@ -65,13 +69,13 @@ class EngineClient:
         self.restarts = 0
         self.traffic = Traffic()
         self._restart = restart
-        self._ids = itertools.count()
+        self._ids = itertools.count(place.index, place.count)
         self._flights: dict[int, Flight] = {}
         self._events: list[tuple[float, str, dict[str, Any]]] = []
         self._bars: dict[str, dict[str, Any]] = {}
         self._listeners: list[Listener] = []
         self._stats: dict[str, Any] = {}
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event() if changed is None else changed
         self._task: asyncio.Task[None] | None = None
         self._process: SpawnProcess | None = None
         self._to_engine: zmq.Socket[bytes] | None = None
@@ -79,27 +83,10 @@ class EngineClient:
     # -- its life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the engine process; returns at once, see `wait_until_ready`."""
+        """Start the engine process; returns at once."""
         assert self._task is None, "a client is started once"
         self.state = "starting"
         self._task = asyncio.create_task(self._live())
-
-    async def wait_until_ready(self) -> None:
-        """Wait until requests are taken.
-
-        Raises:
-            ValueError: the engine cannot be what was asked; one sentence says why and what to do.
-            EngineGone: the engine failed or was ended.
-        """
-        await self.wait_for(lambda: self.state != "starting")
-        if self.state != "ready":
-            raise ValueError(self.failure) if self.asked_too_much else EngineGone(self.failure)
-
-    async def wait_for(self, holds: Callable[[], bool]) -> None:
-        """Wait until something about `state` or `num_in_flight` holds."""
-        while not holds():
-            self._changed.clear()
-            await self._changed.wait()
 
     async def stop(self) -> None:
         """End the engine process; requests in flight are answered with an error."""
@@ -124,30 +111,6 @@ class EngineClient:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def generate(
-        self,
-        ids: Sequence[int] | np.ndarray,
-        params: SamplingParams,
-        streaming: bool = True,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> AsyncIterator[Output]:
-        """Outputs of one request (one answer, whatever `n`) as they come; leaving the iterator early cancels it.
-
-        Raises:
-            ValueError: the engine cannot run it; the message says why and what to do.
-            EngineGone: the engine is not ready, or ended before the answer did.
-        """
-        with self.flight() as flight:
-            flight.submit(np.asarray(ids, np.int32), params, streaming, priority, cache_salt)
-            await flight.accepted()
-            async for responses in flight.responses():
-                for response in responses:
-                    yield response.output
-
-    def flight(self) -> Flight:
-        return Flight(self)
-
     def submit(
         self,
         flight: Flight,
@@ -156,8 +119,12 @@ class EngineClient:
         streaming: bool,
         priority: int = 0,
         cache_salt: str = "",
+        num_known: int = 0,
     ) -> int:
         """Hand in a request whose responses go to `flight`; returns its id.
+
+        Args:
+            num_known: tokens of the prompt that the engine has read before, as far as is known here.
 
         Raises:
             EngineGone: the engine is not ready.
@@ -172,7 +139,7 @@ class EngineClient:
             sentence = "A text of the request holds half of a surrogate pair, or a number needs more than 64 bits; send others."
             raise ValueError(sentence) from None
         self._flights[request.id] = flight
-        self.traffic.submitted(request.id, len(prompt), streaming)
+        self.traffic.submitted(request.id, len(prompt), streaming, num_known)
         self._send_bytes(message)
         return request.id
 
@@ -191,8 +158,8 @@ class EngineClient:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in flight beyond those that a step can hold."""
-        return max(self.num_in_flight - (self.model.max_batch_size if self.model else 0), 0)
+        """Requests in flight beyond those that a step can hold; negative: so many more it could hold."""
+        return self.num_in_flight - (self.model.max_batch_size if self.model else 0)
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -210,64 +177,64 @@ class EngineClient:
         return [{"at": at, "event": kind, **facts} for at, kind, facts in self._events]
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener(kind, facts)` for every later event of the engine."""
+        """Call `listener(kind, facts)` for every later event of the engine, and for `engine_ended`: it has failed as it served."""
         self._listeners.append(listener)
 
     # -- the other process ---------------------------------------------------------------------------------------------
 
     async def _live(self) -> None:
         """From start to end, once or (with `restart`) again and again."""
-        while True:
-            try:
-                await self._one_life()
-            except Exception as error:
-                self.failure = f"The engine process could not be run: {type(error).__name__}: {error}"
-            was_ready, self.model = self.model is not None, None
-            why = self.failure or "The engine process ended unexpectedly."
-            self._refuse_all(why)
-            if not (self._restart and was_ready and self.state == "ready"):
-                if self.state != "stopped":
-                    self.state, self.failure = "failed", why
-                self._changed.set()
-                return
-            self.restarts += 1
-            self.state, self.failure = "starting", ""
-            self._changed.set()
+        while self.state == "starting":
+            async with contextlib.AsyncExitStack() as things:
+                try:
+                    await self._one_life(things)
+                except Exception as error:
+                    self.failure = f"The engine process could not be run: {type(error).__name__}: {error}"
+                self._end_life()
 
-    async def _one_life(self) -> None:
+    async def _one_life(self, things: contextlib.AsyncExitStack) -> None:
+        """Until the engine process has ended; `things` closes what it was heard by."""
         folder = Path(tempfile.mkdtemp(prefix="torchweave-"))  # nobody else can enter it
+        things.callback(shutil.rmtree, folder, ignore_errors=True)
         addresses = wire.Addresses(f"ipc://{folder}/to_engine", f"ipc://{folder}/from_engine")
         context = zmq.asyncio.Context()
-        to_engine = zmq.Context.shadow(context).socket(zmq.PUSH)
+        things.callback(context.term)  # would wait for a socket that is open
+        self._to_engine = to_engine = zmq.Context.shadow(context).socket(zmq.PUSH)
+        things.callback(to_engine.close, linger=0)
         to_engine.setsockopt(zmq.SNDHWM, 0)
         to_engine.bind(addresses.to_engine)
-        self._to_engine = to_engine
         from_engine = context.socket(zmq.PULL)
+        things.callback(from_engine.close, linger=0)
         from_engine.setsockopt(zmq.RCVHWM, 0)
         from_engine.bind(addresses.from_engine)
         self._events.clear()
         self._bars.clear()
         self._stats = {}
-        try:
-            self._note(0.0, "progress", wire.PROCESS_BAR)
-            self._process = _spawn(self.config, addresses)
-            ended = _ended(self._process)
-            reading = asyncio.create_task(self._read(from_engine))
-            await asyncio.wait([ended, reading], return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
-                self.failure = f"The engine process cannot be understood: {reading.exception()}"
-            reading.cancel()
-            while await from_engine.poll(0):  # what it said last
-                self._hear(wire.decode_from_engine(await from_engine.recv()))
-        finally:
-            if self._process is not None:
-                self._process.kill()
-                self._process.join()
-            self._to_engine = None
-            for socket in (to_engine, from_engine):
-                socket.close(linger=0)
-            context.term()  # would wait for a socket that is open
-            shutil.rmtree(folder, ignore_errors=True)
+        self._note(0.0, "progress", wire.PROCESS_BAR)
+        self._process = _spawn(self.config, addresses, self.place)
+        things.push_async_callback(asyncio.to_thread, _bury, self._process)
+        ended = _ended(self._process)
+        reading = asyncio.create_task(self._read(from_engine))
+        await asyncio.wait([ended, reading], return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            self.failure = f"The engine process cannot be understood: {reading.exception()}"
+        reading.cancel()
+        while await from_engine.poll(0):  # what it said last
+            self._hear(wire.decode_from_engine(await from_engine.recv()))
+
+    def _end_life(self) -> None:
+        """Who waits for the engine hears that it is gone, before its memory is; then `state` says whether there is another life."""
+        self.model, self._to_engine = None, None
+        why, was_ready = self.failure or "The engine process ended unexpectedly.", self.state == "ready"
+        self._refuse_all(why)
+        if was_ready and self._restart:
+            self.restarts += 1
+            self.state, self.failure = "starting", ""
+        elif self.state != "stopped":
+            self.state, self.failure = "failed", why
+        if was_ready:
+            self._tell("engine_ended", {"why": why, "restarts": self.state == "starting"})
+        self._changed.set()
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:
@@ -321,6 +288,9 @@ class EngineClient:
         else:
             self._events.append((at, kind, facts))
         self.traffic.event(kind)
+        self._tell(kind, facts)
+
+    def _tell(self, kind: str, facts: dict[str, Any]) -> None:
         for listener in self._listeners:
             listener(kind, facts)
 
@@ -340,10 +310,10 @@ class EngineClient:
                 self._to_engine.send(message, zmq.NOBLOCK)
 
 
-def _spawn(config: EngineConfig, addresses: wire.Addresses) -> SpawnProcess:
+def _spawn(config: EngineConfig, addresses: wire.Addresses, place: wire.Place) -> SpawnProcess:
     """Start the engine process. It never sees Ctrl-C or a SIGTERM to the whole group: this process tells it when to end."""
     process = multiprocessing.get_context("spawn").Process(
-        target=_run_engine, args=(config, addresses), name="torchweave-engine"
+        target=_run_engine, args=(config, addresses, place), name=f"torchweave-engine-{place.index}"
     )
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
@@ -353,10 +323,16 @@ def _spawn(config: EngineConfig, addresses: wire.Addresses) -> SpawnProcess:
     return process
 
 
-def _run_engine(config: EngineConfig, addresses: wire.Addresses) -> None:
+def _run_engine(config: EngineConfig, addresses: wire.Addresses, place: wire.Place) -> None:
     from torchweave.serving.engine_process import main  # torch is imported in that process
 
-    main(config, addresses)
+    main(config, addresses, place)
+
+
+def _bury(process: SpawnProcess) -> None:
+    """Wait until all of a process is gone; the driver of a GPU takes its time."""
+    process.kill()
+    process.join()
 
 
 def _ended(process: SpawnProcess) -> asyncio.Future[None]:

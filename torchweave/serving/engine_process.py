@@ -27,6 +27,7 @@ from torchweave.config import EngineConfig
 from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.build import Engine
 from torchweave.engine.open import open_engine
+from torchweave.engine.replica import config_of_replica
 from torchweave.engine.request import InferenceRequest, Output
 from torchweave.engine.responses import NO_TOKENS, Response
 from torchweave.log import Report
@@ -37,8 +38,12 @@ STATS_SECONDS = 0.2
 _FLUSH_SECONDS = 2.0  # for what was said last to reach the other process
 
 
-def main(config: EngineConfig, addresses: wire.Addresses) -> None:
-    """Build the engine that `config` asks for and run it until the HTTP process ends it, or ends."""
+def main(config: EngineConfig, addresses: wire.Addresses, place: wire.Place) -> None:
+    """Build the engine that `config` asks for and run it until the HTTP process ends it, or ends.
+
+    Args:
+        place: which of the engines behind the server it is.
+    """
     threading.Thread(target=_follow_parent, daemon=True).start()
     for name in ("transformers", "torch"):  # their advice on start-up is not for whoever runs a server
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -47,6 +52,8 @@ def main(config: EngineConfig, addresses: wire.Addresses) -> None:
     report.listen(lambda kind, facts: outbox.put(wire.Happened(report.seconds(), kind, facts)))
     report.event("progress", **(wire.PROCESS_BAR | {"done": 1, "note": ""}))
     try:
+        if place.count > 1:
+            config = config_of_replica(config, place.index, place.count)
         open_dump(config.torch_compile_config, report)
         engine = open_engine(config, report)
     except ValueError as error:
@@ -150,6 +157,7 @@ def _card(engine: Engine) -> wire.ModelCard:
         max_batch_size=plan.max_batch_size,
         vocab_size=engine.batch.limits.vocab_size,
         num_kv_blocks=engine.batch.kv.num_blocks,
+        block_size=plan.block_size,
         temperature=loaded.generation.temperature,
         top_k=loaded.generation.top_k,
         top_p=loaded.generation.top_p,

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.responses import Response
-
-if TYPE_CHECKING:
-    from torchweave.serving.engine_client import EngineClient
 
 
 class EngineGone(RuntimeError):
@@ -23,11 +20,27 @@ class RequestFailed(ValueError):
     """The engine could not go on with a request, and goes on with the others."""
 
 
+class Engines(Protocol):
+    """Whom requests are handed to."""
+
+    def submit(
+        self,
+        flight: Flight,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        streaming: bool,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> int: ...
+
+    def cancel(self, ids: Sequence[int]) -> None: ...
+
+
 class Flight:
     """The requests of one caller. Leaving its `with` block cancels those that are not done."""
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
         self._open: set[int] = set()
         self._unheard: set[int] = set()  # of which the engine has not said whether it can run them
         self._refusal = ""
@@ -43,7 +56,7 @@ class Flight:
         Raises:
             EngineGone: the engine is not ready.
         """
-        request_id = self._client.submit(self, prompt, params, streaming, priority, cache_salt)
+        request_id = self._engines.submit(self, prompt, params, streaming, priority, cache_salt)
         self._open.add(request_id)
         self._unheard.add(request_id)
         return request_id
@@ -83,12 +96,12 @@ class Flight:
 
     def stop(self, request_id: int) -> None:
         """Stop one request; its final response still comes."""
-        self._client.cancel([request_id])
+        self._engines.cancel([request_id])
 
     def close(self) -> None:
         """Stop all that is not done, and hear no more of it."""
         if self._open:
-            self._client.cancel(list(self._open))
+            self._engines.cancel(list(self._open))
         self._open.clear()
 
     async def _wait(self) -> None:

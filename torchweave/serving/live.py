@@ -10,13 +10,16 @@ from typing import Any
 import msgspec
 
 import torchweave
-from torchweave.serving.counting import Distribution, percentile
+from torchweave.serving.counting import Distribution, Percentiles, percentile
+from torchweave.serving.engine_client import EngineClient
 from torchweave.serving.metrics import EngineNow
 from torchweave.serving.service import Service
-from torchweave.serving.traffic import HISTORY_SECONDS, Record
+from torchweave.serving.traffic import HISTORY_SECONDS, Counts, Record, shown
 
 FRESH_SECONDS = 0.25
 """How old an answer may be: so often is it made at the most, however many pages are open."""
+RATE_SECONDS = 5
+"""Over which the tokens a second of a replica are taken."""
 
 
 class Live:
@@ -24,13 +27,16 @@ class Live:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._engines = service.client.engines
         self._made = float("-inf")
         self._text = b""
         self._compiled: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # an explanation, and what is shown of it
+        histories = [engine.traffic.history for engine in self._engines]
+        self._step_times = Percentiles(histories, HISTORY_SECONDS, (50, 99))
 
     def text(self) -> bytes:
         """The JSON text, not older than `FRESH_SECONDS`."""
-        now = self._service.client.traffic.clock()
+        now = self._engines[0].traffic.clock()
         if now - self._made >= FRESH_SECONDS:
             self._text, self._made = msgspec.json.encode(self.snapshot(now)), now
         return self._text
@@ -38,20 +44,22 @@ class Live:
     def snapshot(self, now: float) -> dict[str, Any]:
         """What `docs/operations.md` describes; times in seconds, unless a name ends in `_ms`."""
         client = self._service.client
-        traffic, counts = client.traffic, client.traffic.counts
-        engine = EngineNow.of(client.stats)
+        traffics = [engine.traffic for engine in self._engines]
+        counts = Counts.together([traffic.counts for traffic in traffics])
+        now_of_each = [EngineNow.of(engine.stats) for engine in self._engines]
+        engine = EngineNow.together(now_of_each)
         return {
             "state": "draining" if self._service.draining else self._state(),
             "failure": client.failure,
             "version": torchweave.__version__,
-            "uptime": now - traffic.began,
+            "uptime": now - traffics[0].began,
             "model": self._model(),
             "startup": self._startup(),
             "requests": {
                 "running": engine.running,
                 "waiting": engine.waiting,
                 "paused": engine.paused,
-                "open": len(traffic.open),
+                "open": sum(len(traffic.open) for traffic in traffics),
                 "ended": counts.reasons,
                 "refused": counts.refused,
             },
@@ -66,8 +74,9 @@ class Live:
             "inter_token": _spread(counts.inter_token),
             "tokens": {"read": counts.prompt_tokens, "generated": counts.generation_tokens},
             "history": self._history(now),
-            "recent": [_shown(record, now) for record in traffic.shown()],
-            "compiled": self._what_is_compiled(),
+            "replicas": [_replica(*each, now) for each in zip(self._engines, now_of_each, strict=True)],
+            "recent": [_shown(record, now) for record in shown(traffics)],
+            "compiled": self._what_is_compiled() | {"compiles_after_ready": counts.compiles_after_ready},
         }
 
     def _state(self) -> str:
@@ -76,50 +85,61 @@ class Live:
         return "starting" if state == "ready" and not self._service.ready else state
 
     def _model(self) -> dict[str, Any]:
-        client = self._service.client
-        card = client.model
+        card = self._service.client.model
         found: dict[str, Any] = {"name": self._service.names[0]}
         if card is not None:
-            names = (
-                "architecture",
-                "dtype",
-                "device",
-                "quantization",
-                "num_parameters",
-                "max_model_len",
-                "max_batch_size",
-            )
+            names = ("architecture", "dtype", "device", "quantization", "num_parameters", "max_model_len")
             found |= {name: getattr(card, name) for name in names} | {"text": card.folder is not None}
+            found["max_batch_size"] = sum(each.model.max_batch_size for each in self._engines if each.model is not None)
         return found
 
     def _startup(self) -> dict[str, Any]:
-        """Stages that are done with their seconds, and long work under way."""
-        client = self._service.client
-        stages = [event for event in client.events if event["event"] == "stage"]
+        """Stages that are done with their seconds, and long work under way, of the first engine that is not there yet."""
+        engine = next((each for each in self._engines if each.state != "ready"), self._engines[0])
+        stages = [event for event in engine.events if event["event"] == "stage"]
         done = {event["name"] for event in stages}
         return {
             "stages": [{"name": event["name"], "seconds": event["seconds"]} for event in stages],
             "bars": [
                 {name: bar[name] for name in ("title", "done", "total", "note")}
-                for bar in client.progress
+                for bar in engine.progress
                 if bar["title"] not in done
             ],
         }
 
     def _history(self, now: float) -> dict[str, Any]:
-        history = self._service.client.traffic.history
+        sums = [engine.traffic.history.sums(now) for engine in self._engines]
+        p50, p99 = self._step_times.of(now)
         return {
             "seconds": HISTORY_SECONDS,
-            **history.sums(now),
-            "step_p50_ms": _milliseconds(history.percentiles(now, 50)),
-            "step_p99_ms": _milliseconds(history.percentiles(now, 99)),
+            **{name: [sum(each) for each in zip(*(part[name] for part in sums), strict=True)] for name in sums[0]},
+            "step_p50_ms": _milliseconds(p50),
+            "step_p99_ms": _milliseconds(p99),
         }
 
     def _what_is_compiled(self) -> dict[str, Any]:
-        explanation = self._service.client.explanation
+        """Of the first engine, as of all of them."""
+        explanation = self._engines[0].explanation
         if self._compiled[0] is not explanation:
             self._compiled = explanation, _compiled(explanation)
-        return self._compiled[1] | {"compiles_after_ready": self._service.client.traffic.counts.compiles_after_ready}
+        return self._compiled[1]
+
+
+def _replica(engine: EngineClient, numbers: EngineNow, now: float) -> dict[str, Any]:
+    """One of the engines, in short."""
+    card, generated = engine.model, engine.traffic.history.sums(now)["generated"][-RATE_SECONDS:]
+    return {
+        "replica": engine.place.index,
+        "state": engine.state,
+        "failure": engine.failure,
+        "restarts": engine.restarts,
+        "device": card.device if card is not None else None,
+        "open": len(engine.traffic.open),
+        "running": numbers.running,
+        "generated_per_second": sum(generated) / len(generated),
+        "usage": numbers.usage,
+        "hit_rate": numbers.hits / numbers.queries if numbers.queries else None,
+    }
 
 
 def _compiled(explanation: dict[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
@@ -27,9 +27,10 @@ _Scope = dict[str, Any]
 
 
 class Engine(Protocol):
-    """What is read of the engine client."""
+    """What is read of an engine client."""
 
     restarts: int
+    traffic: Traffic
 
     @property
     def state(self) -> str: ...
@@ -84,6 +85,19 @@ HISTOGRAMS = (
 )
 
 
+GAUGES: tuple[tuple[str, str, Callable[[EngineNow], float]], ...] = (
+    ("num_requests_running", "Requests that take part in steps", lambda now: now.running),
+    ("num_requests_waiting", "Requests that wait for their first step", lambda now: now.waiting),
+    ("num_requests_paused", "Requests that ran, gave their blocks back, and wait to go on", lambda now: now.paused),
+    ("kv_cache_usage_perc", "Part of the KV cache's blocks that requests hold; 1 is all", lambda now: now.usage),
+    ("kv_cache_blocks", "Blocks of the KV cache", lambda now: now.blocks),
+)
+CACHE_COUNTERS: tuple[tuple[str, str, Callable[[EngineNow], int]], ...] = (
+    ("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache", lambda now: now.queries),
+    ("prefix_cache_hits", "Prompt tokens that were found there, and not read again", lambda now: now.hits),
+)
+
+
 class HttpCounts:
     """HTTP requests by method, path (the route's, so that there are few) and status."""
 
@@ -132,15 +146,16 @@ class Metrics(Collector):
     """The metrics of one server.
 
     Args:
-        engine: the engine client.
-        traffic: what it was watched to do.
+        engines: the engine clients. Of several, each has its own series, with a label `replica`.
         http: the HTTP requests.
         model_name: the label of everything about the model.
     """
 
-    def __init__(self, engine: Engine, traffic: Traffic, http: HttpCounts, model_name: str) -> None:
-        self._engine, self._traffic, self._http = engine, traffic, http
-        self._labels = {"model_name": model_name}
+    def __init__(self, engines: Sequence[Engine], http: HttpCounts, model_name: str) -> None:
+        self._engines, self._http = engines, http
+        several = len(engines) > 1
+        self._labels = ["model_name", "replica"] if several else ["model_name"]
+        self._values = [[model_name, str(number)] if several else [model_name] for number in range(len(engines))]
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -153,17 +168,18 @@ class Metrics(Collector):
         return []  # nothing else is in the registry that a name could collide with
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._of_engine()
-        counts = self._traffic.counts
+        yield from self._of_engines()
+        counts = [engine.traffic.counts for engine in self._engines]
         for family in COUNTERS:
-            yield self._counter(family.name, family.meaning, family.value(counts))
+            yield self._counter(family.name, family.meaning, map(family.value, counts))
         for family in HISTOGRAMS:
-            yield self._histogram(family, family.value(counts))
+            yield self._histogram(family, map(family.value, counts))
         ended = CounterMetricFamily(
             PREFIX + "request_success", "Requests that ended, by reason", labels=[*self._labels, "finished_reason"]
         )
-        for reason, count in counts.reasons.items():
-            ended.add_metric([*self._labels.values(), reason], count)
+        for labels, each in zip(self._values, counts, strict=True):
+            for reason, count in each.reasons.items():
+                ended.add_metric([*labels, reason], count)
         yield ended
         yield self._of_http()
         build = {"version": torchweave.__version__, "python": platform.python_version()}
@@ -171,25 +187,16 @@ class Metrics(Collector):
         info.add_metric(list(build.values()), 1)
         yield info
 
-    def _of_engine(self) -> Iterator[Metric]:
-        now = EngineNow.of(self._engine.stats)
-        yield self._gauge(
-            "engine_up", "1 while the engine takes requests, else 0", float(self._engine.state == "ready")
-        )
-        yield self._counter("engine_restarts", "Times that the engine was started again", self._engine.restarts)
-        yield self._gauge("num_requests_running", "Requests that take part in steps", now.running)
-        yield self._gauge("num_requests_waiting", "Requests that wait for their first step", now.waiting)
-        yield self._gauge(
-            "num_requests_paused", "Requests that ran, gave their blocks back, and wait to go on", now.paused
-        )
-        yield self._gauge(
-            "kv_cache_usage_perc", "Part of the KV cache's blocks that requests hold; 1 is all", now.usage
-        )
-        yield self._gauge("kv_cache_blocks", "Blocks of the KV cache", now.blocks)
-        yield self._counter(
-            "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache", now.queries
-        )
-        yield self._counter("prefix_cache_hits", "Prompt tokens that were found there, and not read again", now.hits)
+    def _of_engines(self) -> Iterator[Metric]:
+        engines, now = self._engines, [EngineNow.of(engine.stats) for engine in self._engines]
+        ready = (float(engine.state == "ready") for engine in engines)
+        yield self._gauge("engine_up", "1 while the engine takes requests, else 0", ready)
+        restarts = (engine.restarts for engine in engines)
+        yield self._counter("engine_restarts", "Times that the engine was started again", restarts)
+        for name, meaning, value in GAUGES:
+            yield self._gauge(name, meaning, map(value, now))
+        for name, meaning, value in CACHE_COUNTERS:
+            yield self._counter(name, meaning, map(value, now))
 
     def _of_http(self) -> Metric:
         found = CounterMetricFamily(
@@ -199,19 +206,24 @@ class Metrics(Collector):
             found.add_metric(labels, count)
         return found
 
-    def _gauge(self, name: str, meaning: str, value: float) -> Metric:
-        found = GaugeMetricFamily(PREFIX + name, meaning, labels=list(self._labels))
-        found.add_metric(list(self._labels.values()), value)
+    # -- one family, with a value of each engine -----------------------------------------------------------------------
+
+    def _gauge(self, name: str, meaning: str, values: Iterable[float]) -> Metric:
+        found = GaugeMetricFamily(PREFIX + name, meaning, labels=self._labels)
+        for labels, value in zip(self._values, values, strict=True):
+            found.add_metric(labels, value)
         return found
 
-    def _counter(self, name: str, meaning: str, value: Any) -> Metric:
-        found = CounterMetricFamily(PREFIX + name, meaning, labels=list(self._labels))
-        found.add_metric(list(self._labels.values()), value)
+    def _counter(self, name: str, meaning: str, values: Iterable[Any]) -> Metric:
+        found = CounterMetricFamily(PREFIX + name, meaning, labels=self._labels)
+        for labels, value in zip(self._values, values, strict=True):
+            found.add_metric(labels, value)
         return found
 
-    def _histogram(self, family: Family, values: Any) -> Metric:
-        found = HistogramMetricFamily(PREFIX + family.name, family.meaning, labels=list(self._labels))
-        found.add_metric(list(self._labels.values()), values.cumulative(), values.sum)
+    def _histogram(self, family: Family, values: Iterable[Any]) -> Metric:
+        found = HistogramMetricFamily(PREFIX + family.name, family.meaning, labels=self._labels)
+        for labels, value in zip(self._values, values, strict=True):
+            found.add_metric(labels, value.cumulative(), value.sum)
         return found
 
 
@@ -249,6 +261,12 @@ class EngineNow:
             queries=hits + cache.get("missedBlocks", 0) * size,
             hits=hits,
         )
+
+    @classmethod
+    def together(cls, parts: Sequence[EngineNow]) -> EngineNow:
+        """Of several engines with blocks of one size."""
+        sums = {item.name: sum(getattr(part, item.name) for part in parts) for item in fields(cls)}
+        return cls(**sums | {"tokens_per_block": max(part.tokens_per_block for part in parts)})
 
     @property
     def usage(self) -> float:

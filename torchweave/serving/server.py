@@ -12,7 +12,7 @@ import uvicorn
 
 from torchweave.config import EngineConfig, ServerConfig
 from torchweave.serving.app import create_app
-from torchweave.serving.engine_client import EngineClient
+from torchweave.serving.replicas import Replicas
 from torchweave.serving.service import Service
 
 _CLOSE_SECONDS = 5  # for connections to take in what was said to them last
@@ -29,10 +29,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 class Server:
-    """Serves one engine until a signal or the engine's end.
+    """Serves one engine, or replicas of it, until a signal or the end of the last one.
 
     Args:
-        config: of the engine.
+        config: of each engine.
         settings: of the server.
         on_ready: called with the server when it takes requests.
 
@@ -49,7 +49,7 @@ class Server:
         self._socket = _listen(settings.host, settings.port)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-        self.client = EngineClient(config, settings.restart_engine)
+        self.client = Replicas(config, settings.data_parallel_size, settings.restart_engine)
         self.app = create_app(self.client, settings)
         self.service: Service = self.app.state.service
         self._settings = settings

@@ -12,9 +12,9 @@ from torchweave.config import ServerConfig
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.structured import why_not
 from torchweave.serving.answers import Run
-from torchweave.serving.engine_client import EngineClient
 from torchweave.serving.errors import ApiError
 from torchweave.serving.flight import EngineGone
+from torchweave.serving.replicas import Replicas
 from torchweave.serving.text import Codec, prepare
 from torchweave.serving.tools import format_of
 from torchweave.serving.wire import ModelCard
@@ -33,7 +33,7 @@ class Service:
         fault: it did not, and this fault in what was asked is the reason.
     """
 
-    def __init__(self, client: EngineClient, settings: ServerConfig) -> None:
+    def __init__(self, client: Replicas, settings: ServerConfig) -> None:
         self.client = client
         self.settings = settings
         self.codec: Codec | None = None
@@ -138,9 +138,7 @@ class Service:
             )
         self._check_tokens(prompts, params, model)
         waiting = self.client.num_waiting
-        if waiting + sequences > settings.max_waiting_requests + max(
-            model.max_batch_size - self.client.num_in_flight, 0
-        ):
+        if waiting + sequences > settings.max_waiting_requests + self.client.num_free:
             raise ApiError(
                 429,
                 f"{waiting} requests are waiting, and this server lets {settings.max_waiting_requests} wait; try again later.",

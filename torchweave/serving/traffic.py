@@ -5,10 +5,13 @@ The engine client calls `Traffic` as things happen; `metrics.py` and `live.py` r
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from typing import Any
 
 from torchweave.serving.counting import (
     BETWEEN_TOKENS_SECONDS,
@@ -34,6 +37,7 @@ class Record:
         started: when the engine began to read the prompt.
         first: when its first token came; of one that is not streamed, when the engine drew it.
         paused: it ran, and waits to go on.
+        unread: tokens of the prompt that the engine has to read, until it has.
         reason: why it ended; empty while it has not.
     """
 
@@ -46,6 +50,7 @@ class Record:
     last: float = 0.0
     num_tokens: int = 0
     paused: bool = False
+    unread: int = 0
     ended: float = 0.0
     reason: str = ""
 
@@ -77,6 +82,21 @@ class Counts:
     iteration_tokens: Distribution = field(default_factory=lambda: Distribution(ITERATION_TOKENS))
     iteration_seconds: Distribution = field(default_factory=lambda: Distribution(BETWEEN_TOKENS_SECONDS, _KEPT_VALUES))
 
+    @classmethod
+    def together(cls, parts: Sequence[Counts]) -> Counts:
+        """What several engines have done."""
+        found: dict[str, Any] = {}
+        for item in fields(cls):
+            values = [getattr(part, item.name) for part in parts]
+            if isinstance(values[0], Distribution):
+                found[item.name] = Distribution.together(values)
+            elif isinstance(values[0], dict):
+                names = dict.fromkeys(name for value in values for name in value)
+                found[item.name] = {name: sum(value.get(name, 0) for value in values) for name in names}
+            else:
+                found[item.name] = sum(values)
+        return cls(**found)
+
 
 class Traffic:
     """Watches one engine client. Belongs to its event loop.
@@ -84,6 +104,7 @@ class Traffic:
     Attributes:
         open: answers that are not finished, by id.
         recent: those that ended last, newest first.
+        unread: tokens of prompts that the engine was given and has not read.
         history: tokens and step times by second.
     """
 
@@ -94,16 +115,21 @@ class Traffic:
         self.open: dict[int, Record] = {}
         self.recent: deque[Record] = deque(maxlen=_KEPT_REQUESTS)
         self.history = History(HISTORY_SECONDS, ("generated", "read", "ended"))
+        self.unread = 0
 
     # -- what the client tells -----------------------------------------------------------------------------------------
 
-    def submitted(self, request_id: int, num_prompt: int, streaming: bool) -> None:
-        """A request goes to the engine."""
-        self.open[request_id] = Record(request_id, num_prompt, self.clock(), streaming)
+    def submitted(self, request_id: int, num_prompt: int, streaming: bool, num_known: int = 0) -> None:
+        """A request goes to the engine, which has read `num_known` tokens of its prompt before."""
+        record = Record(request_id, num_prompt, self.clock(), streaming, unread=num_prompt - num_known)
+        self.open[request_id] = record
+        self.unread += record.unread
 
     def refused(self, request_id: int) -> None:
         """The engine said that it can never run it."""
-        if self.open.pop(request_id, None) is not None:
+        record = self.open.pop(request_id, None)
+        if record is not None:
+            self._read(record)
             self.counts.refused += 1
 
     def moved(self, moves: Iterable[tuple[int, str]]) -> None:
@@ -120,6 +146,7 @@ class Traffic:
             elif move == "answering" and not record.streaming and not record.first:
                 record.first = now
                 self.counts.first_token.observe(now - record.arrived)
+                self._read(record)
 
     def answered(self, request_id: int, num_tokens: int, reason: str | None) -> None:
         """A response came; `reason` where it is the last."""
@@ -152,13 +179,6 @@ class Traffic:
         if kind == "compile_after_ready":
             self.counts.compiles_after_ready += 1
 
-    # -- what is read --------------------------------------------------------------------------------------------------
-
-    def shown(self) -> Iterable[Record]:
-        """Answers for people: those under way, the newest first, then those that ended last."""
-        yield from list(reversed(self.open.values()))[:_MAX_OPEN_SHOWN]
-        yield from self.recent
-
     def _tokens(self, record: Record, num_tokens: int, now: float) -> None:
         counts = self.counts
         record.num_tokens += num_tokens
@@ -167,13 +187,20 @@ class Traffic:
             counts.inter_token.observe(now - record.last)
         else:
             counts.prompt_tokens += record.num_prompt
+            self._read(record)
             if record.streaming:  # else the engine tells of it: the only response comes at the end
                 record.first = now
                 counts.first_token.observe(now - record.arrived)
         record.last = now
 
+    def _read(self, record: Record) -> None:
+        """There is nothing left of a prompt to be read."""
+        self.unread -= record.unread
+        record.unread = 0
+
     def _ended(self, record: Record, reason: str, now: float) -> None:
         counts = self.counts
+        self._read(record)
         record.ended, record.reason = now, reason
         self.recent.appendleft(record)
         self.history.add(now, ended=1)
@@ -183,3 +210,11 @@ class Traffic:
         counts.request_generation.observe(record.num_tokens)
         if record.num_tokens > 1 and record.first:
             counts.per_output_token.observe((now - record.first) / (record.num_tokens - 1))
+
+
+def shown(traffics: Sequence[Traffic]) -> list[Record]:
+    """Answers of several engines for people: those under way, the newest first, then those that ended last."""
+    newest = [list(reversed(traffic.open.values()))[:_MAX_OPEN_SHOWN] for traffic in traffics]
+    under_way = heapq.merge(*newest, key=lambda record: -record.arrived)
+    ended = heapq.merge(*(traffic.recent for traffic in traffics), key=lambda record: -record.ended)
+    return [*islice(under_way, _MAX_OPEN_SHOWN), *islice(ended, _KEPT_REQUESTS)]

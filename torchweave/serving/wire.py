@@ -24,6 +24,14 @@ class Addresses:
     from_engine: str
 
 
+@dataclass(frozen=True)
+class Place:
+    """Which one an engine is of those behind a server: number `index` of `count`."""
+
+    index: int = 0
+    count: int = 1
+
+
 PROCESS_BAR = {"title": "engine process", "done": 0, "total": 1, "note": "importing"}
 """The first progress event, of what takes seconds before the engine's report begins."""
 
@@ -51,6 +59,7 @@ class ModelCard:
     max_batch_size: int
     vocab_size: int
     num_kv_blocks: int
+    block_size: int
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None

@@ -1,0 +1,174 @@
+"""The engines behind one server: one, or several replicas of a model, with one face.
+
+engines = Replicas(config, count=2)
+await engines.start()
+with engines.flight() as flight: ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchweave.config import EngineConfig
+from torchweave.engine.request import SamplingParams
+from torchweave.serving.engine_client import EngineClient, Listener, State
+from torchweave.serving.flight import EngineGone, Flight
+from torchweave.serving.routing import Load, Router
+from torchweave.serving.wire import ModelCard, Place
+
+
+class Replicas:
+    """Starts engines, gives each request to one of them, and goes on as long as one of them serves.
+
+    Args:
+        config: of each engine.
+        count: engines.
+        restart: start an engine again when it fails after all were ready.
+
+    Attributes:
+        engines: by number.
+    """
+
+    def __init__(self, config: EngineConfig, count: int = 1, restart: bool = False) -> None:
+        self.config = config
+        self._changed = asyncio.Event()
+        self.engines = tuple(
+            EngineClient(config, restart, Place(index, count), self._changed) for index in range(count)
+        )
+        self._router = Router(config.enable_prefix_caching)
+        self._opened = False
+
+    # -- their life ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start all engines; returns at once, see `wait_until_ready`."""
+        for engine in self.engines:
+            await engine.start()
+
+    async def wait_until_ready(self) -> None:
+        """Wait until all of them take requests.
+
+        Raises:
+            ValueError: an engine cannot be what was asked; one sentence says why and what to do.
+            EngineGone: one failed or was ended.
+        """
+        await self.wait_for(lambda: self.state != "starting")
+        if self.state != "ready":
+            asked = [engine.failure for engine in self.engines if engine.asked_too_much]
+            raise ValueError(asked[0]) if asked else EngineGone(self.failure)
+        self._opened = True
+
+    async def wait_for(self, holds: Callable[[], bool]) -> None:
+        """Wait until something about `state` or `num_in_flight` holds."""
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def stop(self) -> None:
+        """End all engines; requests in flight are answered with an error."""
+        await asyncio.gather(*(engine.stop() for engine in self.engines))
+
+    @property
+    def state(self) -> State:
+        """Until all were ready, what keeps them from it; then the best of theirs."""
+        states = {engine.state for engine in self.engines}
+        order: tuple[State, ...] = ("failed", "stopped", "starting", "ready")
+        if self._opened:
+            order = ("ready", "starting", "stopped", "failed")
+        return next(state for state in order if state in states)
+
+    @property
+    def alive(self) -> bool:
+        """Whether an engine takes requests, or is about to."""
+        return self.state in ("starting", "ready")
+
+    @property
+    def failure(self) -> str:
+        """Why engines failed; empty while none has."""
+        found = [engine.failure for engine in self.engines]
+        if len(set(found)) == 1:
+            return found[0]
+        return " ".join(f"Replica {number}: {why}" for number, why in enumerate(found) if why)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def flight(self) -> Flight:
+        return Flight(self)
+
+    def submit(
+        self,
+        flight: Flight,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        streaming: bool,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> int:
+        """Hand in a request whose responses go to `flight`; returns its id.
+
+        Raises:
+            EngineGone: no engine is ready.
+            ValueError: the request holds what cannot be sent.
+        """
+        engine, num_known = self.engines[0], 0
+        if len(self.engines) > 1:
+            if not (loads := [_load(each) for each in self._ready]):
+                raise EngineGone(self.failure or "The engines are starting; see /ready.")
+            number, num_known = self._router.choose(prompt, cache_salt, loads)
+            engine = self.engines[number]
+        return engine.submit(flight, prompt, params, streaming, priority, cache_salt, num_known)
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        """Ask that requests are stopped; those that are in flight still get their final response."""
+        for engine in self.engines:
+            engine.cancel(ids)
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> ModelCard | None:
+        """What is served, with requests as long as every engine that is ready takes them; None while none is ready."""
+        cards = [engine.model for engine in self.engines if engine.model is not None]
+        return min(cards, key=lambda card: card.max_model_len, default=None)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that were handed in and not yet answered for the last time."""
+        return sum(engine.num_in_flight for engine in self.engines)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in flight beyond those that a step of their engine can hold."""
+        return sum(max(engine.num_waiting, 0) for engine in self._ready)
+
+    @property
+    def num_free(self) -> int:
+        """Further requests that the next steps could hold."""
+        return sum(max(-engine.num_waiting, 0) for engine in self._ready)
+
+    @property
+    def progress(self) -> list[dict[str, Any]]:
+        """The latest of each long task of the engines' starts: `title`, `done`, `total`, `note`, `at`; of several, `replica`."""
+        return [self._numbered(engine, bar) for engine in self.engines for bar in engine.progress]
+
+    def listen(self, listener: Listener) -> None:
+        """Call `listener(kind, facts)` for every later event of the engines; of several, `facts` name the `replica`."""
+        for engine in self.engines:
+            engine.listen(lambda kind, facts, engine=engine: listener(kind, self._numbered(engine, facts)))
+
+    def _numbered(self, engine: EngineClient, facts: dict[str, Any]) -> dict[str, Any]:
+        return facts if len(self.engines) == 1 else {"replica": engine.place.index, **facts}
+
+    @property
+    def _ready(self) -> list[EngineClient]:
+        return [engine for engine in self.engines if engine.state == "ready"]
+
+
+def _load(engine: EngineClient) -> Load:
+    card = engine.model
+    cache = card.num_kv_blocks * card.block_size if card is not None else 0
+    return Load(engine.place.index, engine.restarts, engine.num_in_flight, engine.traffic.unread, cache)

@@ -1,0 +1,110 @@
+"""Which replica gets a request: the one that has the least left to do once it has it.
+
+Work is counted in prompt tokens that are to be read. A replica has those that it was given and has not read, and `REQUEST_TOKENS`
+for each of its requests; a request adds its prompt, less what the replica has read of it before and probably keeps. So a
+conversation stays where its beginning is, until that replica is busier than another by more than reading it again would cost.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+REQUEST_TOKENS = 256
+"""Prompt tokens that cost an engine as much to read as it costs to make one more answer beside others (decision 0094)."""
+SPAN = 64
+"""Tokens of a prompt that are known as one; a shorter beginning is nobody's."""
+_TURN = 1 << 30  # more than there are replicas
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a replica has to do.
+
+    Attributes:
+        replica: its number.
+        life: counts the lives of its engine; a new one has an empty cache.
+        num_requests: requests that it has not answered to their end.
+        unread: prompt tokens of those that it has not read.
+        cache_tokens: what its KV cache holds.
+    """
+
+    replica: int
+    life: int
+    num_requests: int
+    unread: int
+    cache_tokens: int
+
+    @property
+    def work(self) -> int:
+        return self.unread + REQUEST_TOKENS * self.num_requests
+
+
+class Router:
+    """Remembers which beginnings of prompts went to which replica.
+
+    Args:
+        prefixes: whether engines keep what they have read; else no replica is better for a prompt than another.
+    """
+
+    def __init__(self, prefixes: bool = True) -> None:
+        self._prefixes = prefixes
+        self._read: dict[int, Beginnings] = {}
+        self._last = -1
+
+    def choose(self, prompt: np.ndarray, cache_salt: str, loads: Sequence[Load]) -> tuple[int, int]:
+        """The replica for a prompt, and how many tokens of the prompt it has read before; the prompt counts as sent there.
+
+        Args:
+            prompt: token ids, int32.
+            cache_salt: requests with different ones share nothing.
+            loads: of the replicas that take requests; at least one. Those that are alike take turns.
+        """
+        spans = spans_of(prompt, cache_salt) if self._prefixes else []
+        known = [self._beginnings(load).longest(spans) * SPAN for load in loads]
+
+        def left(number: int) -> tuple[int, int, int]:
+            load = loads[number]
+            return load.work - known[number], load.num_requests, (load.replica - self._last - 1) % _TURN
+
+        best = min(range(len(loads)), key=left)
+        self._last = loads[best].replica
+        self._beginnings(loads[best]).add(spans, loads[best].cache_tokens // SPAN)
+        return self._last, known[best]
+
+    def _beginnings(self, load: Load) -> Beginnings:
+        found = self._read.get(load.replica)
+        if found is None or found.life != load.life:
+            found = self._read[load.replica] = Beginnings(load.life)
+        return found
+
+
+class Beginnings:
+    """What one life of an engine has read, span by span: as much as its cache holds, what was asked for last."""
+
+    def __init__(self, life: int) -> None:
+        self.life = life
+        self._spans: OrderedDict[int, None] = OrderedDict()
+
+    def longest(self, spans: Sequence[int]) -> int:
+        """How many of a prompt's first spans are there."""
+        return next((number for number, span in enumerate(spans) if span not in self._spans), len(spans))
+
+    def add(self, spans: Sequence[int], room: int) -> None:
+        for span in reversed(spans):  # a beginning is forgotten after what follows it
+            self._spans[span] = None
+            self._spans.move_to_end(span)
+        while len(self._spans) > room:
+            self._spans.popitem(last=False)
+
+
+def spans_of(prompt: np.ndarray, cache_salt: str) -> list[int]:
+    """A number for each beginning of a prompt that is a multiple of `SPAN` tokens long: equal for equal beginnings."""
+    found, last = [], hash(cache_salt)
+    for end in range(SPAN, len(prompt) + 1, SPAN):
+        last = hash((last, prompt[end - SPAN : end].tobytes()))
+        found.append(last)
+    return found
