@@ -261,3 +261,8 @@ def launched_by_torchrun() -> Launched | None:
 def disable_multicast() -> None:
     """torch's symmetric memory asks for no multicast objects from now on in this process; the kernels use none."""
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+
+
+def keep_kernels_in(folder: str) -> None:
+    """Name the folder of Triton's cache for this process and those that it starts, unless the environment names it."""
+    os.environ.setdefault("TRITON_CACHE_DIR", folder)

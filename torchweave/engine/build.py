@@ -153,7 +153,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, wor
     forward, plan = forward_of(loaded.module, plan, report, world)
     if warming is not None:
         with report.stage("building kernels"):
-            warming.join()
+            warming.wait()
 
     columns, num_groups = -(-plan.max_model_len // plan.block_size), len(layout.sights)
     state = SlotState(plan.max_batch_size, columns, device=plan.device, num_tables=num_groups)

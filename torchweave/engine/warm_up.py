@@ -1,8 +1,9 @@
-"""Build the kernels that steps launch while the model is still being captured: the one is Python, the other mostly is not.
+"""Build the kernels that steps launch while the model is still being captured, in processes of their own.
 
 A stand-in takes the model's place in real steps: it calls attention, experts and quantised products as every kind of layer does,
-and returns logits of nothing. What it misses is built later, when it is first needed; nothing depends on it. Products of few
-tokens are built beside the pieces that call them (`torchweave.compile.ahead`).
+and returns logits of nothing. First its launches are only looked at, for what has to be built; when that is done they are carried
+out. What it misses is built later, when it is first needed; nothing depends on it. Products of few tokens are built beside the
+pieces that call them (`torchweave.compile.ahead`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from torchweave.compile.graphs import Boundary
+from torchweave.compile.kernel_orders import missing, orders
+from torchweave.compile.kernel_workers import KernelWorkers
 from torchweave.engine.redraw import Redraw
 from torchweave.engine.runner import Runner
 from torchweave.engine.step import Adjust
@@ -83,28 +87,61 @@ def start(
     vocab_size: int,
     backend: AttentionBackend,
     dtype: torch.dtype,
-) -> threading.Thread | None:
-    """Begin on a thread of its own; None on a CPU, where there is nothing to build."""
+) -> threading.Event | None:
+    """Begin on a thread of its own. The event is set when what steps need is there; None on a CPU: there is nothing to build."""
     if not plan.device.startswith("cuda"):
         return None
-    forward = StandIn(module, layers, vocab_size, dtype)
+    done = threading.Event()
 
     def build() -> None:
-        device = torch.device(plan.device)
         try:
-            state = SlotState(plan.max_batch_size, -(-plan.max_model_len // plan.block_size), device=device)
-            caches = [backend.allocate(layer, _BLOCKS, plan.block_size, dtype, device) for layer in layers]
-            runner = Runner(plan, forward, backend, caches, state, Report(show=False))
-            runner.start()
-            for tokens in _TOKENS:
-                runner.run_padding(min(tokens, plan.max_num_tokens))
-                runner.run_padding_decode(min(tokens, plan.max_batch_size))
-            with torch.inference_mode():
-                draw_again(state, torch.zeros(1, vocab_size, dtype=dtype, device=device))
-            torch.cuda.synchronize(device)
+            _build(plan, module, layers, vocab_size, backend, dtype, done)
         except Exception:
             _log.exception("Building kernels ahead failed; they are built when they are first needed.")
+        finally:
+            done.set()
 
-    thread = threading.Thread(target=build, name="torchweave-warm-up", daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=build, name="torchweave-warm-up", daemon=True).start()
+    return done
+
+
+def _build(
+    plan: Plan,
+    module: nn.Module,
+    layers: Sequence[LayerSpec],
+    vocab_size: int,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    done: threading.Event,
+) -> None:
+    device = torch.device(plan.device)
+    state = SlotState(plan.max_batch_size, -(-plan.max_model_len // plan.block_size), device=device)
+    caches = [backend.allocate(layer, _BLOCKS, plan.block_size, dtype, device) for layer in layers]
+
+    def steps(forward: StandIn) -> None:
+        runner = Runner(plan, forward, backend, caches, state, Report(show=False))
+        runner.start()
+        for tokens in _TOKENS:
+            runner.run_padding(min(tokens, plan.max_num_tokens))
+            runner.run_padding_decode(min(tokens, plan.max_batch_size))
+
+    def again() -> None:
+        with torch.inference_mode():
+            draw_again(state, torch.zeros(1, vocab_size, dtype=dtype, device=device))
+
+    # What is only looked at must steer nothing, but the choice of experts steers operations of torch.
+    attention = StandIn(nn.Module(), layers, vocab_size, dtype)
+    needed, rare = missing(orders(lambda: steps(attention))), missing(orders(again))
+    with KernelWorkers() if needed or rare else nullcontext() as workers:
+        if workers is not None:
+            _tell(workers.build(needed))
+        steps(StandIn(module, layers, vocab_size, dtype))
+        torch.cuda.synchronize(device)
+        done.set()  # steps may be recorded from now on: nothing here touches the GPU
+        if workers is not None:
+            _tell(workers.build(rare))
+
+
+def _tell(failed: Sequence[str]) -> None:
+    if failed:
+        _log.warning("%d kernels were not built ahead, the first because of: %s", len(failed), failed[0])

@@ -1,0 +1,111 @@
+"""Kernels are found by looking at launches, built by other processes, and found by the launches that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton import knobs  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from torchweave.compile.kernel_orders import missing, orders  # noqa: E402
+from torchweave.compile.kernel_workers import KernelWorkers  # noqa: E402
+from torchweave.ops.kernels import sampling, step  # noqa: E402
+from torchweave.ops.sampling import GREEDY_BELOW  # noqa: E402
+from torchweave.ops.state import SlotState  # noqa: E402
+
+
+class Hopper:
+    """As much of a GPU's driver as compiling asks for; a launch would fail."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def hopper(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU on which nothing was built yet, and an empty cache."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernels = [each for module in (sampling, step) for each in vars(module).values() if isinstance(each, JITFunction)]
+    monkeypatch.setattr(driver, "_active", Hopper())
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    yield
+    for kernel in kernels:
+        kernel.device_caches.clear()
+
+
+def advance() -> None:
+    state, rows = SlotState(4, 2), torch.zeros(4, dtype=torch.int32)
+    fields = (state.last_token, state.position, state.min_position, state.stop_ids)
+    step.launch_advance(rows, state.slots, rows, *fields, rows)
+
+
+def scatter() -> None:
+    step.launch_scatter(torch.zeros(64, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), 4)
+
+
+def draw() -> None:
+    state = SlotState(4, 2)
+    sampling.launch_sample(torch.zeros(4, 64), state.slots, state, torch.zeros(4, dtype=torch.int32), GREEDY_BELOW)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_workers_built_is_found_by_launches_and_by_the_next_start() -> None:
+    wanted = [*orders(lambda: (scatter(), advance(), scatter())), *orders(scatter)]
+    assert [order.name for order in wanted] == ["scatter_kernel", "advance_kernel", "scatter_kernel"]
+    assert missing(wanted) == wanted
+    with KernelWorkers(2) as workers:
+        assert workers.build(wanted) == []
+    assert orders(scatter) == orders(advance) == []  # they are in place
+    for kernel in (step.scatter_kernel, step.advance_kernel):
+        kernel.device_caches.clear()
+    again = orders(scatter)
+    assert again == wanted[2:] and missing(again) == [] and orders(scatter) == []  # from the cache
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_key_of_a_kernel_does_not_depend_on_what_was_hashed_before() -> None:
+    """A worker that knows only the second of two kernels that share functions names its files as this process does."""
+    shared = [each for each in vars(sampling).values() if isinstance(each, JITFunction)]
+    for kernel in shared:
+        kernel.hash = None
+    *_, last = orders(draw)
+    together = last.kernel().cache_key
+    for kernel in shared:
+        kernel.hash = None
+    assert last.name == "finish_kernel" and last.kernel().cache_key == together
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_cannot_be_built_is_told_and_the_rest_is_built() -> None:
+    good, bad = *orders(scatter), *orders(advance)
+    with KernelWorkers(2) as workers:
+        (told,) = workers.build([replace(bad, signature={}), good])
+    assert told.startswith("advance_kernel: ")
+    assert orders(scatter) == [] and orders(advance) == [bad]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_nothing_is_changed_once_launches_were_looked_at() -> None:
+    run, hook = JITFunction.run, knobs.runtime.jit_cache_hook
+
+    def fail() -> None:
+        raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        orders(fail)
+    assert JITFunction.run is run and knobs.runtime.jit_cache_hook is hook

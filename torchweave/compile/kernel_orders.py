@@ -1,0 +1,173 @@
+"""Triton kernels to be built elsewhere: found by looking at launches, built without a GPU, and put where launches find them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torchweave.config import keep_kernels_in
+
+_looking = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Order:
+    """A kernel to be built: everything that it is specialised for.
+
+    Attributes:
+        module, name: where the kernel's function is.
+        device: index of the GPU that it was to be launched on.
+        key: of the built kernel among those of this function on this device.
+        signature, constants, attributes, options: as Triton's compiler takes them.
+        target: backend, architecture, and threads of a warp.
+        folder: Triton's cache.
+    """
+
+    module: str
+    name: str
+    device: int
+    key: str
+    signature: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+    target: tuple[str, Any, int]
+    folder: str
+
+    def kernel(self) -> Any:
+        found = getattr(import_module(self.module), self.name)
+        _hash_inner_first(found)
+        return found
+
+    def kept(self) -> Built | None:
+        """The kernel from Triton's cache, which must be that of this process; None when it is not there."""
+        from triton._C.libtriton import get_cache_invalidating_env_vars
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import get_cache_key, make_backend
+
+        backend, source = make_backend(GPUTarget(*self.target)), self._source()
+        options = backend.parse_options(dict(self.options))
+        key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+        return self._found(hashlib.sha256(key.encode()).hexdigest(), source.name)
+
+    def build(self) -> Built:
+        """The kernel, built or from Triton's cache, without a GPU. In a process of its own: it names the folder of the cache."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+
+        keep_kernels_in(self.folder)
+        source = self._source()
+        compiled = triton.compile(source, target=GPUTarget(*self.target), options=dict(self.options))
+        built = self._found(compiled.hash, source.name)
+        assert built is not None
+        return built
+
+    def put_in_place(self, built: Built) -> None:
+        """Let launches find the kernel; the first of them loads it onto the GPU."""
+        from triton.compiler import CompiledKernel
+
+        kernels = self.kernel().device_caches[self.device][0]
+        kernels.setdefault(self.key, CompiledKernel(self._source(), built.files, built.digest))
+
+    def _source(self) -> Any:
+        from triton.compiler import ASTSource
+
+        return ASTSource(self.kernel(), self.signature, self.constants, self.attributes)
+
+    @staticmethod
+    def _found(digest: str, name: str) -> Built | None:
+        from triton.runtime.cache import get_cache_manager
+
+        facts = f"{name[:150]}.json"
+        files = get_cache_manager(digest).get_group(facts)
+        return None if not files or facts not in files else Built(digest, files)
+
+
+@dataclass(frozen=True)
+class Built:
+    """A built kernel: its digest in Triton's cache, and the paths of its files by name."""
+
+    digest: str
+    files: dict[str, str]
+
+
+def orders(launch: Callable[[], None]) -> list[Order]:
+    """The kernels that `launch` needs and this process has not built yet. None is launched: their results must steer nothing.
+
+    Other threads launch as they always do.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    keep_kernels_in(knobs.cache.dir)  # Inductor would name another folder when it first builds one
+    found: dict[tuple[str, str, int, str], Order] = {}
+    with _looking:
+        mine, run, hook = threading.get_ident(), JITFunction.run, knobs.runtime.jit_cache_hook
+
+        def look(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            return run(kernel, *args, grid=grid, warmup=warmup or threading.get_ident() == mine, **kwargs)
+
+        def note(**facts: Any) -> bool | None:
+            if threading.get_ident() != mine:
+                return None if hook is None else hook(**facts)
+            order = _order(
+                facts["fn"].jit_function, facts["compile"], driver.active.get_current_target(), knobs.cache.dir
+            )
+            found.setdefault((order.module, order.name, order.device, order.key), order)
+            return True
+
+        JITFunction.run, knobs.runtime.jit_cache_hook = look, note  # type: ignore[method-assign]
+        try:
+            launch()
+        finally:
+            JITFunction.run, knobs.runtime.jit_cache_hook = run, hook  # type: ignore[method-assign]
+    return list(found.values())
+
+
+def _hash_inner_first(kernel: Any) -> None:
+    """Triton 3.6 makes another key for a kernel whose functions were hashed before than for one whose were not."""
+    import triton.language as tl
+    from triton.runtime.jit import JITFunction
+
+    if kernel.hash is not None:
+        return
+    for name in kernel.fn.__code__.co_names:
+        for found in (kernel.fn.__globals__.get(name), getattr(tl, name, None)):
+            if isinstance(found, JITFunction) and found is not kernel:
+                _hash_inner_first(found)
+    assert kernel.cache_key
+
+
+def missing(wanted: Iterable[Order]) -> list[Order]:
+    """What has to be built; what Triton's cache has is put in place."""
+    absent = []
+    for order in wanted:
+        kept = order.kept()
+        if kept is None:
+            absent.append(order)
+        else:
+            order.put_in_place(kept)
+    return absent
+
+
+def _order(kernel: Any, facts: dict[str, Any], target: Any, folder: str) -> Order:
+    """An order from what Triton tells its hook."""
+    options = json.loads(facts["specialization_data"])["options"]
+    return Order(
+        module=kernel.fn.__module__,
+        name=kernel.fn.__qualname__,
+        device=facts["device"],
+        key=facts["key"],
+        signature=dict(facts["signature"]),
+        constants=dict(facts["constants"]),
+        attributes=dict(facts["configs"][0]),
+        options={name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
+        target=(target.backend, target.arch, target.warp_size),
+        folder=folder,
+    )
