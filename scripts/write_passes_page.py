@@ -3,8 +3,9 @@
 python scripts/write_passes_page.py [--output docs/passes.md]
 
 Measurements are read where they are kept: `bench/results/passes_*.json`, what a whole engine gains by each pass (bench/passes.py);
-`linear_*.json`, products of few tokens (bench/linear.py); `rank_passes_*.json`, layers over several GPUs (bench/rank_passes.py);
-and the tables that the tuner ships, whose entries name a pass, or the op that it puts in, as `subject`.
+`fusions_*.json`, the operations of a pattern alone (bench/fusions.py); `linear_*.json`, products of few tokens (bench/linear.py);
+`rank_passes_*.json` and `collectives-*.json`, layers and sums over several GPUs (bench/rank_passes.py, bench/collectives.py); and
+the tables that the tuner ships, whose entries name a pass, or the op that it puts in, as `subject`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ TABLES = ROOT / "torchweave" / "compile" / "tuning" / "tables"
 
 OPS = {"small_linears": "linear"}
 """The op that a pass puts in, where tables name that."""
+SUMS = {
+    "all_reduce_norm": ("nccl + norm", "norm in one"),
+    "all_reduce_norm_fp8": ("nccl + norm fp8", "norm fp8 in one"),
+    "userbuffers_prologue": ("norm in one", "norm in one, user buffer"),
+}
+"""What bench/collectives.py calls the ways without and with a pass."""
 
 HEAD = """# Passes
 
@@ -165,7 +172,7 @@ def _field(text: str) -> str:
 def _measured(each: Pass) -> list[str]:
     """A table of measurements: one row for each thing that was measured, the token counts side by side."""
     groups: dict[tuple[str, str], list[Row]] = {}
-    for row in (*_results(each), *_linears(each), *_ranks(each), *_tables(each)):
+    for row in (*_results(each), *_fusions(each), *_linears(each), *_ranks(each), *_collectives(each), *_tables(each)):
         groups.setdefault((row.what, row.source), []).append(row)
     if not groups:
         return ["", "Measured: not yet."]
@@ -210,6 +217,32 @@ def _linears(each: Pass) -> Iterator[Row]:
                 blas = next(other["us"] for other in result["results"] if other["kind"] == "cublas"
                             and (other["name"], other["tokens"]) == (row["name"], row["tokens"]))  # fmt: skip
                 yield Row(f"{row['name']} {row['outputs']}x{row['width']}", source, row["tokens"], blas, row["us"])
+
+
+def _fusions(each: Pass) -> Iterator[Row]:
+    """What bench/fusions.py measured: what Inductor makes of the operations, and the op that the pass puts in within its code."""
+    for source, result in _read(RESULTS, "fusions_*.json"):
+        times = {
+            (row["model"], row["fusion"], row["tokens"], row["build"]): row["microseconds"] for row in result["results"]
+        }
+        for (model, fusion, tokens, build), microseconds in times.items():
+            name, _, form = fusion.partition(", ")
+            if name == each.name and build == "inductor kept":
+                what = f"the operations alone{form and f' with {form}'}, {model}, {result['gpu']}"
+                yield Row(what, source, tokens, times[model, fusion, tokens, "inductor"], microseconds)
+
+
+def _collectives(each: Pass) -> Iterator[Row]:
+    """What bench/collectives.py measured: the sum by NCCL and what follows it, and both in one launch."""
+    before, after = SUMS.get(each.name, ("", ""))
+    for source, result in _read(RESULTS, "collectives-*.json"):
+        for width in sorted({row["width"] for row in result["results"]}):
+            mine = [row for row in result["results"] if row["width"] == width]
+            times = {(row["rows"], row["way"]): row["microseconds"] for row in mine}
+            for rows in (1, 8, 32, 128, 512):
+                if (rows, before) in times and (rows, after) in times:
+                    what = f"a sum of T x {width}: {before} / {after}, {result['gpu']}"
+                    yield Row(what, source, rows, times[rows, before], times[rows, after])
 
 
 def _ranks(each: Pass) -> Iterator[Row]:
