@@ -134,6 +134,8 @@ class EngineConfig:
         enable_prefix_caching: requests that begin alike share KV cache blocks, and blocks are kept for later requests.
         run_ahead: steps that are launched before the tokens of an earlier one are read back.
         tensor_parallel_size: ranks that share each layer of the model, each with a GPU (or a process of a CPU) of its own.
+        pipeline_parallel_size: stages that the layers of the model are divided into, each of `tensor_parallel_size` ranks; one
+            works while the others wait.
         enable_expert_parallel: over several ranks each has some of a layer's experts whole; off: a part of every expert.
         executor: what starts the ranks. `local`: this process starts the others on this machine; `torchrun`: they are there, and
             all run the same script; `ray`: a Ray cluster starts the others, on this machine or on several.
@@ -169,6 +171,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     run_ahead: int = 2
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
     executor: Executor = "local"
     rank_timeout: float = 8.0
@@ -180,7 +183,16 @@ class EngineConfig:
     @property
     def num_ranks(self) -> int:
         """Processes that run the model together."""
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def asked_ranks(self) -> str:
+        """The options that ask for so many ranks, as sentences name them."""
+        stages = f" pipeline_parallel_size={self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
+        tensor = (
+            f" tensor_parallel_size={self.tensor_parallel_size}" if self.tensor_parallel_size > 1 or not stages else ""
+        )
+        return f"{tensor}{' with' if tensor and stages else ''}{stages}".strip()
 
 
 @dataclass(frozen=True)

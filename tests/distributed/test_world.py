@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
+from torchweave.distributed.pipeline import Pipeline
 from torchweave.distributed.world import World, init_world
 
 
@@ -18,17 +19,34 @@ def _look(world: World) -> tuple:
         sums[name] = int(total)
     with pytest.raises(ValueError, match="already"):
         init_world(0, 1, 1, "cpu", dist.HashStore())
-    return world.rank, world.tensor_rank, world.pipeline_rank, sums, world.smallest(10 - world.rank)
+    return world.rank, world.tensor_rank, world.stage, sums, world.smallest(10 - world.rank)
 
 
 def test_tensor_groups_are_neighbours_and_pipelines_cross_them():
     found = run_ranks(_look, 4, pipeline_parallel_size=2)
     assert found == [
-        (0, 0, 0, {"tp": 0b0011, "pp": 0b0101}, 7),
-        (1, 1, 0, {"tp": 0b0011, "pp": 0b1010}, 7),
-        (2, 0, 1, {"tp": 0b1100, "pp": 0b0101}, 7),
-        (3, 1, 1, {"tp": 0b1100, "pp": 0b1010}, 7),
+        (0, 0, 1, {"tp": 0b0011, "pp": 0b0101, "pp_before": 0b0101}, 7),
+        (1, 1, 1, {"tp": 0b0011, "pp": 0b1010, "pp_before": 0b1010}, 7),
+        (2, 0, 0, {"tp": 0b1100, "pp": 0b0101, "pp_behind": 0b0101}, 7),
+        (3, 1, 0, {"tp": 0b1100, "pp": 0b1010, "pp_behind": 0b1010}, 7),
     ]
+
+
+def _hand_over(world: World) -> tuple[list[float], list[int]]:
+    pipeline = Pipeline(world)
+    x = torch.zeros(2, 2) if pipeline.is_first else pipeline.receive((2, 2), torch.float32)
+    x = x.t() + 10**world.stage  # of other strides than those that are sent
+    if not pipeline.is_last:
+        pipeline.send(x)
+    drawn = torch.tensor([world.stage, 7], dtype=torch.int32)
+    pipeline.share(drawn)
+    return x.flatten().tolist(), drawn.tolist()
+
+
+def test_a_pipeline_hands_on_from_stage_to_stage_and_back():
+    found = run_ranks(_hand_over, 3, pipeline_parallel_size=3)
+    assert [x for x, _ in found] == [[111.0] * 4, [11.0] * 4, [1.0] * 4], "rank 0 has the last stage"
+    assert [drawn for _, drawn in found] == [[2, 7]] * 3
 
 
 def _fail(world: World) -> None:

@@ -38,6 +38,7 @@ ALIASES = {
     "compile_cache": "torch_compile_config.compile_cache",
     "compile_cache_dir": "torch_compile_config.compile_cache_dir",
     "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
     "dp": "data_parallel_size",
 }
 SHORT_PREFIX, LONG_PREFIX = "-cc.", "--torch_compile_config."

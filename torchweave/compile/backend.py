@@ -16,6 +16,7 @@ from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.manager import PassManager
 from torchweave.compile.ranks import num_ranks, tell_exchanges
 from torchweave.compile.split import Piece, describe, split
+from torchweave.compile.stages import cut_to_stage
 from torchweave.compile.stored import StoredGraph
 from torchweave.compile.symbols import DynamicDims
 from torchweave.compile.tuning.kept import table_for, tell
@@ -55,6 +56,7 @@ def weave(
     device = next(iter(inputs.values())).device
     table = table_for(device, cache, report)
     graph = _captured(module, inputs, dynamic, config, cache, report)
+    cut_to_stage(graph)
     manager = PassManager(passes, config, table, num_ranks(graph))
     graph.boundary_ops = frozenset(boundary_ops)
     manager.run(graph, report)

@@ -1,7 +1,8 @@
 """Which ranks run one engine, and the process groups between them.
 
 A rank is a process with a device of its own. Ranks are numbered so that those of one tensor-parallel group are neighbours:
-`rank = pipeline_rank * tensor_parallel_size + tensor_rank`. Rank 0 leads: it alone knows requests.
+`rank = pipeline_rank * tensor_parallel_size + tensor_rank`. Rank 0 leads: it alone knows requests. It has the last stage of a
+pipeline, where tokens are drawn, so that all that a request asks about its tokens is there already.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torchweave.ops.collectives import communicator, register_communicator
 
 TENSOR, PIPELINE = "tp", "pp"
 """Names under which a graph knows its groups: the same on every rank, so that all ranks have the same graph."""
+BEFORE, BEHIND = "pp_before", "pp_behind"
+"""Names of the groups of two: with the stage before, and with the one behind."""
 _LEAVE_SECONDS = 5.0  # for process groups whose other ranks are gone
 
 MeetingPoint = Store
@@ -47,7 +50,8 @@ class World:
         tensor_parallel_size: ranks that share each layer.
         pipeline_parallel_size: stages that the layers are divided into.
         device: of this rank: `cpu` or `cuda:N`.
-        groups: process groups by name: `tp`, `pp` (this rank's own ones), for tensors on its device.
+        groups: process groups by name: `tp`, `pp` (this rank's own ones), for tensors on its device; also `pp_before` and
+            `pp_behind`, of this stage and a neighbour.
         host: a gloo group of all ranks, for what the host has to tell; None in a world of one rank.
     """
 
@@ -71,6 +75,15 @@ class World:
     @property
     def pipeline_rank(self) -> int:
         return self.rank // self.tensor_parallel_size
+
+    @property
+    def stage(self) -> int:
+        """Which part of the layers this rank has: 0 begins with the embedding, the last draws tokens."""
+        return self.pipeline_parallel_size - 1 - self.pipeline_rank
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The rank of another stage with which this one exchanges."""
+        return (self.pipeline_parallel_size - 1 - stage) * self.tensor_parallel_size + self.tensor_rank
 
     @property
     def tensor_group(self) -> str:
@@ -137,6 +150,8 @@ def init_world(
             group = _new_group(ranks, device, limit)
             if rank in ranks:
                 groups[name] = group
+    if pipeline_parallel_size > 1:
+        groups |= _hops(groups[PIPELINE], rank, tensor_parallel_size, size, device, limit)
     host = dist.group.WORLD
     assert host is not None
     if tensor_parallel_size > 1:
@@ -172,7 +187,7 @@ def abort_groups(world: World) -> None:
     """Give up what is under way on GPUs between ranks, of which some are gone: kernels that wait for them end."""
     if world.tensor_parallel_size > 1:
         communicator(TENSOR).abort()
-    for group in world.groups.values():
+    for group in {id(group): group for group in world.groups.values()}.values():  # two names may be one group
         if group.name() == "nccl":
             group.abort()
 
@@ -182,6 +197,21 @@ def _new_group(ranks: list[int], device: str, limit: datetime.timedelta) -> Proc
     if device.startswith("cuda"):
         return dist.new_group(ranks, timeout=limit, backend="nccl", device_id=torch.device(device))
     return dist.new_group(ranks, timeout=limit, backend="gloo")
+
+
+def _hops(
+    pipeline: ProcessGroup | None, rank: int, tensor: int, size: int, device: str, limit: datetime.timedelta
+) -> dict[str, ProcessGroup | None]:
+    """The groups of two through which a stage hands over to the next one; a pipeline of two stages is one already."""
+    groups = {}
+    for later in range(size - tensor):  # the rank of the later stage, which is the lower one
+        earlier = later + tensor
+        group = pipeline if size == 2 * tensor else _new_group([later, earlier], device, limit)
+        if rank == later:
+            groups[BEFORE] = group
+        elif rank == earlier:
+            groups[BEHIND] = group
+    return groups
 
 
 def _tensor_groups(tensor_parallel_size: int, size: int) -> list[list[int]]:

@@ -33,6 +33,7 @@ from torchweave.engine.tune import tune_model
 from torchweave.engine.weaving import effective, forward_of, weave_model
 from torchweave.log import Report
 from torchweave.models.load import LoadedModel, load, model_facts
+from torchweave.models.parallel import Stage
 from torchweave.ops.attention import AttentionBackend, KVLayer, LayerSpec, get_backend
 from torchweave.ops.kv_format import FP8_DTYPES
 from torchweave.ops.state import SlotState
@@ -145,12 +146,12 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, wor
         loaded = load(config.model, dtype, plan.device, config.load_format, trust, report, length, how, world, shared)
     layers = _kept(loaded.module.attention_layers, plan)
     backend, plan = _attention(plan, layers, dtype)
-    layout = layout_of(layers, plan.max_model_len)
+    layout = _layout(layers, loaded.stage, plan)
     block_bytes = bytes_per_block(list(dict(zip(layout.places, layers, strict=True)).values()), plan.block_size, dtype)
     if not plan.device.startswith("cuda"):  # refused before the model is woven, which takes longest
         blocks_that_fit(plan, block_bytes, None, layout.sights)
     warming = warm_up.start(plan, loaded.module, layers, loaded.module.vocab_size, backend, dtype)
-    forward, plan = forward_of(loaded.module, plan, report, world)
+    forward, plan = forward_of(loaded.module, plan, report, world, loaded.stage)
     if warming is not None:
         with report.stage("building kernels"):
             warming.wait()
@@ -259,6 +260,14 @@ def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts
 def _kept(layers: Sequence[LayerSpec], plan: Plan) -> list[LayerSpec]:
     """The layers with caches as the plan wants them."""
     return [replace(layer, cache_dtype=FP8_DTYPES.get(plan.kv_cache_dtype)) for layer in layers]
+
+
+def _layout(layers: Sequence[LayerSpec], stage: Stage | None, plan: Plan) -> Layout:
+    """Where this rank's layers keep keys and values: groups of blocks are those of all layers, since one rank grants them."""
+    if stage is None:
+        return layout_of(layers, plan.max_model_len)
+    whole = layout_of(_kept(stage.specs, plan), plan.max_model_len)
+    return replace(whole, groups=tuple(stage.own(whole.groups)), places=tuple(stage.own(whole.places)))
 
 
 def _attention(plan: Plan, layers: Sequence[LayerSpec], dtype: torch.dtype) -> tuple[AttentionBackend, Plan]:

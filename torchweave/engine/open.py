@@ -85,8 +85,7 @@ def _join_torchrun(config: EngineConfig, device: str) -> Lead:
         )
     if launched.size != config.num_ranks:
         raise ValueError(
-            f"torchrun started {launched.size} processes, but tensor_parallel_size={config.tensor_parallel_size} needs "
-            f"{config.num_ranks}; make them equal"
+            f"torchrun started {launched.size} processes, but {config.asked_ranks} needs {config.num_ranks}; make them equal"
         )
     device = device_of(device.partition(":")[0], launched.local_rank)
     store = torchrun.meet()
@@ -114,7 +113,7 @@ def lead_of(config: EngineConfig, crew: Crew, device: str, store: MeetingPoint) 
     """Join the world with ranks that were started."""
     try:
         crew.wait_until_joined()
-        world = init_world(0, config.tensor_parallel_size, 1, device, store)
+        world = init_world(0, config.tensor_parallel_size, config.pipeline_parallel_size, device, store)
     except BaseException:
         crew.close()
         raise

@@ -26,6 +26,7 @@ from torchweave.compile.woven import Woven
 from torchweave.engine.boundary import BEGIN, AttentionBoundary, boundary_of
 from torchweave.engine.buffers import Staging, StepBuffers, pack, packed_size
 from torchweave.engine.movers import copy_blocks
+from torchweave.engine.pipeline import StageForward, StageRedraw
 from torchweave.engine.redraw import Redraw
 from torchweave.engine.step import Step, StepLogprobs, StepResult
 from torchweave.engine.threads import release_workers
@@ -73,7 +74,8 @@ class Runner:
         self.state = state
         self.caches = caches
         self._forward = forward
-        self._least = forward.sizes[0] if isinstance(forward, Woven) else 1  # tokens and rows that the model may see
+        # Tokens and rows that the model may see.
+        self._least = forward.sizes[0] if isinstance(forward, (Woven, StageForward)) else 1
         self._backend = backend
         self._report = report
         self._device = torch.device(plan.device)
@@ -86,7 +88,10 @@ class Runner:
         self._from_device = Staging(plan.max_batch_size, depth, self._device)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._decode_steps: dict[int, tuple[Callable[[Boundary], Tensor], AttentionBoundary]] = {}
-        self._redraw = Redraw(state)
+        self._redraw, self._draw, self._has_logits = Redraw(state), sample, True
+        if isinstance(forward, StageForward):
+            pipeline, self._draw = forward.pipeline, forward.draw
+            self._redraw, self._has_logits = StageRedraw(state, pipeline), pipeline.is_last
 
     # -- what a step computes ------------------------------------------------------------------------------------------
 
@@ -99,7 +104,7 @@ class Runner:
         seq_lens, mapping = buffers.seq_lens[:rows], buffers.slot_mapping[..., :rows]
         tokens, out, index = buffers.tokens[:rows], buffers.out[:rows], buffers.row_index[:rows]
         every = buffers.every[:rows]
-        block_size = self.plan.block_size
+        block_size, draw = self.plan.block_size, self._draw
 
         def run(boundary: Boundary) -> Tensor:
             prepare_decode(
@@ -113,7 +118,7 @@ class Runner:
             )
             boundary(BEGIN, (), {})
             logits = self._forward(boundary, ids, positions, index)
-            sample(logits, slots, state, tokens)
+            draw(logits, slots, state, tokens)
             advance(tokens, slots, every, state, out)
             return logits
 
@@ -140,7 +145,7 @@ class Runner:
         ids, positions, mapping = buffers.ids[:tokens], buffers.positions[:tokens], buffers.slot_mapping[..., :tokens]
         seq_lens, drawn, out = buffers.seq_lens[:rows], buffers.tokens[:rows], buffers.out[:rows]
         index = buffers.logits_index[:rows]
-        block_size = self.plan.block_size
+        block_size, draw = self.plan.block_size, self._draw
 
         def run(boundary: Boundary) -> Tensor:
             index.copy_(packed.logits_index)
@@ -159,7 +164,7 @@ class Runner:
             boundary(BEGIN, (), {})
             wanted = index if scored is None else torch.cat([index, scored])
             logits = self._forward(boundary, ids, positions, wanted)
-            sample(logits[:rows], packed.slots, state, drawn)
+            draw(logits[:rows], packed.slots, state, drawn)
             advance(drawn, packed.slots, packed.emit, state, out)
             return logits
 
@@ -276,9 +281,9 @@ class Runner:
             if step.adjust is not None:
                 self._redraw(step.adjust, logits, self._buffers.tokens, self._buffers.out)
             wanted = scores = None
-            if step.scored is not None:
+            if step.scored is not None and self._has_logits:
                 scores = self._scores(step, logits)
-            if step.logprobs is not None:
+            if step.logprobs is not None and self._has_logits:
                 rows, most = step.logprobs
                 wanted = rows, self._logprobs(logits, rows, most)
             turn, host = self._from_device.next()

@@ -124,7 +124,7 @@ def _rank(pipe: Connection, rank: int, size: int, address: tuple[str, int]) -> N
 def _generate(world: World, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int) -> Answer:
     report = Report(show=False)
     loaded = load(config.model, config.dtype, report=report, max_model_len=config.max_model_len, world=world)
-    engine = build(config, report, loaded)
+    engine = build(config, report, loaded, world)
     batch, runner = engine.batch, engine.runner
     greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     for number, prompt in enumerate(prompts):

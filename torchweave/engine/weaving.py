@@ -14,8 +14,10 @@ from torchweave.compile.graphs import Forward
 from torchweave.compile.woven import Woven
 from torchweave.config import TorchCompileConfig
 from torchweave.distributed.world import World
+from torchweave.engine.pipeline import StageForward
 from torchweave.engine.tune import tune_model
 from torchweave.log import Report
+from torchweave.models.parallel import Stage
 from torchweave.ops.registry import boundary_ops
 from torchweave.plan import Plan
 
@@ -53,10 +55,16 @@ def weave_model(
     return weave(module, example, dynamic, boundary_ops=boundary_ops(), config=config, cache=cache, report=report)
 
 
-def forward_of(module: torch.nn.Module, plan: Plan, report: Report, world: World) -> tuple[Forward, Plan]:
+def forward_of(
+    module: torch.nn.Module, plan: Plan, report: Report, world: World, stage: Stage | None = None
+) -> tuple[Forward, Plan]:
     """The model woven, or, when it will not trace, run as it is with capture broken at boundary ops.
 
-    All ranks have the same graph: with a compile cache the leader builds it, and the others wait to load what it kept.
+    All ranks have the same graph, or that of their stage, in which many pieces are the same: with a compile cache the leader builds
+    it, and the others wait to load what it kept.
+
+    Raises:
+        ValueError: a model that is divided into stages will not trace.
     """
     if not plan.fullgraph:
         return broken(module, boundary_ops()), plan
@@ -76,8 +84,12 @@ def forward_of(module: torch.nn.Module, plan: Plan, report: Report, world: World
                 )
         with report.stage("weaving"):
             woven = weave_model(module, config, device, cache, report)
-        return woven, plan
+        return (woven if stage is None else StageForward(woven, stage, world)), plan
     except TraceError as error:
+        if stage is not None:
+            raise ValueError(
+                f"The model cannot be divided into stages: {error}; use pipeline_parallel_size=1"
+            ) from error
         report.event("fallback", what="the model runs without the compiler", why=str(error))
         settled = plan.settle(
             "torch_compile_config.enable_fullgraph", False, f"will not trace: {error}", fullgraph=False

@@ -78,7 +78,7 @@ def _work(follower: Follower, task: Task, store: MeetingPoint | None) -> None:
     if store is None:
         assert task.store is not None
         store = join_meeting_point(task.store)
-    world = init_world(task.rank, config.tensor_parallel_size, 1, task.device, store)
+    world = init_world(task.rank, config.tensor_parallel_size, config.pipeline_parallel_size, task.device, store)
     report = Report(show=False)
     begin = time.monotonic()
     quiet = replace(config, torch_compile_config=replace(config.torch_compile_config, dump_dir=None))  # the leader's

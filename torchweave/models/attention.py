@@ -59,7 +59,8 @@ def attend(
     out = torch.empty(q.shape[0], q.shape[1], v.shape[-1], dtype=q.dtype, device=q.device)
     scale = float(scaling) if scaling is not None else q.shape[-1] ** -0.5
     window, chunk = _locality(module, sliding_window)
-    torch.ops.torchweave.attention(q, k, v, out, module.layer_idx, scale, window, float(softcap or 0.0), s_aux, chunk)
+    layer = getattr(module, "torchweave_layer", module.layer_idx)  # among those of this rank
+    torch.ops.torchweave.attention(q, k, v, out, layer, scale, window, float(softcap or 0.0), s_aux, chunk)
     return out.unsqueeze(0), None
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
@@ -17,6 +18,7 @@ from torchweave.models.attention import UnsupportedModel
 from torchweave.models.merging import Merger, Merging, check_merges, merging_of
 from torchweave.models.parallel import ParallelPlan
 from torchweave.models.parallel.apply import apply, place_offsets
+from torchweave.models.parallel.stages import Stage, leave_out_others
 from torchweave.models.quantize import Quantizer, Scheme
 from torchweave.models.quantized_checkpoint import check_dtypes, cut_scales, stored_scheme, take_scales
 from torchweave.models.resolve import Source
@@ -32,6 +34,8 @@ class Filling:
         dtype, device: of its weights.
         quantization: how its linears are quantised as they arrive; None: they are not.
         plan: this rank's part of it; None: all of it.
+        stage: this rank's layers of it; None: all of them.
+        whole: where there is a stage, what the whole model has; see `weights.fill_random`.
     """
 
     source: Source
@@ -41,6 +45,8 @@ class Filling:
     trust_remote_code: bool = False
     quantization: Scheme | None = None
     plan: ParallelPlan | None = None
+    stage: Stage | None = None
+    whole: Mapping[str, Tensor] | None = None
 
     def quantizer(self, model: PreTrainedModel) -> Quantizer | None:
         return None if self.quantization is None else Quantizer(model, self.quantization)
@@ -50,7 +56,7 @@ def fill_dummy(model: PreTrainedModel, how: Filling, report: Report) -> Quantize
     """Fill the model at random; ranks have parts of the same numbers."""
     quantizer = how.quantizer(model)
     cuts = how.plan.cuts if how.plan is not None else {}
-    weights.fill_random(model, how.device, report, placer=quantizer, cuts=cuts)
+    weights.fill_random(model, how.device, report, placer=quantizer, cuts=cuts, whole=how.whole)
     _buffers(model, how)
     return quantizer
 
@@ -132,6 +138,8 @@ def _convert(how: Filling, report: Report) -> tuple[PreTrainedModel, Quantizer |
             apply(converted, how.plan)
             converted.tie_weights(recompute_mapping=False)
             place_offsets(converted, how.plan, torch.device("cpu"))
+        if how.stage is not None:
+            leave_out_others(converted, how.stage)
         quantizer = how.quantizer(converted)
         if quantizer is not None:
             quantizer.apply(converted, how.device)

@@ -22,7 +22,7 @@ from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.filling import Filling, fill, fill_dummy
 from torchweave.models.hooks import freeze_rope
-from torchweave.models.parallel import divide
+from torchweave.models.parallel import Stage, divide, keep_stage
 from torchweave.models.quantized_checkpoint import scheme_for, stored_cache_dtype, stored_scheme, take_cache_scales
 from torchweave.models.resolve import Source, read_json, resolve
 from torchweave.ops.attention import LayerSpec
@@ -65,6 +65,7 @@ class LoadedModel:
         weight_bytes: memory of parameters and buffers on this rank.
         quantization: how its linears are quantised (`fp8_per_tensor`); None: they are not.
         world: the ranks that share the model.
+        stage: which of its layers this rank has; None: all of them.
     """
 
     module: DecoderStep
@@ -80,6 +81,7 @@ class LoadedModel:
     weight_bytes: int
     quantization: str | None = None
     world: World = field(default_factory=World.single)
+    stage: Stage | None = None
 
 
 def load(
@@ -127,10 +129,16 @@ def load(
     length = _max_model_len(model.config, max_model_len)
     specs = _with_cache_scales(specs, stored, report)
     size = _Size(vocab_size(model), sum(parameter.numel() for parameter in model.parameters()), length)
-    plan = None
+    plan = stage = whole = None
     if world.tensor_parallel_size > 1:
         plan, specs = divide(model, specs, world, expert_parallel, report)
-    filling = Filling(source, read_config(source, trust_remote_code), chosen, device, trust_remote_code, how, plan)
+    if world.pipeline_parallel_size > 1:
+        whole = weights.untied(model)
+        stage = keep_stage(model, specs, world.stage, world.pipeline_parallel_size, report)
+        plan, specs = None if plan is None else plan.within(stage.keeps), stage.own(specs)
+        stored = None if stored is None else stage.of_checkpoint(stored)
+    fresh = read_config(source, trust_remote_code)
+    filling = Filling(source, fresh, chosen, device, trust_remote_code, how, plan, stage, whole)
     if stored is None:
         quantizer = fill_dummy(model, filling, report)
     else:
@@ -157,6 +165,7 @@ def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code:
         None if stored is None else str(stored).removeprefix("torch."),
         None if how is None else how.name,
         stored_cache_dtype(source),
+        getattr(config.get_text_config(), "num_hidden_layers", None),
     )
 
 
@@ -293,6 +302,7 @@ def _loaded(
         weight_bytes=num_bytes,
         quantization=None if how.quantization is None else how.quantization.name,
         world=world,
+        stage=how.stage,
     )
     report.event(
         "model_loaded",

@@ -278,15 +278,17 @@ def fill_random(
     seed: int = 0,
     placer: Placer | None = None,
     cuts: Mapping[str, Cut] = _WHOLE,
+    whole: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Random weights on the device: matrices and embeddings small and normal, norms one, biases and the rest zero.
 
     Args:
         cuts: tensors of which the model has a part: that of the numbers that the whole model would have.
+        whole: what `untied` gave of the whole model, where this one lacks layers: it has the same numbers.
     """
-    dtypes, wanted = dtype_plan(model), targets(model)
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    names = [name for name in wanted if name not in tied]
+    own = untied(model)
+    wanted = own if whole is None else whole
+    dtypes, names = dtype_plan(model, wanted), list(wanted)
     generator = torch.Generator(device).manual_seed(seed)
     with report.progress(
         "random weights", sum(wanted[name].numel() * dtypes[name].itemsize for name in names)
@@ -299,12 +301,20 @@ def fill_random(
                 tensor.normal_(0.0, 0.02, generator=generator)
             elif dtype.is_floating_point and name.endswith("weight"):
                 tensor.fill_(1.0)
-            (put if placer is None else placer.put)(model, name, tensor if cut is None else cut.of(tensor))
+            if name in own:
+                (put if placer is None else placer.put)(model, name, tensor if cut is None else cut.of(tensor))
             advance(tensor.numel() * dtype.itemsize, name)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
     model.tie_weights(missing_keys=set(tied), recompute_mapping=False)
 
 
-def dtype_plan(model: PreTrainedModel) -> dict[str, torch.dtype]:
+def untied(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a checkpoint may fill, without those names that another one is tied to."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return {name: tensor for name, tensor in targets(model).items() if name not in tied}
+
+
+def dtype_plan(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) -> dict[str, torch.dtype]:
     """The dtype of each tensor: the model's, but float32 where the model's class says that it must stay so."""
     strict = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if model.config.dtype == torch.float16:
@@ -312,7 +322,7 @@ def dtype_plan(model: PreTrainedModel) -> dict[str, torch.dtype]:
     keep = re.compile("|".join(rf"((^|\.){re.escape(name)}($|\.))" for name in sorted(strict))) if strict else None
     return {
         name: torch.float32 if keep and tensor.is_floating_point() and keep.search(name) else tensor.dtype
-        for name, tensor in targets(model).items()
+        for name, tensor in (targets(model) if tensors is None else tensors).items()
     }
 
 

@@ -54,6 +54,7 @@ _AT_LEAST = {
     "mixed_step_tokens": 0,
     "batch_wait_timeout_iters": 0,
     "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
     "rank_timeout": 1,
     "torch_compile_config.max_padding_ratio": 1,
     "torch_compile_config.max_num_streams": 1,

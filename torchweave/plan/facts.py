@@ -61,6 +61,7 @@ class ModelFacts:
         dtype: its checkpoint's; None where that names none.
         quantization: how its checkpoint keeps linears (`fp8_per_block`); None: unquantised.
         kv_cache_dtype: what its checkpoint wants keys and values kept in (`fp8_e4m3`); None: it says nothing.
+        num_layers: how many it has; None: its config does not say.
     """
 
     name: str
@@ -68,6 +69,7 @@ class ModelFacts:
     dtype: str | None = None
     quantization: str | None = None
     kv_cache_dtype: str | None = None
+    num_layers: int | None = None
 
 
 def choose_device(asked: str, num_gpus: int) -> str:

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from torchweave.config import EngineConfig
-from torchweave.plan.facts import DeviceFacts
+from torchweave.plan.facts import DeviceFacts, ModelFacts
 
 Note = Callable[..., Any]
 
 
-def resolve_ranks(config: EngineConfig, device: DeviceFacts, note: Note) -> None:
+def resolve_ranks(config: EngineConfig, device: DeviceFacts, model: ModelFacts, note: Note) -> None:
     """Note the options of several ranks.
 
     Raises:
-        ValueError: there are too few GPUs, or an option needs a single rank.
+        ValueError: there are too few GPUs or layers, or an option needs a single rank, or layers that are not divided.
     """
     size = config.num_ranks
     if size == 1:
@@ -29,8 +29,23 @@ def resolve_ranks(config: EngineConfig, device: DeviceFacts, note: Note) -> None
         )
     if config.executor == "local" and device.is_gpu and size > device.num_gpus:
         raise ValueError(
-            f"tensor_parallel_size={config.tensor_parallel_size} needs {size} GPUs, but from {device.device} on this machine has "
-            f"{device.num_gpus}; lower it, or use executor=ray for GPUs of several machines"
+            f"{config.asked_ranks} needs {size} GPUs, but from {device.device} on this machine has {device.num_gpus}; lower it, or "
+            "use executor=ray for GPUs of several machines"
+        )
+    _check_stages(config, model)
+
+
+def _check_stages(config: EngineConfig, model: ModelFacts) -> None:
+    stages = config.pipeline_parallel_size
+    if stages > 1 and not config.torch_compile_config.enable_fullgraph:
+        raise ValueError(
+            f"pipeline_parallel_size={stages} needs torch_compile_config.enable_fullgraph: it is the captured graph that is cut "
+            "into stages; turn it on, or use tensor_parallel_size"
+        )
+    if model.num_layers is not None and stages > model.num_layers:
+        raise ValueError(
+            f"pipeline_parallel_size={stages} is above the {model.num_layers} layers of {model.name}, and each stage needs one; "
+            "lower it"
         )
 
 

@@ -57,7 +57,7 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
             "read again than a step holds; turn it on, or use guaranteed_no_evict"
         )
     entries = _Entries(config)
-    resolve_ranks(config, device, entries.note)
+    resolve_ranks(config, device, model, entries.note)
     entries.note("device", device.device, "" if config.device == device.device else f"{device.title}")
     dtype = entries.note("dtype", *_dtype(config, device, model))
     quantization = entries.note("quantization", *_quantization(config, device, model))

@@ -1,4 +1,4 @@
-"""Tensor parallelism: an unmodified model, divided over ranks before its weights are read."""
+"""An unmodified model, divided over ranks before its weights are read: each layer of it, or the layers into stages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torchweave.models.attention import UnsupportedModel
 from torchweave.models.parallel.apply import apply
 from torchweave.models.parallel.plan import ParallelPlan, plan_of
 from torchweave.models.parallel.roles import kind_of
+from torchweave.models.parallel.stages import Stage, keep_stage
 from torchweave.ops.attention import LayerSpec
 
-__all__ = ["ParallelPlan", "divide"]
+__all__ = ["ParallelPlan", "Stage", "divide", "keep_stage"]
 
 
 def divide(

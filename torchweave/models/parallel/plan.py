@@ -6,8 +6,8 @@ their inner width or by number, the vocabulary by rows. A plan holds names and s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,6 +51,10 @@ class ParallelPlan:
     norms: list[str] = field(default_factory=list)
     heads: dict[str, Heads] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)
+
+    def within(self, keeps: Callable[[str], bool]) -> ParallelPlan:
+        """The plan of a model of which only the modules are left that `keeps` names."""
+        return replace(self, experts={name: first for name, first in self.experts.items() if keeps(name)})
 
     def expected(self, whole: Sequence[LayerSpec]) -> list[tuple[int, int, int]]:
         """(heads, key and value heads, width of a head) of each layer as this rank has them."""

@@ -1,0 +1,132 @@
+"""Pipeline parallelism: what a stage has of a model, tokens of two stages, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.collective_cases import mirrored
+from tests.ranks import run_ranks
+from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.distributed.world import World
+from torchweave.engine.verify import prompts
+from torchweave.engine.verify_ranks import _generate
+from torchweave.log import Report
+from torchweave.models import LoadedModel, UnsupportedModel, load, zoo
+from torchweave.models.parallel.stages import share
+
+# Tied and untied vocabularies; norms of heads; windows in some layers, in groups of blocks that cross stages; experts; GPT-2.
+NAMES = ("llama-tied", "qwen3", "gemma3", "mixtral", "gpt2")
+PLAIN = TorchCompileConfig(enable_inductor=False, compile_cache=False)
+
+
+def stage_of(source: Any, stage: int, size: int = 2, **options: Any) -> LoadedModel:
+    """A stage, loaded in this process."""
+    return load(source, torch.float32, world=World(size - 1 - stage, size, pipeline_parallel_size=size), **options)
+
+
+def names(loaded: LoadedModel) -> set[str]:
+    return {name for name, _ in loaded.module.model.named_parameters(remove_duplicate=False)}
+
+
+def _answers(world: World, folders: dict[str, str]) -> dict[str, Any]:
+    found = {}
+    for name, folder in folders.items():
+        config = EngineConfig(
+            folder,
+            "float32",
+            "cpu",
+            cpu_kv_cache_gib=0.02,
+            max_batch_size=8,
+            max_num_tokens=32,
+            torch_compile_config=PLAIN,
+        )
+        found[name] = [list(tokens) for tokens in _generate(world, config, prompts()[:3], 6).tokens]
+    return found
+
+
+def test_tokens_of_two_pipeline_stages_are_those_of_transformers(tmp_path: Path) -> None:
+    expected, folders = {}, {}
+    for name in NAMES:
+        model = zoo.build(zoo.specimen(name))
+        expected[name] = zoo.reference_tokens(model, prompts()[:3], 6)
+        zoo.save(model, tmp_path / name)
+        folders[name] = str(tmp_path / name)
+    assert run_ranks(_answers, 2, folders, pipeline_parallel_size=2) == [expected, expected]
+
+
+def test_a_pipeline_stage_reads_its_own_layers_alone(tmp_path: Path) -> None:
+    entry = zoo.specimen("llama")
+    entry = replace(entry, options={**entry.options, "num_hidden_layers": 4})
+    zoo.save(zoo.build(entry), tmp_path)
+    whole, parts = load(tmp_path), []
+    for stage in range(2):
+        report = Report(show=False)
+        parts.append(stage_of(tmp_path, stage, report=report))
+        read = [event for event in report.select("progress") if event["title"] == "weights"][-1]["total"]
+        assert read == sum(parameter.numel() * 4 for parameter in parts[-1].module.model.parameters())
+        assert report.select("pipeline_parallel")[0]["layers"] == [2 * stage, 2 * stage + 2]
+        assert 0.4 * whole.weight_bytes < parts[-1].weight_bytes < 0.55 * whole.weight_bytes
+        assert len(parts[-1].module.attention_layers) == 2 and parts[-1].num_parameters == whole.num_parameters
+    first, last = map(names, parts)
+    assert first | last == names(whole) and first & last == {"model.norm.weight"}
+    assert "model.embed_tokens.weight" in first and "lm_head.weight" in last
+    for part in parts:
+        for name, parameter in part.module.model.named_parameters():
+            assert torch.equal(parameter, whole.module.model.get_parameter(name)), name
+
+
+def test_pipeline_stages_in_the_middle_have_no_vocabulary() -> None:
+    config = zoo.specimen("llama-tied").config().to_dict() | {"num_hidden_layers": 3}
+    parts = [stage_of(config, stage, 3, load_format="dummy") for stage in range(3)]
+    table = ["model.embed_tokens.weight" in names(part) for part in parts]
+    assert table == [True, False, True]
+    model: Any = parts[2].module.model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    whole = load(config, torch.float32, load_format="dummy").module.model
+    for part in parts:  # the same numbers as on one rank
+        for name, parameter in part.module.model.named_parameters():
+            assert torch.equal(parameter, whole.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "granitemoe"])
+def test_experts_of_a_pipeline_stage(name: str, tmp_path: Path) -> None:
+    """Merged as they are read, or converted by transformers."""
+    zoo.save(zoo.build(zoo.specimen(name)), tmp_path)
+    whole = load(tmp_path).module.model
+    for stage in range(2):
+        part = stage_of(tmp_path, stage)
+        experts = [name for name in names(part) if "experts" in name]
+        assert {name.split(".")[2] for name in experts} == ({"0", "1"} if stage == 0 else {"2"})
+        for each in experts:
+            assert torch.equal(part.module.model.get_parameter(each), whole.get_parameter(each))
+
+
+def test_a_pipeline_of_tensor_parallel_ranks_loads_quarters(tmp_path: Path) -> None:
+    zoo.save(zoo.build(zoo.specimen("qwen3_moe")), tmp_path)
+    whole, world = load(tmp_path).module.model, World(1, 4, 2, 2)
+    with mirrored("tp", 2, 1):
+        part = load(tmp_path, torch.float32, world=world, expert_parallel=True)
+    (spec,) = part.module.attention_layers
+    assert (
+        part.stage is not None and part.stage.number == 1 and spec.num_heads * 2 == part.config["num_attention_heads"]
+    )
+    experts = "model.layers.2.mlp.experts.down_proj"
+    assert torch.equal(part.module.model.get_parameter(experts), whole.get_parameter(experts)[4:])
+
+
+@pytest.mark.parametrize("layers, stages, expected", [(5, 2, [3, 2]), (4, 4, [1, 1, 1, 1]), (11, 4, [3, 3, 3, 2])])
+def test_pipeline_stages_are_even(layers: int, stages: int, expected: list[int]) -> None:
+    bounds = [share(layers, stage, stages) for stage in range(stages)]
+    assert [end - begin for begin, end in bounds] == expected
+    assert [0, *(end for _, end in bounds)] == [*(begin for begin, _ in bounds), layers]
+
+
+def test_more_pipeline_stages_than_layers_are_refused() -> None:
+    config = zoo.specimen("llama").config().to_dict()
+    with pytest.raises(UnsupportedModel, match="has 3 layers, which are too few for 4 stages; lower pipeline_parallel"):
+        stage_of(config, 0, 4, load_format="dummy")

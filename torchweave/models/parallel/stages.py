@@ -1,0 +1,250 @@
+"""Pipeline parallelism: which layers of an unmodified model one rank keeps, and what stands where the others were.
+
+A rank of a stage never has the parameters of other layers: their modules are taken out of the model before weights are read. In
+the captured graph marks are left where the stage begins and ends, and it is cut there; what is computed before and behind the
+layers (positions, masks, the last norm) falls away with that wherever it is not needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import torchweave.ops.stages  # noqa: F401  (defines torchweave::stage_input)
+from torchweave.log import Report
+from torchweave.models.adapt import layer_specs
+from torchweave.models.attention import UnsupportedModel
+from torchweave.ops.attention import LayerSpec
+
+T = TypeVar("T")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the ranks of one stage keep of a model.
+
+    Attributes:
+        number, size: which stage of how many.
+        layers: name of the list of layers.
+        begin, end: the layers of this stage: from, and up to but without.
+        specs: what every layer of the whole model keeps in the KV cache.
+        width, dtype: of the hidden states that stages hand over, `[1, T, width]`.
+        returned: values that a layer returns as a tuple; 0: it returns its hidden states as they are.
+        embedding, head: names of the modules that hold the vocabulary.
+        tied: their weights are one, which the first and the last stage both have.
+    """
+
+    number: int
+    size: int
+    layers: str
+    begin: int
+    end: int
+    specs: tuple[LayerSpec, ...]
+    width: int
+    dtype: torch.dtype
+    returned: int
+    embedding: str
+    head: str
+    tied: bool
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.size - 1
+
+    def own(self, of_all_layers: Sequence[T]) -> list[T]:
+        """What belongs to this stage's layers, of something that each layer has one of."""
+        return list(of_all_layers[self.begin : self.end])
+
+    def of_checkpoint(self, stored: Mapping[str, T]) -> dict[str, T]:
+        """The tensors of a checkpoint without those of other layers, however the checkpoint calls what is around them."""
+        layer = re.compile(rf"(?:^|\.){re.escape(self.layers.rpartition('.')[2])}\.(\d+)\.")
+        return {
+            name: tensor
+            for name, tensor in stored.items()
+            if (found := layer.search(name)) is None or self.begin <= int(found[1]) < self.end
+        }
+
+    def keeps(self, name: str) -> bool:
+        """Whether a module or parameter of the whole model is this stage's."""
+        if not name.startswith(f"{self.layers}."):
+            return True
+        return self.begin <= int(name.removeprefix(f"{self.layers}.").partition(".")[0]) < self.end
+
+
+def share(num_layers: int, number: int, size: int) -> tuple[int, int]:
+    """(from, up to but without) of the layers of a stage: as even as can be, with one more for earlier ones."""
+    each, more = divmod(num_layers, size)
+    begin = number * each + min(number, more)
+    return begin, begin + each + (number < more)
+
+
+def keep_stage(model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, size: int, report: Report) -> Stage:
+    """Make one stage of a model that has no memory yet.
+
+    Raises:
+        UnsupportedModel: the model cannot be divided so; one sentence says what stands in the way.
+    """
+    name, whole = type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
+    if size > len(specs):
+        raise UnsupportedModel(
+            f"{name} has {len(specs)} layers, which are too few for {size} stages; lower pipeline_parallel_size."
+        )
+    stage = _stage_of(model, specs, number, size)
+    leave_out_others(model, stage)
+    try:
+        left = len(layer_specs(model))
+    except UnsupportedModel as refusal:
+        raise _refusal(name, f"without the layers of others it does not run ({refusal})") from refusal
+    if left != stage.end - stage.begin:
+        raise _refusal(name, f"a stage of {stage.end - stage.begin} layers has {left} attentions")
+    report.event(
+        "pipeline_parallel",
+        stage=number,
+        stages=size,
+        layers=[stage.begin, stage.end],
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        of=whole,
+    )
+    return stage
+
+
+def leave_out_others(model: PreTrainedModel, stage: Stage) -> None:
+    """Take everything that is another stage's out of a whole model, with or without memory."""
+    layers: Any = model.get_submodule(stage.layers)
+    for index, layer in enumerate(layers):
+        if stage.begin <= index < stage.end:
+            for module in layer.modules():
+                if isinstance(getattr(module, "layer_idx", None), int):
+                    module.torchweave_layer = module.layer_idx - stage.begin
+        else:
+            mark = {stage.begin - 1: "stage_input", stage.end: "stage_output"}.get(index, "")
+            layers[index] = OtherLayer(layer, mark, stage.returned)
+    has_vocabulary = stage.tied and (stage.is_first or stage.is_last)
+    if not (stage.is_first or has_vocabulary):
+        _replace(model, stage.embedding, OtherEmbedding(model.get_submodule(stage.embedding)))
+    if not (stage.is_last or has_vocabulary):
+        _replace(model, stage.head, OtherHead(model.get_submodule(stage.head)))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    left = model.state_dict(keep_vars=True).keys()
+    model.all_tied_weights_keys = {name: source for name, source in tied.items() if {name, source} <= left}
+
+
+class OtherLayer(nn.Module):
+    """Where another stage's layer was: hands hidden states on, past a mark if the stage begins or ends here."""
+
+    def __init__(self, layer: nn.Module, mark: str, returned: int) -> None:
+        super().__init__()
+        for name, setting in vars(layer).items():  # such as the kind of attention, which models ask their layers for
+            if not name.startswith("_") and isinstance(setting, _PLAIN) and name != "training":
+                setattr(self, name, setting)
+        self.mark, self.returned = mark, returned
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.mark == "stage_input":
+            hidden_states = torch.ops.torchweave.stage_input(hidden_states)
+        elif self.mark == "stage_output":
+            hidden_states = torch.ops.torchweave.stage_output(hidden_states)
+        return (hidden_states, *(None,) * (self.returned - 1)) if self.returned else hidden_states
+
+
+class OtherEmbedding(nn.Module):
+    """Where the embedding was: nothing may depend on what it gives."""
+
+    def __init__(self, embedding: Any) -> None:
+        super().__init__()
+        self.width, self.dtype = embedding.weight.shape[1], embedding.weight.dtype
+        _no_weight(self, embedding)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.ops.torchweave.elsewhere(ids, self.width, self.dtype)
+
+
+class OtherHead(nn.Module):
+    """Where the output layer was: what it gives is dropped."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        _no_weight(self, head)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+
+def _no_weight(module: nn.Module, other: Any) -> None:
+    """A weight without numbers: some models ask where it is and of which dtype."""
+    module.register_buffer("weight", other.weight.new_empty(0), persistent=False)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of another one, wherever the model holds that."""
+    other = model.get_submodule(name)
+    for owner in list(model.modules()):
+        for leaf, child in owner._modules.items():
+            if child is other:
+                owner._modules[leaf] = module
+
+
+def _refusal(name: str, why: str) -> UnsupportedModel:
+    return UnsupportedModel(f"{name} cannot be divided into stages: {why}; use pipeline_parallel_size=1.")
+
+
+def _stage_of(model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, size: int) -> Stage:
+    name, path = type(model).__name__, _list_of_layers(model, len(specs))
+    if path is None:
+        raise _refusal(name, "no list of modules has one attention in each")
+    calls = _calls(model, model.get_submodule(path))
+    hidden, returned = calls[0]
+    if hidden is None or any(call[0] is None or call[0].shape != hidden.shape for call in calls):
+        raise _refusal(name, "its layers do not take hidden states of one shape first")
+    if any(call[1] != returned for call in calls):
+        raise _refusal(name, "its layers do not all return the same, or return more than hidden states")
+    names = {id(module): each for each, module in model.named_modules()}
+    embedding, head = names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]
+    tied = f"{head}.weight" in (getattr(model, "all_tied_weights_keys", None) or {})
+    begin, end = share(len(specs), number, size)
+    width, dtype = hidden.shape[-1], hidden.dtype
+    return Stage(number, size, path, begin, end, tuple(specs), width, dtype, returned, embedding, head, tied)
+
+
+def _list_of_layers(model: nn.Module, count: int) -> str | None:
+    """The first list whose members each hold the attention of that number."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            holds = [
+                any(getattr(part, "layer_idx", None) == index for part in layer.modules())
+                for index, layer in enumerate(module)
+            ]
+            if all(holds):
+                return path
+    return None
+
+
+def _calls(model: PreTrainedModel, layers: nn.Module) -> list[tuple[Tensor | None, int]]:
+    """Of each layer's call: its hidden states, if these come first, and how many values it returns (-1: tensors among them)."""
+    seen: list[tuple[Tensor | None, int]] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        returned = 0
+        if isinstance(out, tuple):
+            returned = -1 if any(isinstance(each, Tensor) for each in out[1:]) else len(out)
+        seen.append((hidden if isinstance(hidden, Tensor) else None, returned))
+
+    hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers.children()]
+    try:
+        layer_specs(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
