@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -41,24 +41,52 @@ def test_a_product_has_a_kernel_for_every_configuration_and_padded_number_of_tok
     ]
 
 
-def test_each_is_built_once_and_what_fails_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[Job] = []
+class Workers:
+    """Stands in for the processes: notes what was begun, and when it was waited for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.asked.append("ended")
+
+    def begin(self, orders: list[str]) -> None:
+        self.asked += orders
+
+    def finish(self) -> list[str]:
+        self.asked.append("finished")
+        return []
+
+
+def test_each_is_built_by_the_workers_once_and_launched_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers()
     told: list[str] = []
 
     def launch(job: Job, device: torch.device) -> None:
-        built.append(job)
+        workers.asked.append(f"launched {job.tokens} {job.norm}")
         if job.tokens == 8:
             raise RuntimeError("too much shared memory")
 
+    def look(launching: Callable[[], None]) -> list[str]:
+        launching()
+        return [f"built {workers.asked.pop().removeprefix('launched ')}"]
+
     monkeypatch.setattr(Job, "launch", launch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr("torchweave.compile.ahead.orders", look)
+    monkeypatch.setattr("torchweave.compile.ahead.missing", lambda orders: orders)
+    monkeypatch.setattr("torchweave.compile.ahead.KernelWorkers", lambda: workers)
     monkeypatch.setattr("torchweave.compile.ahead._log.warning", lambda text, *args: told.append(text % args))
-    ahead = KernelsAhead(torch.device("cpu"))
-    ahead._pool = ThreadPoolExecutor(2)
-    with ahead:
+    with KernelsAhead(torch.device("cuda")) as ahead:
         ahead.see(piece())
         ahead.see(piece())
-    assert len(built) == len(set(built)) == 7
+        workers.asked.remove("launched 8 True")  # what fails when it is looked at is left to the launch
+    built, launched = workers.asked[:6], workers.asked[8:]
+    assert workers.asked[6:8] == ["finished", "ended"] and len(launched) == 7
+    assert {each.replace("built", "launched") for each in built} | {"launched 8 True"} == set(launched)
     assert told == ["1 kernels were not built ahead, the first because of: too much shared memory"]
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,12 +79,30 @@ def test_what_workers_built_is_found_by_launches_and_by_the_next_start() -> None
     assert [order.name for order in wanted] == ["scatter_kernel", "advance_kernel", "scatter_kernel"]
     assert missing(wanted) == wanted
     with KernelWorkers(2) as workers:
-        assert workers.build(wanted) == []
+        workers.begin(wanted)
+        assert workers.finish() == []
     assert orders(scatter) == orders(advance) == []  # they are in place
     for kernel in (step.scatter_kernel, step.advance_kernel):
         kernel.device_caches.clear()
     again = orders(scatter)
     assert again == wanted[2:] and missing(again) == [] and orders(scatter) == []  # from the cache
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_launches_a_kernel_is_built_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is C, linked to the GPU's library, for which another one stands in here."""
+    compiler = shutil.which("gcc") or pytest.skip("there is no compiler of C")
+    text = Path(triton.backends.nvidia.driver.__file__).read_text()
+    names = {*re.findall(r"cu[A-Z]\w+", text), "cuGetErrorString", "cuFuncSetAttribute"}
+    source = tmp_path / "stub.c"
+    source.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in names))
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(tmp_path / "libcuda.so.1")], check=True)
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    with KernelWorkers(1) as workers:
+        workers.begin(orders(scatter))
+        assert workers.finish() == []
+    assert len([*tmp_path.glob("*/__triton_launcher*.so")]) == 1
 
 
 @pytest.mark.usefixtures("hopper")
@@ -100,7 +122,8 @@ def test_the_key_of_a_kernel_does_not_depend_on_what_was_hashed_before() -> None
 def test_what_cannot_be_built_is_told_and_the_rest_is_built() -> None:
     good, bad = *orders(scatter), *orders(advance)
     with KernelWorkers(2) as workers:
-        (told,) = workers.build([replace(bad, signature={}), good])
+        workers.begin([replace(bad, signature={}), good])
+        (told,) = workers.finish()
     assert told.startswith("advance_kernel: ")
     assert orders(scatter) == [] and orders(advance) == [bad]
 

@@ -1,26 +1,27 @@
-"""Kernels of products are built while Inductor builds the pieces that call them: both mostly wait for other programs.
+"""Kernels of products are built while Inductor builds the pieces that call them, in processes of their own.
 
-A product says in its choices by which kernels it will run. Each is built by a launch on a small weight of the product's width, on
-threads of its own; all are done before anything is recorded. What is missed is built when it is first needed.
+A product says in its choices by which kernels it will run. What each needs is seen from a launch on a small weight of the product's
+width; all are built and launched before anything is recorded. What is missed is built when it is first needed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 from torch import fx
 
+from torchweave.compile.kernel_orders import missing, orders
+from torchweave.compile.kernel_workers import KernelWorkers
 from torchweave.compile.split import Piece, normalize
 from torchweave.compile.symbols import value
 from torchweave.ops.linear import Around, run
 from torchweave.ops.linear_config import LinearConfig, read_choices
 
-_THREADS = 4
 _ROWS = 256  # of the small weights: a number that kernels are specialised for as for real ones
 _ALONE = (None, 0.0, 0.0, False, None, None)
 """Around a product with nothing around it: what `fused_linear` takes between bias and choices."""
@@ -43,15 +44,12 @@ class Job:
 
     def launch(self, device: torch.device) -> None:
         """Run the kernel once, on zeros."""
-        with torch.cuda.device(device):  # each thread has a current GPU of its own
-            self._launch(device)
-
-    def _launch(self, device: torch.device) -> None:
         x, w = (torch.zeros(rows, self.width, dtype=self.dtype, device=device) for rows in (self.tokens, _ROWS))
         columns = _ROWS if self.activation is None else _ROWS // 2
         out, norm = x.new_zeros(self.tokens, columns), x[0] if self.norm else None
         residual, bias = out if self.residual else None, w[:, 0].contiguous() if self.bias else None
-        run(self.config, x, w, out, Around(bias, norm, 1e-5, 0.0, self.wide, residual, self.activation))
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            run(self.config, x, w, out, Around(bias, norm, 1e-5, 0.0, self.wide, residual, self.activation))
 
 
 class KernelsAhead:
@@ -59,8 +57,8 @@ class KernelsAhead:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = ThreadPoolExecutor(_THREADS, "torchweave-kernels") if device.type == "cuda" else None
-        self._jobs: dict[Job, Future[None]] = {}
+        self._jobs: set[Job] = set()
+        self._workers: KernelWorkers | None = None
 
     def __enter__(self) -> KernelsAhead:
         return self
@@ -68,24 +66,42 @@ class KernelsAhead:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pool is None:
-            return
-        self._pool.shutdown(cancel_futures=kind is not None)
-        failed = [
-            each.exception() for each in self._jobs.values() if not each.cancelled() and each.exception() is not None
-        ]
-        if failed:
-            _log.warning("%d kernels were not built ahead, the first because of: %s", len(failed), failed[0])
-        torch.cuda.synchronize(self._device)
+        if self._workers is not None:
+            with self._workers:
+                if kind is None:
+                    self._workers.finish()
+        if kind is None and self._jobs:
+            self._launch()
 
     def see(self, piece: Piece) -> None:
         """Begin to build what the piece's products will run by."""
-        if self._pool is None:
+        if self._device.type != "cuda":
             return
         for node in piece.module.graph.nodes:
             for job in jobs_of(node):
                 if job not in self._jobs:
-                    self._jobs[job] = self._pool.submit(job.launch, self._device)
+                    self._jobs.add(job)
+                    with suppress(Exception):  # of what Triton raises; the launch at the end will tell it
+                        self._begin(job)
+
+    def _begin(self, job: Job) -> None:
+        absent = missing(orders(lambda: job.launch(self._device)))
+        if absent and self._workers is None:
+            self._workers = KernelWorkers()
+        if self._workers is not None:
+            self._workers.begin(absent)
+
+    def _launch(self) -> None:
+        """Load what was built onto the GPU, which must not happen while a graph is recorded; build what is still missing."""
+        failed: list[Exception] = []
+        for job in self._jobs:
+            try:
+                job.launch(self._device)
+            except Exception as error:  # what Triton raises
+                failed.append(error)
+        if failed:
+            _log.warning("%d kernels were not built ahead, the first because of: %s", len(failed), failed[0])
+        torch.cuda.synchronize(self._device)
 
 
 def jobs_of(node: fx.Node) -> Iterator[Job]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -56,7 +57,10 @@ class Order:
         return self._found(hashlib.sha256(key.encode()).hexdigest(), source.name)
 
     def build(self) -> Built:
-        """The kernel, built or from Triton's cache, without a GPU. In a process of its own: it names the folder of the cache."""
+        """The kernel and what launches it, built or from Triton's cache; no GPU is needed.
+
+        In a process of its own: it names the folder of the cache.
+        """
         import triton
         from triton.backends.compiler import GPUTarget
 
@@ -65,6 +69,10 @@ class Order:
         compiled = triton.compile(source, target=GPUTarget(*self.target), options=dict(self.options))
         built = self._found(compiled.hash, source.name)
         assert built is not None
+        if self.target[0] == "cuda":
+            # That is C, and takes as long as a small kernel. Where it cannot be built, the first launch will say so.
+            with contextlib.suppress(Exception):
+                _cuda_launcher(source, compiled.metadata)
         return built
 
     def put_in_place(self, built: Built) -> None:
@@ -128,6 +136,12 @@ def orders(launch: Callable[[], None]) -> list[Order]:
         finally:
             JITFunction.run, knobs.runtime.jit_cache_hook = run, hook  # type: ignore[method-assign]
     return list(found.values())
+
+
+def _cuda_launcher(source: Any, facts: Any) -> None:
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    CudaLauncher(source, facts)
 
 
 def _hash_inner_first(kernel: Any) -> None:

@@ -55,18 +55,19 @@ class KernelWorkers:
         self._process.terminate()
         self._process.wait()
 
-    def build(self, orders: Iterable[Order]) -> list[str]:
-        """Build kernels and put each in place; waits for all of them. Returns why some were not built."""
-        futures: list[Future[str | None]] = []
+    def begin(self, orders: Iterable[Order]) -> None:
+        """Begin to build kernels; each is put in place when it is there."""
         for order in orders:
-            futures.append(Future())
             number = len(self._asked)
-            self._asked[number] = order, futures[-1]
+            self._asked[number] = order, Future()
             try:
                 self._connection.send((number, order))
             except OSError:
                 self._settle(number, _ENDED)
-        done, late = wait(futures, _PATIENCE)
+
+    def finish(self) -> list[str]:
+        """Wait for all that was begun. Returns why some were not built."""
+        done, late = wait([future for _, future in self._asked.values()], _PATIENCE)
         return [*filter(None, (each.result() for each in done)), *["it took too long"] * len(late)]
 
     def _receive(self) -> None:

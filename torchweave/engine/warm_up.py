@@ -134,12 +134,14 @@ def _build(
     needed, rare = missing(orders(lambda: steps(attention))), missing(orders(again))
     with KernelWorkers() if needed or rare else nullcontext() as workers:
         if workers is not None:
-            _tell(workers.build(needed))
+            workers.begin(needed)
+            _tell(workers.finish())
         steps(StandIn(module, layers, vocab_size, dtype))
         torch.cuda.synchronize(device)
         done.set()  # steps may be recorded from now on: nothing here touches the GPU
         if workers is not None:
-            _tell(workers.build(rare))
+            workers.begin(rare)
+            _tell(workers.finish())
 
 
 def _tell(failed: Sequence[str]) -> None:
