@@ -43,7 +43,7 @@ def fields_that_the_page_reads() -> set[str]:
     """`live.requests.running` and the like, as they stand in the script."""
     script = page().partition("<script>")[2]
     names = set(re.findall(r"\blive\.((?:[a-z_]\w*)(?:\.[a-z_]\w*)*)", script))
-    arrays = ("slice", "map", "length", "reduce", "flatMap", "append")
+    arrays = ("slice", "map", "length", "reduce", "flatMap", "append", "filter")
     return {re.sub(rf"\.({'|'.join(arrays)})\b.*", "", name) for name in names}
 
 

@@ -93,6 +93,25 @@ def test_E_the_page_asks_nobody_else(server: Running, page: Page) -> None:
     assert not page.faults, page.faults
 
 
+def test_E_the_page_shows_each_of_several_replicas(page: Page) -> None:
+    """A page over given data: of one replica it shows no list, of two one line each, on a phone too."""
+    assert page.run("document.getElementById('replicas-row').hidden")
+    one = {"replica": 0, "state": "ready", "failure": "", "restarts": 1, "device": "cuda:0", "open": 12, "running": 11,
+           "generated_per_second": 15234.4, "usage": 0.312, "hit_rate": 0.5}  # fmt: skip
+    two = one | {"replica": 1, "state": "starting", "device": None, "hit_rate": None}
+    page.run(f"latest.replicas = {json.dumps([one, two])}; clearTimeout(timer); showReplicas(latest)")
+    rows = page.run(
+        "[...document.querySelectorAll('#replicas tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+    assert rows[0] == ["0", "cuda:0", "12", "11", "15.2 k/s", "31%", "50%", "1"]
+    assert rows[1][:3] == ["1 · starting", "", "12"] and text(page, "replicas-sum") == "1 of 2 take requests"
+    for width in (360, 1280):
+        page.size(width, 800)
+        assert page.run("document.documentElement.scrollWidth") <= width
+        cells = "[...document.querySelectorAll('#replicas td')]"
+        assert not page.run(f"{cells}.some(cell => cell.getBoundingClientRect().right > innerWidth)")
+
+
 def test_F_the_page_shows_the_start_before_the_model_is_ready(page: Page) -> None:
     """A page over given data: what a start looks like while it lasts."""
     stages = [{"name": "weights", "seconds": 1.25}]
