@@ -20,6 +20,7 @@ import openai
 QUICK = ("--device", "cpu", "-O0", "--cpu_kv_cache_gib", "0.02", "--port", "0", "--quiet")
 LONG = {"max_tokens": 450, "temperature": 0, "extra_body": {"ignore_eos": True}}
 """Parameters of an answer that takes a while."""
+SHORTER = LONG | {"max_tokens": 200}
 
 
 @dataclass

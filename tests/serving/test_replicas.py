@@ -16,15 +16,13 @@ import httpx
 import openai
 import pytest
 
-from tests.serving.running import LONG, Running, children, serving, wait_until
+from tests.serving.running import SHORTER, Running, children, serving, wait_until
 from tests.serving.test_metrics import Values, values_of
 from tests.serving.watched import STATS, asking, some_traffic, watched_replicas
 from torchweave.config import EngineConfig, ServerConfig
 from torchweave.plan.check import check_replicas
 
 PROMPTS = [f"{left}+{right}=" for left in (11, 12, 13, 14) for right in range(20, 28)]
-
-SHORTER = LONG | {"max_tokens": 200}
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,12 @@ from torchweave.serving.routes import chat, completions, live, metrics, models, 
 from torchweave.serving.service import Service
 
 
-def create_app(client: Replicas, settings: ServerConfig) -> FastAPI:
-    """The application. It starts the engines when it starts, serves `/health` and `/ready` at once, and ends them with
-    itself. Routes find their `Service` as `request.app.state.service`.
+def create_app(client: Replicas, settings: ServerConfig, wait: bool = False) -> FastAPI:
+    """The application. It starts the engines when it starts, and ends them with itself. Routes find their `Service` as
+    `request.app.state.service`.
+
+    Args:
+        wait: it answers nothing before it is known whether requests are taken; else it serves `/health` and `/ready` at once.
 
     Raises:
         ValueError: a file that `settings` names cannot be read.
@@ -34,10 +37,14 @@ def create_app(client: Replicas, settings: ServerConfig) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await client.start()
         opening = asyncio.create_task(service.open())
-        yield
-        opening.cancel()
-        await client.stop()
-        service.close()
+        try:
+            if wait:
+                await opening
+            yield
+        finally:
+            opening.cancel()
+            await client.stop()
+            service.close()
 
     app = FastAPI(title="Torchweave", version=torchweave.__version__, lifespan=lifespan, redoc_url=None)
     app.state.service = service

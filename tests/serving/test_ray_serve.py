@@ -1,0 +1,144 @@
+"""Two replicas behind Ray Serve on this machine, asked over HTTP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.serving.running import SHORTER, children, free_port, wait_until
+from tests.serving.test_metrics import values_of
+
+serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
+
+NAME = f"torchweave-{os.getpid()}"
+QUICK: dict[str, Any] = {
+    "device": "cpu", "cpu_kv_cache_gib": 0.02,
+    "torch_compile_config": {"enable_fullgraph": False, "enable_inductor": False, "enable_piecewise_cuda_graph": False},
+    "cuda_graph_config": {"max_batch_size": -1, "capture_mixed": False},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    """A client of two replicas of the built-in model."""
+    import ray
+
+    from torchweave.serving.on_ray_serve import app
+
+    before = dict(os.environ)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(address="local", num_cpus=6, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
+    port = free_port()
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(app("demo", num_replicas=2, **QUICK), name=NAME)
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def commands() -> dict[int, bytes]:
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found[int(path.parent.name)] = path.read_bytes()
+        except OSError:
+            continue
+    return found
+
+
+def engines() -> list[int]:
+    """The engine processes of the replicas."""
+    known = commands()
+    replicas = [pid for pid, command in known.items() if command.startswith(f"ray::ServeReplica:{NAME}".encode())]
+    return [pid for replica in replicas for pid in children(replica) if b"spawn_main" in known.get(pid, b"")]
+
+
+def streams(client: openai.OpenAI, count: int) -> list[Any]:
+    """Long answers that have begun."""
+    found = [iter(client.completions.create(model="demo", prompt="1+1=", stream=True, **SHORTER)) for _ in range(count)]
+    for stream in found:
+        next(stream)
+    return found
+
+
+def chat(client: openai.OpenAI, text: str) -> str:
+    messages: Any = [{"role": "user", "content": text}]
+    chunks = client.chat.completions.create(model="demo", messages=messages, temperature=0, stream=True)
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+
+def generated(client: openai.OpenAI) -> set[float]:
+    """Tokens that replicas have generated, asked for often enough to hear of each."""
+    texts = [client.get("../metrics", cast_to=str) for _ in range(20)]
+    return {values_of(text)["generation_tokens_total", ()] for text in texts}
+
+
+def test_chats_stream_and_both_replicas_work(client: openai.OpenAI) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        assert set(pool.map(lambda _: chat(client, "12+30="), range(32))) == {"42"}
+    assert len(engines()) == 2
+    assert min(generated(client)) > 0
+    with pytest.raises(openai.BadRequestError, match="max_model_len"):
+        client.completions.create(model="demo", prompt="a" * 2000)
+
+
+def test_the_death_of_an_engine_is_told_and_survived(client: openai.OpenAI) -> None:
+    running, before = streams(client, 4), engines()
+    os.kill(before[0], signal.SIGKILL)
+    begin = time.monotonic()
+
+    def rest(stream: Any) -> tuple[str, float]:
+        try:
+            return str(len(list(stream))), 0.0
+        except openai.APIError as error:
+            return str(error), time.monotonic() - begin
+
+    with ThreadPoolExecutor(4) as pool:
+        ends = list(pool.map(rest, running))
+    told = [(why, seconds) for why, seconds in ends if seconds]
+    assert told and len(told) < 4, ends
+    assert all(why == "The engine process ended unexpectedly." and seconds < 2 for why, seconds in told)
+    assert all(int(why) > 100 for why, seconds in ends if not seconds), "the streams of the other are whole"
+    assert chat(client.with_options(max_retries=5), "12+30=") == "42"
+    assert wait_until(lambda: len(engines()) == 2 and before[0] not in engines(), 60)
+    assert chat(client.with_options(max_retries=5), "20+22=") == "42"
+
+
+def test_what_is_taken_away_finishes_what_it_has_begun(client: openai.OpenAI) -> None:
+    """The last test of this application."""
+    running = streams(client, 4)
+    with ThreadPoolExecutor(5) as pool:
+        deleted = pool.submit(serve.delete, NAME)
+        assert all(count > 100 for count in pool.map(lambda stream: len(list(stream)), running))
+        deleted.result()
+    assert engines() == []
+
+
+def test_what_cannot_be_is_said() -> None:
+    from torchweave.serving.on_ray_serve import app
+
+    for options, sentence in (
+        ({"port": 80}, "port has no effect behind Ray Serve"),
+        ({"data_parallel_size": 2}, "num_replicas says how many"),
+        ({"executor": "ray"}, "executor='ray' cannot be had behind Ray Serve"),
+        ({"device": "cuda:1"}, "which gives out GPUs"),
+        ({"max_batch_sise": 2}, "did you mean max_batch_size"),
+        ({"max_batch_size": 0}, "must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            app("demo", **options)
+    deployment = app("demo", tensor_parallel_size=4, max_batch_size=8, drain_timeout=5.0)._bound_deployment
+    assert deployment.ray_actor_options == {"num_cpus": 5, "num_gpus": 4}
+    assert deployment.max_ongoing_requests == 1024 + 8
