@@ -64,7 +64,7 @@ def app(
     def build() -> FastAPI:
         return replica_app(config, settings)
 
-    made = serve.deployment(serve.ingress(build)(Replica), name="torchweave")
+    made: Any = serve.deployment(serve.ingress(build)(Replica), name="torchweave")
     asked = dict(deployment or {})
     if num_replicas is not None:
         asked["num_replicas"] = num_replicas
