@@ -8,6 +8,7 @@ pipeline, where tokens are drawn, so that all that a request asks about its toke
 from __future__ import annotations
 
 import datetime
+import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ TENSOR, PIPELINE = "tp", "pp"
 """Names under which a graph knows its groups: the same on every rank, so that all ranks have the same graph."""
 BEFORE, BEHIND = "pp_before", "pp_behind"
 """Names of the groups of two: with the stage before, and with the one behind."""
-_LEAVE_SECONDS = 5.0  # for process groups whose other ranks are gone
+_LEAVE_SECONDS, _ABORT_SECONDS = 20.0, 5.0  # until all ranks have left; without ranks that are gone
+_log = logging.getLogger("torchweave")
 
 MeetingPoint = Store
 """Where the ranks of a world find each other."""
@@ -167,20 +169,19 @@ def close_world(world: World, abort: bool = False) -> None:
     """
     if world.host is None or not dist.is_initialized():
         return
-    if not abort:
-        register_communicator(TENSOR, None)
-        dist.destroy_process_group()
-        return
 
     def leave() -> None:
-        abort_groups(world)
+        if abort:
+            abort_groups(world)
         register_communicator(TENSOR, None)
         dist.destroy_process_group()
 
-    # NCCL waits for every CUDA graph that holds a collective of the group, and frames of what failed may hold some.
+    # NCCL waits for every CUDA graph that holds a collective of the group, and whoever failed or forgot one may still have it.
     leaving = threading.Thread(target=leave, name="torchweave-leave", daemon=True)
     leaving.start()
-    leaving.join(_LEAVE_SECONDS)
+    leaving.join(_ABORT_SECONDS if abort else _LEAVE_SECONDS)
+    if leaving.is_alive():
+        _log.warning("Process groups were not left in time: a CUDA graph with a collective of theirs is still alive.")
 
 
 def abort_groups(world: World) -> None:
