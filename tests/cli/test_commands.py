@@ -124,7 +124,7 @@ FAULTS = [
     (["generate", "demo", "x", "--max_model_len", "0"], "max_model_len=0 must be at least 1"),
     (["generate", "demo", "x", "--tp", "0"], "tensor_parallel_size=0 must be at least 1"),
     (["serve", "demo", "--tp", "2", "--executor", "torchrun"], "executor=torchrun is for scripts"),
-    (["doctor", "demo", "--tp", "2"], "Leave --tp out"),
+    (["doctor", "demo", "--tp", "2"], "Leave --tp and --pp out"),
     (["models", "verify"], "give --all"),
     (["models", "verfy"], "invalid choice: 'verfy'"),
     (["models", "verify", "lama"], "lama"),

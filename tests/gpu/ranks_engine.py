@@ -1,6 +1,6 @@
 """An engine over two GPUs from start to the death of a rank; prints what was seen as one line of JSON.
 
-python -m tests.gpu.ranks_engine FOLDER_OF_THE_COMPILE_CACHE
+python -m tests.gpu.ranks_engine FOLDER_OF_THE_COMPILE_CACHE [pipeline_parallel_size]
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def kill_while_it_generates(llm: LLM) -> dict[str, Any]:
     return {"error": error, "heard": heard, "gone": time.monotonic() - begin}
 
 
-def main(cache: str) -> None:
+def main(cache: str, divided: str = "tensor_parallel_size") -> None:
     begin = time.monotonic()
-    llm = LLM("demo", tensor_parallel_size=2, **options(cache))
+    llm = LLM("demo", **{divided: 2}, **options(cache))
     seen: dict[str, Any] = {
         "built": time.monotonic() - begin,
         "tokens": answers(llm),
@@ -67,4 +67,4 @@ def main(cache: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -15,6 +15,7 @@ from torchweave.config import EngineConfig, TorchCompileConfig
 from torchweave.distributed.world import World
 from torchweave.engine.verify import prompts
 from torchweave.engine.verify_ranks import _generate
+from torchweave.engine.weaving import weave_model
 from torchweave.log import Report
 from torchweave.models import LoadedModel, UnsupportedModel, load, zoo
 from torchweave.models.parallel.stages import share
@@ -78,6 +79,18 @@ def test_a_pipeline_stage_reads_its_own_layers_alone(tmp_path: Path) -> None:
     for part in parts:
         for name, parameter in part.module.model.named_parameters():
             assert torch.equal(parameter, whole.module.model.get_parameter(name)), name
+
+
+def test_pipeline_stages_share_pieces_of_equal_layers() -> None:
+    config = zoo.specimen("llama").config().to_dict() | {"num_hidden_layers": 6}
+    found = []
+    for stage in range(2):
+        report = Report(show=False)
+        module = stage_of(config, stage, load_format="dummy").module
+        weave_model(module, PLAIN, torch.device("cpu"), None, report)
+        found.append({event["hash"]: event["shared_by"] for event in report.select("piece")})
+    shared = found[0].keys() & found[1].keys()
+    assert [[each.get(piece) for each in found] for piece in shared] == [[2, 2]]
 
 
 def test_pipeline_stages_in_the_middle_have_no_vocabulary() -> None:

@@ -23,7 +23,7 @@ def examine_model(config: EngineConfig, report: Report) -> list[Finding]:
     """
     if config.num_ranks > 1:
         raise ValueError(
-            "A model is examined on one rank: what it is traced to does not depend on others. Leave --tp out."
+            "A model is examined on one rank: what it is traced to does not depend on others. Leave --tp and --pp out."
         )
     facts = model_facts(config.model, config.trust_remote_code)
     plan = resolve(config, device_facts(config.device), facts)

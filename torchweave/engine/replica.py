@@ -26,7 +26,7 @@ def config_of_replica(config: EngineConfig, index: int, count: int) -> EngineCon
         needed, there = count * config.num_ranks, num_gpus - int(first.partition(":")[2])
         if needed > there:
             raise ValueError(
-                f"data_parallel_size={count} with tensor_parallel_size={config.tensor_parallel_size} needs {needed} GPUs, but from "
+                f"data_parallel_size={count} with {config.asked_ranks} needs {needed} GPUs, but from "
                 f"{first} on this machine has {there}; lower one of them"
             )
         device = device_of(first, index * config.num_ranks)

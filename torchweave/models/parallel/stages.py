@@ -115,6 +115,7 @@ def keep_stage(model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, 
         layers=[stage.begin, stage.end],
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         of=whole,
+        bytes_per_token=stage.width * stage.dtype.itemsize,
     )
     return stage
 
@@ -205,7 +206,8 @@ def _stage_of(model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, s
         raise _refusal(name, "no list of modules has one attention in each")
     calls = _calls(model, model.get_submodule(path))
     hidden, returned = calls[0]
-    if hidden is None or any(call[0] is None or call[0].shape != hidden.shape for call in calls):
+    kinds = {None if call[0] is None else (call[0].shape, call[0].dtype) for call in calls}
+    if hidden is None or len(kinds) > 1 or hidden.ndim != 3:
         raise _refusal(name, "its layers do not take hidden states of one shape first")
     if any(call[1] != returned for call in calls):
         raise _refusal(name, "its layers do not all return the same, or return more than hidden states")

@@ -1,0 +1,78 @@
+"""Pipelines over two and four GPUs: the answers of one GPU, whole graphs on every stage, and one failure that ends all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.test_pipeline import agreed, asked, assert_alike
+from tests.gpu.ranks_engine import answers, options
+from tests.models.test_parallel import prompts
+from torchweave import LLM, SamplingParams
+from torchweave.models import zoo
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+def test_E3_a_pipeline_of_two_gpus_answers_as_one_and_ends_together(tmp_path: Path) -> None:
+    with LLM("demo", **options(str(tmp_path))) as alone:
+        expected = answers(alone)
+    # A process of its own: one that has lost a rank may hold kernels that never end.
+    command = [sys.executable, "-m", "tests.gpu.ranks_engine", str(tmp_path), "pipeline_parallel_size"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    seen = json.loads(run.stdout.splitlines()[-1])
+    assert seen["tokens"] == expected
+    assert set(seen["counts"]) <= {"decode_graph", "mixed_graph"}, seen["counts"]
+    assert seen["agreed"]
+    assert seen["rank"]["device"] == "cuda:1" and seen["rank"]["loaded"] > 0, "layers in the middle are the same pieces"
+    killed = seen["killed"]
+    assert "killed by SIGKILL" in killed["error"] and max(killed["heard"], killed["gone"]) < 10, killed
+    assert seen["shutdown"] < 10
+
+
+def test_what_is_asked_about_tokens_of_a_pipeline_is_that_of_one_gpu(tmp_path: Path) -> None:
+    """Log-probabilities, scores of prompts, penalties and forms: rows that are drawn again are told to the other stage."""
+    with LLM("demo", **options(str(tmp_path)), seed=7) as alone:
+        expected = asked(alone)
+    with LLM("demo", **options(str(tmp_path)), seed=7, pipeline_parallel_size=2) as llm:
+        assert_alike(asked(llm), expected)
+        assert agreed(llm, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("llama-tied", {"pipeline_parallel_size": 2}),
+        ("gemma3", {"pipeline_parallel_size": 2}),
+        ("qwen3_moe", {"pipeline_parallel_size": 2}),
+        ("llama-tied", {"pipeline_parallel_size": 3}),
+        ("llama-tied", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+    ],
+)
+def test_a_pipeline_of_gpus_gives_the_tokens_of_transformers(name: str, ranks: dict[str, Any], tmp_path: Path) -> None:
+    needed = ranks["pipeline_parallel_size"] * ranks.get("tensor_parallel_size", 1)
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} GPUs")
+    model = zoo.build(zoo.specimen(name))
+    expected = zoo.reference_tokens(model, prompts(), 12)
+    zoo.save(model, tmp_path)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    sizes = {"num_kv_blocks": 256, "max_batch_size": 4, "dtype": "float32", "device": "cuda"}
+    with LLM(str(tmp_path), **ranks, **sizes) as llm:
+        found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts(), greedy)]
+        counts = dict(llm.manager.counts)
+        begin = time.monotonic()
+    assert found == expected
+    assert set(counts) <= {"decode_graph", "mixed_graph", "plain"} and counts["decode_graph"] > 0, counts
+    assert time.monotonic() - begin < 20, "graphs with hand-overs of NCCL must not keep anyone from leaving"
