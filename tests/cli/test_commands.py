@@ -128,6 +128,7 @@ FAULTS = [
     (["models", "verify"], "give --all"),
     (["models", "verfy"], "invalid choice: 'verfy'"),
     (["models", "verify", "lama"], "lama"),
+    (["models", "verify", "llama", "--pipeline_parallel_size", "2", "--write", "x"], "no column for stages"),
     (["models", "verify", "llama", "--tensor_parallel_size", "2;4"], "expected a number of ranks, or several"),
 ]
 

@@ -58,3 +58,5 @@ def test_an_error_is_a_row_and_an_unknown_name_is_not() -> None:
         verify(["lama"])
     with pytest.raises(ValueError, match="tensor_parallel_size is 0: expected numbers from 1 up"):
         verify(["llama"], ranks=(0,))
+    with pytest.raises(ValueError, match="pipeline_parallel_size is 0: expected a number from 1 up"):
+        verify(["llama"], stages=0)

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from tests.ops.collective_cases import mirrored
-from tests.ranks import run_ranks
-from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.config import TorchCompileConfig
 from torchweave.distributed.world import World
-from torchweave.engine.verify import prompts
-from torchweave.engine.verify_ranks import _generate
+from torchweave.engine.verify import verify
 from torchweave.engine.weaving import weave_model
 from torchweave.log import Report
 from torchweave.models import LoadedModel, UnsupportedModel, load, zoo
@@ -34,30 +32,11 @@ def names(loaded: LoadedModel) -> set[str]:
     return {name for name, _ in loaded.module.model.named_parameters(remove_duplicate=False)}
 
 
-def _answers(world: World, folders: dict[str, str]) -> dict[str, Any]:
-    found = {}
-    for name, folder in folders.items():
-        config = EngineConfig(
-            folder,
-            "float32",
-            "cpu",
-            cpu_kv_cache_gib=0.02,
-            max_batch_size=8,
-            max_num_tokens=32,
-            torch_compile_config=PLAIN,
-        )
-        found[name] = [list(tokens) for tokens in _generate(world, config, prompts()[:3], 6).tokens]
-    return found
-
-
-def test_tokens_of_two_pipeline_stages_are_those_of_transformers(tmp_path: Path) -> None:
-    expected, folders = {}, {}
-    for name in NAMES:
-        model = zoo.build(zoo.specimen(name))
-        expected[name] = zoo.reference_tokens(model, prompts()[:3], 6)
-        zoo.save(model, tmp_path / name)
-        folders[name] = str(tmp_path / name)
-    assert run_ranks(_answers, 2, folders, pipeline_parallel_size=2) == [expected, expected]
+def test_tokens_of_two_pipeline_stages_are_those_of_transformers() -> None:
+    result = verify(NAMES, stages=2)
+    assert [(row["reason"], row["ranks"], row["stages"]) for row in result["results"]] == [("", 1, 2)] * len(NAMES)
+    assert result["passed"] == result["total"]
+    assert result["results"][-1]["pieces"] == 2, "the leader has the last of three layers"
 
 
 def test_a_pipeline_stage_reads_its_own_layers_alone(tmp_path: Path) -> None:

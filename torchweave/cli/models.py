@@ -26,6 +26,13 @@ def parser() -> Parser:
         default="1",
         help="verify with so many ranks, processes of this machine",
     )
+    found.add_argument(
+        "--pipeline_parallel_size",
+        metavar="N",
+        type=int,
+        default=1,
+        help="verify with so many stages of as many ranks each",
+    )
     found.add_argument("--json", action="store_true", help="print a JSON object")
     found.add_argument("--write", metavar="FILE", default="", help="write the table of verify to FILE (docs/models.md)")
     found.add_argument("--quiet", action="store_true", help="draw no progress bars")
@@ -36,7 +43,10 @@ def run(argv: Sequence[str]) -> int:
     args = parser().read(argv)
     if args.action == "list":
         return _list(args.json)
-    return _verify(args.names, args.all, args.json, args.quiet, args.write, _sizes(args.tensor_parallel_size))
+    if args.write and args.pipeline_parallel_size > 1:
+        raise ValueError("the table of --write has no column for stages; leave --pipeline_parallel_size or --write out")
+    ranks, stages = _sizes(args.tensor_parallel_size), args.pipeline_parallel_size
+    return _verify(args.names, args.all, args.json, args.quiet, args.write, ranks, stages)
 
 
 def _sizes(text: str) -> list[int]:
@@ -71,14 +81,20 @@ def _list(as_json: bool) -> int:
 
 
 def _verify(
-    names: Sequence[str], everything: bool, as_json: bool, quiet: bool, write: str, ranks: Sequence[int]
+    names: Sequence[str],
+    everything: bool,
+    as_json: bool,
+    quiet: bool,
+    write: str,
+    ranks: Sequence[int],
+    stages: int,
 ) -> int:
     if bool(names) == everything:
         raise ValueError("name the architectures to verify, or give --all (`torchweave models list` shows them)")
     from torchweave.engine.verify import table, verify
 
     report = Report(show=False if quiet else None)
-    result: dict[str, Any] = verify(None if everything else list(names), report, ranks)
+    result: dict[str, Any] = verify(None if everything else list(names), report, ranks, stages)
     if write:
         Path(write).write_text(table(result), encoding="utf-8")
     if as_json:
@@ -91,5 +107,6 @@ def _verify(
 def _print(result: dict[str, Any]) -> None:
     for row in result.get("results", ()):
         ranks = f"{row['ranks']} ranks " if row["ranks"] > 1 else ""
+        ranks += f"{row['stages']} stages " if row["stages"] > 1 else ""
         print(f"{'ok  ' if row['passed'] else 'FAIL'}  {row['name']:<24} {ranks}{row.get('reason') or ''}".rstrip())
     print(f"{result['passed']} of {result['total']} architectures give the tokens of transformers")

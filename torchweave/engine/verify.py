@@ -39,7 +39,8 @@ class Row:
         distinct_pieces, pieces: what the graph was cut into.
         seconds: of loading, weaving and serving.
         reason: why it did not pass, or why it was not captured.
-        ranks: among how many it was divided.
+        ranks: among how many each layer was divided.
+        stages: into how many its layers were.
     """
 
     name: str
@@ -51,15 +52,17 @@ class Row:
     seconds: float = 0.0
     reason: str = ""
     ranks: int = 1
+    stages: int = 1
 
 
 def verify(
-    names: Sequence[str] | None = None, report: Report | None = None, ranks: Sequence[int] = (1,)
+    names: Sequence[str] | None = None, report: Report | None = None, ranks: Sequence[int] = (1,), stages: int = 1
 ) -> dict[str, Any]:
     """Verify architectures of the zoo; None takes all, and also shows what is refused.
 
     Args:
         ranks: numbers of ranks to verify each with, processes of this machine.
+        stages: that the layers are divided into, each of so many ranks.
 
     Returns:
         `{"passed": N, "total": M, "results": [Row as a dict, ...], "refused": [{"name", "reason"}, ...]}`.
@@ -73,10 +76,12 @@ def verify(
         raise ValueError(
             f"tensor_parallel_size is {', '.join(map(str, ranks)) or 'empty'}: expected numbers from 1 up."
         )
+    if stages < 1:
+        raise ValueError(f"pipeline_parallel_size is {stages}: expected a number from 1 up.")
     rows = []
     with report.progress("verifying", len(entries) * len(ranks)) as advance:
         for size in ranks:
-            with Ranks(size) if size > 1 else contextlib.nullcontext() as processes:
+            with Ranks(size, stages) if size * stages > 1 else contextlib.nullcontext() as processes:
                 for entry in entries:
                     rows.append(verify_one(entry, processes))
                     report.event("verified", **asdict(rows[-1]))
@@ -125,6 +130,7 @@ def verify_one(entry: zoo.Specimen, ranks: Ranks | None = None) -> Row:
         seconds=round(time.monotonic() - begin, 2),
         reason=reason or fallback,
         ranks=1 if ranks is None else ranks.size,
+        stages=1 if ranks is None else ranks.stages,
     )
 
 

@@ -46,18 +46,19 @@ class Ranks:
     """Processes of this machine that answer the same prompts together; use as a context.
 
     Args:
-        size: how many; all on the CPU, over gloo.
+        size: how many share each layer; all on the CPU, over gloo.
+        stages: that the layers are divided into, each of `size` processes.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, stages: int = 1) -> None:
+        self.size, self.stages = size, stages
         context = multiprocessing.get_context("spawn")
         self._store, address = open_meeting_point("localhost")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        for rank in range(size):
+        for rank in range(size * stages):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(theirs, rank, size, address), daemon=True)
+            process = context.Process(target=_rank, args=(theirs, rank, size, stages, address), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -103,12 +104,12 @@ class Ranks:
             return RuntimeError(f"rank {rank} ended")
 
 
-def _rank(pipe: Connection, rank: int, size: int, address: tuple[str, int]) -> None:
+def _rank(pipe: Connection, rank: int, size: int, stages: int, address: tuple[str, int]) -> None:
     """A rank's process: it answers until it is ended."""
     torch.set_num_threads(1)
     for name in ("transformers", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    world = init_world(rank, size, 1, "cpu", join_meeting_point(address), _PATIENCE)
+    world = init_world(rank, size, stages, "cpu", join_meeting_point(address), _PATIENCE)
     with contextlib.suppress(EOFError):
         while True:
             asked = pipe.recv()
