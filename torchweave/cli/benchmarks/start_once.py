@@ -10,16 +10,18 @@ from typing import Any
 
 
 def main(text: str) -> int:
+    from torchweave.cli.session import engine_class
+
+    llm_class = engine_class()
     from torchweave.cli.benchmarks.protocol import Workload
     from torchweave.cli.options import build
     from torchweave.config import EngineConfig
-    from torchweave.engine.llm import LLM
     from torchweave.log import Report
 
     imported_at = time.monotonic()
     report = Report()
     try:
-        llm = LLM.from_config(build(EngineConfig, json.loads(text)), report=report)
+        llm = llm_class.from_config(build(EngineConfig, json.loads(text)), report=report)
     except ValueError as error:
         print(f"torchweave: {error}", file=sys.stderr)
         return 2
