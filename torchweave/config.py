@@ -217,8 +217,8 @@ class ServerConfig:
         drain_timeout: seconds that running requests have to finish once the server was told to end.
         restart_engine: start an engine again when it fails; else the server goes on with the replicas that are left, and ends with
             exit code 1 when none is.
-        data_parallel_size: replicas: engines of the whole model behind the one server, each with `tensor_parallel_size` GPUs of
-            its own (replica i takes those from i * tensor_parallel_size on) or a process on a CPU.
+        data_parallel_size: replicas: engines of the whole model behind the one server, each with a GPU of its own for each of its
+            ranks (of R ranks, replica i takes those from i * R on), or a process of a CPU.
     """
 
     host: str = "127.0.0.1"

@@ -9,17 +9,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import torch
 
 from tests.serving.running import SHORTER, Running, children, serving, wait_until
 from tests.serving.test_metrics import Values, values_of
 from tests.serving.watched import STATS, asking, some_traffic, watched_replicas
-from torchweave.config import EngineConfig, ServerConfig
+from torchweave.config import EngineConfig, ServerConfig, TorchCompileConfig
+from torchweave.engine.replica import config_of_replica
 from torchweave.plan.check import check_replicas
 
 PROMPTS = [f"{left}+{right}=" for left in (11, 12, 13, 14) for right in range(20, 28)]
@@ -214,6 +217,21 @@ def test_the_page_sums_what_the_metrics_label() -> None:
     assert [each["open"] for each in shown["replicas"]] == [1, 2] and shown["recent"][0]["id"] == 5
     labels = {key for (name, pairs) in found for key, _ in pairs if not name.startswith(("http", "build"))}
     assert labels == {"replica", "le", "finished_reason"}
+
+
+def test_each_has_gpus_and_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(
+        "demo", seed=7, tensor_parallel_size=2, torch_compile_config=TorchCompileConfig(dump_dir="here")
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    found = [config_of_replica(config, index, 4) for index in range(4)]
+    assert [each.device for each in found] == ["cuda:0", "cuda:2", "cuda:4", "cuda:6"]
+    assert [each.seed for each in found] == [7, 8, 9, 10]
+    assert [each.torch_compile_config.dump_dir for each in found] == ["here", None, None, None]
+    assert config_of_replica(replace(config, device="cuda:4"), 1, 2).device == "cuda:6"
+    with pytest.raises(ValueError, match="data_parallel_size=3 with tensor_parallel_size=2 needs 6 GPUs, but from cuda:4 on this machine has 4"):
+        config_of_replica(replace(config, device="cuda:4"), 0, 3)
 
 
 def test_what_cannot_be_is_said() -> None:

@@ -9,8 +9,8 @@ from torchweave.serving.routing import REQUEST_TOKENS, SPAN, Beginnings, Load, R
 CACHE = 100 * SPAN
 
 
-def load(replica: int, num_requests: int = 0, unread: int = 0, life: int = 0) -> Load:
-    return Load(replica, life, num_requests, unread, CACHE)
+def load(replica: int, num_requests: int = 0, unread: int = 0, life: int = 0, is_full: bool = False) -> Load:
+    return Load(replica, life, num_requests, unread, is_full, CACHE)
 
 
 def prompt(seed: int, length: int) -> np.ndarray:
@@ -39,6 +39,8 @@ def test_a_conversation_stays_until_its_replica_is_much_busier() -> None:
     here, there = load(home, 2), load(1 - home)
     found = router.choose(more, "", sorted([here, there], key=lambda each: each.replica))
     assert found == (home, 10 * SPAN), "two answers are less than ten spans that would be read again"
+    full = load(home, 2, is_full=True)
+    assert Router().choose(more, "", [full, load(1 - home, 500)])[0] == 1 - home, "who has room comes first"
     busy = load(home, 10 * SPAN // REQUEST_TOKENS + 1)
     found = router.choose(more, "", sorted([busy, there], key=lambda each: each.replica))
     assert found == (1 - home, 0)

@@ -48,7 +48,7 @@ def app(
     Args:
         model: a folder, a hub id or a built-in model, that every machine finds under this name.
         num_replicas: None where `deployment` brings an `autoscaling_config`.
-        deployment: options of Ray Serve's deployment, over those that are derived: GPUs (`tensor_parallel_size`, none with
+        deployment: options of Ray Serve's deployment, over those that are derived: GPUs (one for each rank, none with
             device="cpu") and CPUs of a replica, requests that it is given at once, and the drain (`drain_timeout`).
         options: of the engine (`EngineConfig`) and of the server (`ServerConfig`).
 

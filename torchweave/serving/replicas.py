@@ -88,11 +88,12 @@ class Replicas:
 
     @property
     def failure(self) -> str:
-        """Why engines failed; empty while none has."""
-        found = [engine.failure for engine in self.engines]
-        if len(set(found)) == 1:
-            return found[0]
-        return " ".join(f"Replica {number}: {why}" for number, why in enumerate(found) if why)
+        """Why engines failed, or else were ended; empty while all are there."""
+        failed = [engine for engine in self.engines if engine.state == "failed"] or self.engines
+        reasons = {engine.failure for engine in failed}
+        if len(reasons) == 1 and len(failed) == len(self.engines):
+            return reasons.pop()
+        return " ".join(f"Replica {engine.place.index}: {engine.failure}" for engine in failed if engine.failure)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -171,4 +172,11 @@ class Replicas:
 def _load(engine: EngineClient) -> Load:
     card = engine.model
     cache = card.num_kv_blocks * card.block_size if card is not None else 0
-    return Load(engine.place.index, engine.restarts, engine.num_in_flight, engine.traffic.unread, cache)
+    return Load(
+        replica=engine.place.index,
+        life=engine.restarts,
+        num_requests=engine.num_in_flight,
+        unread=engine.traffic.unread,
+        is_full=engine.num_waiting >= 0,
+        cache_tokens=cache,
+    )

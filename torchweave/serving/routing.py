@@ -3,6 +3,7 @@
 Work is counted in prompt tokens that are to be read. A replica has those that it was given and has not read, and `REQUEST_TOKENS`
 for each of its requests; a request adds its prompt, less what the replica has read of it before and probably keeps. So a
 conversation stays where its beginning is, until that replica is busier than another by more than reading it again would cost.
+One whose next step has room comes before one whose requests wait for others to end.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Load:
         life: counts the lives of its engine; a new one has an empty cache.
         num_requests: requests that it has not answered to their end.
         unread: prompt tokens of those that it has not read.
+        is_full: its next step has no room for a further request.
         cache_tokens: what its KV cache holds.
     """
 
@@ -36,6 +38,7 @@ class Load:
     life: int
     num_requests: int
     unread: int
+    is_full: bool
     cache_tokens: int
 
     @property
@@ -66,9 +69,10 @@ class Router:
         spans = spans_of(prompt, cache_salt) if self._prefixes else []
         known = [self._beginnings(load).longest(spans) * SPAN for load in loads]
 
-        def left(number: int) -> tuple[int, int, int]:
+        def left(number: int) -> tuple[bool, int, int, int]:
             load = loads[number]
-            return load.work - known[number], load.num_requests, (load.replica - self._last - 1) % _TURN
+            turn = (load.replica - self._last - 1) % _TURN
+            return load.is_full, load.work - known[number], load.num_requests, turn
 
         best = min(range(len(loads)), key=left)
         self._last = loads[best].replica
