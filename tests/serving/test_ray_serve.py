@@ -96,7 +96,6 @@ def test_chats_stream_and_both_replicas_work(client: openai.OpenAI) -> None:
 
 def test_the_death_of_an_engine_is_told_and_survived(client: openai.OpenAI) -> None:
     running, before = streams(client, 4), engines()
-    os.kill(before[0], signal.SIGKILL)
     begin = time.monotonic()
 
     def rest(stream: Any) -> tuple[str, float]:
@@ -106,7 +105,9 @@ def test_the_death_of_an_engine_is_told_and_survived(client: openai.OpenAI) -> N
             return str(error), time.monotonic() - begin
 
     with ThreadPoolExecutor(4) as pool:
-        ends = list(pool.map(rest, running))
+        reading = [pool.submit(rest, stream) for stream in running]
+        os.kill(before[0], signal.SIGKILL)
+        ends = [each.result() for each in reading]
     told = [(why, seconds) for why, seconds in ends if seconds]
     assert told and len(told) < 4, ends
     assert all(why == "The engine process ended unexpectedly." and seconds < 2 for why, seconds in told)
