@@ -230,7 +230,9 @@ def test_each_has_gpus_and_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert [each.seed for each in found] == [7, 8, 9, 10]
     assert [each.torch_compile_config.dump_dir for each in found] == ["here", None, None, None]
     assert config_of_replica(replace(config, device="cuda:4"), 1, 2).device == "cuda:6"
-    with pytest.raises(ValueError, match="data_parallel_size=3 with tensor_parallel_size=2 needs 6 GPUs, but from cuda:4 on this machine has 4"):
+    with pytest.raises(
+        ValueError, match="=3 with tensor_parallel_size=2 needs 6 GPUs, but from cuda:4 on this machine has 4"
+    ):
         config_of_replica(replace(config, device="cuda:4"), 0, 3)
 
 
