@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -10,16 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
-from tests.engine.test_ranks import LIMIT, LONG, OPTIONS, PROMPTS, answers, gone
+from tests.engine.pipeline_cases import agreed, asked, assert_alike
+from tests.engine.test_ranks import LIMIT, LONG, OPTIONS, answers, gone
 from torchweave.compile.errors import TraceError
+from torchweave.compile.explanation.facts import as_json, explain, schema
 from torchweave.config import EngineConfig
 from torchweave.distributed.world import World
 from torchweave.engine import weaving
 from torchweave.engine.llm import LLM
-from torchweave.engine.request import SamplingParams, StructuredOutputs
+from torchweave.engine.request import SamplingParams
 from torchweave.log import Report
 from torchweave.models import zoo
 from torchweave.plan import DeviceFacts, ModelFacts, resolve
@@ -38,49 +42,15 @@ def pipeline(model: str | Path, stages: int = 2, **options: Any) -> Iterator[LLM
         llm.shutdown(drain=False)
 
 
-def agreed(llm: LLM, ranks: int, seconds: float = 10.0) -> bool:
-    """Whether all ranks have come to the same, which they tell when the engine falls idle."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found = list(llm.engine.steps.digests)  # type: ignore[attr-defined]
-        if found:
-            return len(found) == ranks and len(set(found)) == 1
-        time.sleep(0.01)
-    return False
-
-
-def asked(llm: LLM) -> list[Any]:
-    """What is known of the tokens beside the tokens: their log-probabilities, those of prompts, and forms."""
-    params = [
-        SamplingParams(temperature=0.7, seed=5, max_tokens=8, logprobs=3, prompt_logprobs=2, ignore_eos=True),
-        SamplingParams(temperature=0.9, seed=3, max_tokens=16, logit_bias={40: 3.0}, bad_words=["th"]),
-        SamplingParams(temperature=0.0, max_tokens=16, structured_outputs=StructuredOutputs(regex="[0-9]{3}-[a-c]+")),
-        SamplingParams(temperature=0.0, max_tokens=6, logprobs=1),
-    ]
-    found = llm.generate(PROMPTS, params)
-    return [(request.prompt_logprobs, [(o.token_ids, o.logprobs) for o in request.outputs]) for request in found]
-
-
-def assert_alike(one: Any, other: Any) -> None:
-    """Equal but for the last bits of numbers."""
-    if isinstance(one, float):
-        assert one == pytest.approx(other, abs=1e-3)
-    elif isinstance(one, dict):
-        assert_alike(sorted(one.items()), sorted(other.items()))
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for mine, theirs in zip(one, other, strict=True):
-            assert_alike(mine, theirs)
-    else:
-        assert one == other
-
-
 def test_E3_a_pipeline_answers_as_one_rank_and_a_killed_stage_ends_all():
     with LLM("demo", **OPTIONS) as alone:
         expected, all_asked = answers(alone), asked(alone)
     with pipeline("demo", max_num_tokens=64) as llm:
         (event,) = llm.report.select("pipeline_parallel")
         assert event["stage"] == 1 and event["layers"] == [3, 5] and event["parameters"] < 0.5 * event["of"]
+        facts = explain(llm.plan, llm.report)
+        jsonschema.validate(json.loads(as_json(facts)), schema())
+        assert facts["pipeline"]["layers"] == [3, 5] and facts["pipeline"]["bytes_per_token"] > 0
         assert answers(llm) == expected
         assert_alike(asked(llm), all_asked)
         assert agreed(llm, 2)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.test_pipeline import agreed, asked, assert_alike
+from tests.engine.pipeline_cases import agreed, asked, assert_alike
 from tests.gpu.ranks_engine import answers, options
 from tests.models.test_parallel import prompts
 from torchweave import LLM, SamplingParams

@@ -74,6 +74,7 @@ def _print(facts: dict[str, Any]) -> None:
     _table(console, f"Pieces: {len(facts['pieces'])} distinct of {shared}", ("piece", "ops", "used", "built by"), [
         (str(row["hash"])[:12], str(row["operations"]), f"{row['shared_by']}x", str(row["built"])) for row in facts["pieces"]
     ])  # fmt: skip
+    _table(console, "Stage of rank 0", ("fact", ""), _stage_rows(facts["pipeline"]))
     _communication(console, facts["communication"])
     _table(
         console,
@@ -125,6 +126,18 @@ def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
+
+
+def _stage_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    if not facts:
+        return []
+    begin, end = facts["layers"]
+    return [
+        ("stage", f"{facts['stage'] + 1} of {facts['stages']}"),
+        ("layers", f"{begin} to {end - 1}"),
+        ("parameters", f"{facts['parameters']:,} of {facts['of']:,}"),
+        ("handed over for each token", _bytes(facts["bytes_per_token"])),
+    ]
 
 
 def _quantization_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -25,6 +25,7 @@ def explain(plan: Plan | None, report: Report) -> Facts:
         "torchweave": _installed(),
         "model": _last(report, "model_loaded") | _last(report, "model_adapted"),
         "quantization": _last(report, "quantized"),
+        "pipeline": _last(report, "pipeline_parallel"),
         "plan": [] if plan is None else [_entry(entry) for entry in plan.entries],
         "capture": _last(report, "capture"),
         "passes": passes,
