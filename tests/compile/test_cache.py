@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor.async_compile import AsyncCompile
 
 from tests.compile import toy as toy_module
 from tests.compile.toy import BOUNDARY, DYNAMIC, example, step, toy
@@ -20,6 +21,7 @@ from torchweave.compile import CompileCache, open_cache, weave
 from torchweave.compile.cache import MAGIC, read_entry
 from torchweave.compile.factors import describe_module, graph_factors, machine, piece_factors
 from torchweave.compile.forward import call_as_is
+from torchweave.compile.pieces import wake_inductor
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
 
@@ -187,6 +189,27 @@ def test_V2_a_warm_start_skips_dynamo_and_gives_the_same_pieces(
     assert report.select("capture")[0]["source"] == "cache" and not report.select("warning")
     assert [piece.digest for piece in warm.pieces] == [piece.digest for piece in cold.pieces]
     assert torch.equal(warm(call_as_is, *step(7, 3)), toy(seed=7)(*step(7, 3))), "bound to the other module's weights"
+
+
+def test_inductors_processes_start_while_the_model_is_captured_and_not_when_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken: list[str] = []
+    monkeypatch.setattr(AsyncCompile, "wakeup", lambda: woken.append("for a GPU"))
+    wake_inductor(torch.device("cpu"))
+    assert woken == []
+    wake_inductor(torch.device("cuda"))
+    assert woken == ["for a GPU"]
+
+    def stop(*_: Any) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr("torchweave.compile.backend.wake_inductor", lambda device: woken.append(device.type))
+    monkeypatch.setattr("torchweave.compile.backend.build_pieces", stop)
+    for _ in range(2):
+        with pytest.raises(InterruptedError):
+            weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, cache=CompileCache(tmp_path, Report(show=False)))
+    assert woken[1:] == ["cpu"]
 
 
 def test_edited_source_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

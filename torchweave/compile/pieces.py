@@ -69,6 +69,15 @@ def inductor_options(config: TorchCompileConfig) -> dict[str, Any]:
     }
 
 
+def wake_inductor(device: torch.device) -> None:
+    """Start the processes in which Inductor builds kernels for a GPU. They take some seconds to be ready, and until then it builds
+    one after the other in this process."""
+    if device.type == "cuda":
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.wakeup()
+
+
 def build_fx(piece: Piece) -> BuiltPiece:
     """The piece as the Python code of its graph."""
     begin = time.monotonic()
