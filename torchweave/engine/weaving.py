@@ -60,8 +60,8 @@ def forward_of(
 ) -> tuple[Forward, Plan]:
     """The model woven, or, when it will not trace, run as it is with capture broken at boundary ops.
 
-    All ranks have the same graph, or that of their stage, in which many pieces are the same: with a compile cache the leader builds
-    it, and the others wait to load what it kept.
+    The ranks of a stage have the same graph: with a compile cache the first of them builds it, and the others wait to load what it
+    kept. Stages build theirs at the same time.
 
     Raises:
         ValueError: a model that is divided into stages will not trace.
@@ -70,7 +70,8 @@ def forward_of(
         return broken(module, boundary_ops()), plan
     config, device = effective(plan), torch.device(plan.device)
     cache = open_cache(config, report)
-    if cache is not None and not world.is_leader:
+    builds = world.tensor_rank == 0
+    if cache is not None and not builds:
         world.barrier()
     try:
         if plan.tune and cache is not None:
@@ -96,5 +97,5 @@ def forward_of(
         )
         return broken(module, boundary_ops()), settled
     finally:
-        if cache is not None and world.is_leader:
+        if cache is not None and builds:
             world.barrier()
