@@ -7,6 +7,7 @@ in `torchweave.distributed.local`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -95,6 +96,7 @@ def main(fd: int, most: int) -> None:
     from triton.runtime.cache import triton_key
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it means the process that this one works for
+    gc.disable()  # every fork builds one kernel and ends
     triton_key()  # read and hashed once, not in every fork
     waiting: deque[tuple[int, Order]] = deque()
     running: dict[Connection, int] = {}

@@ -18,6 +18,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from torchweave import imports
 from torchweave.distributed import link as links
 from torchweave.distributed.link import Link
 
@@ -85,8 +86,10 @@ def main(fd: int) -> None:
     except (EOFError, OSError):
         os._exit(1)
     assert kind == links.TASK
-    function, task = pickle.loads(payload)
-    named(function)(link, task)
+    with imports.for_good():
+        function, task = pickle.loads(payload)
+        run = named(function)
+    run(link, task)
 
 
 def named(function: str) -> Any:
