@@ -16,6 +16,7 @@ from torchweave.engine.verify import verify
 from torchweave.engine.weaving import weave_model
 from torchweave.log import Report
 from torchweave.models import LoadedModel, UnsupportedModel, load, zoo
+from torchweave.models.parallel import stages
 from torchweave.models.parallel.stages import share
 
 # Tied and untied vocabularies; norms of heads; windows in some layers, in groups of blocks that cross stages; experts.
@@ -122,3 +123,12 @@ def test_more_pipeline_stages_than_layers_are_refused() -> None:
     config = zoo.specimen("llama").config().to_dict()
     with pytest.raises(UnsupportedModel, match="has 3 layers, which are too few for 4 stages; lower pipeline_parallel"):
         stage_of(config, 0, 4, load_format="dummy")
+
+
+def test_layers_that_return_more_than_hidden_states_are_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [(torch.empty(1, 53, 64, device="meta"), -1)] * 3
+    monkeypatch.setattr(stages, "_calls", lambda *_: seen)
+    with pytest.raises(
+        UnsupportedModel, match=r"LlamaForCausalLM cannot be divided into stages: .* return more than hidden"
+    ):
+        stage_of(zoo.specimen("llama").config().to_dict(), 0, load_format="dummy")

@@ -209,7 +209,7 @@ def _stage_of(model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, s
     kinds = {None if call[0] is None else (call[0].shape, call[0].dtype) for call in calls}
     if hidden is None or len(kinds) > 1 or hidden.ndim != 3:
         raise _refusal(name, "its layers do not take hidden states of one shape first")
-    if any(call[1] != returned for call in calls):
+    if returned < 0 or any(call[1] != returned for call in calls):
         raise _refusal(name, "its layers do not all return the same, or return more than hidden states")
     names = {id(module): each for each, module in model.named_modules()}
     embedding, head = names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]
