@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -67,6 +68,12 @@ def inductor_options(config: TorchCompileConfig) -> dict[str, Any]:
         "alignment_asserts": config.debug,
         "nan_asserts": False,
     }
+
+
+def import_inductor() -> None:
+    """Import what loads a built piece, which takes most of a second: a rank that waits for pieces does it meanwhile."""
+    for name in ("torch.export._trace", "torch._inductor.compile_fx", "torch._inductor.standalone_compile"):
+        import_module(name)
 
 
 def wake_inductor(device: torch.device) -> None:

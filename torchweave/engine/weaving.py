@@ -11,6 +11,7 @@ from torchweave.compile.cache import CompileCache, open_cache
 from torchweave.compile.eager import broken
 from torchweave.compile.errors import TraceError
 from torchweave.compile.graphs import Forward
+from torchweave.compile.pieces import import_inductor
 from torchweave.compile.woven import Woven
 from torchweave.config import TorchCompileConfig
 from torchweave.distributed.world import World
@@ -72,6 +73,8 @@ def forward_of(
     cache = open_cache(config, report)
     builds = world.tensor_rank == 0
     if cache is not None and not builds:
+        if config.enable_inductor:
+            import_inductor()
         world.barrier()
     try:
         if plan.tune and cache is not None:
