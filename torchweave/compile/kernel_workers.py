@@ -47,6 +47,7 @@ class KernelWorkers:
                 stdout=subprocess.DEVNULL,
             )
         self._asked: dict[int, tuple[Order, Future[str | None]]] = {}
+        self._finished = 0  # how many of them were waited for
         threading.Thread(target=self._receive, name="torchweave-kernel-workers", daemon=True).start()
 
     def __enter__(self) -> KernelWorkers:
@@ -67,8 +68,10 @@ class KernelWorkers:
                 self._settle(number, _ENDED)
 
     def finish(self) -> list[str]:
-        """Wait for all that was begun. Returns why some were not built."""
-        done, late = wait([future for _, future in self._asked.values()], _PATIENCE)
+        """Wait for all that was begun since the last time. Returns why some were not built."""
+        futures = [self._asked[number][1] for number in range(self._finished, len(self._asked))]
+        self._finished = len(self._asked)
+        done, late = wait(futures, _PATIENCE)
         return [*filter(None, (each.result() for each in done)), *["it took too long"] * len(late)]
 
     def _receive(self) -> None:

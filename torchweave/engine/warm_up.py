@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweave.compile.graphs import Boundary
-from torchweave.compile.kernel_orders import missing, orders
+from torchweave.compile.kernel_orders import Order, missing, orders
 from torchweave.compile.kernel_workers import KernelWorkers
 from torchweave.engine.redraw import Redraw
 from torchweave.engine.runner import Runner
@@ -95,7 +95,12 @@ def start(
 
     def build() -> None:
         try:
-            _build(plan, module, layers, vocab_size, backend, dtype, done)
+            with ExitStack() as stack:
+                workers, rare = _build(plan, module, layers, vocab_size, backend, dtype, stack)
+                done.set()  # from now on memory is measured and steps are recorded: nothing here touches the GPU
+                if workers is not None:
+                    workers.begin(rare)
+                    _tell(workers.finish())
         except Exception:
             _log.exception("Building kernels ahead failed; they are built when they are first needed.")
         finally:
@@ -112,8 +117,9 @@ def _build(
     vocab_size: int,
     backend: AttentionBackend,
     dtype: torch.dtype,
-    done: threading.Event,
-) -> None:
+    stack: ExitStack,
+) -> tuple[KernelWorkers | None, list[Order]]:
+    """Build what steps launch, and launch it. Returns what redrawn rows launch, and who can build that; the stack ends them."""
     device = torch.device(plan.device)
     state = SlotState(plan.max_batch_size, -(-plan.max_model_len // plan.block_size), device=device)
     caches = [backend.allocate(layer, _BLOCKS, plan.block_size, dtype, device) for layer in layers]
@@ -131,17 +137,15 @@ def _build(
 
     # What is only looked at must steer nothing, but the choice of experts steers operations of torch.
     attention = StandIn(nn.Module(), layers, vocab_size, dtype)
-    needed, rare = missing(orders(lambda: steps(attention))), missing(orders(again))
-    with KernelWorkers() if needed or rare else nullcontext() as workers:
-        if workers is not None:
-            workers.begin(needed)
-            _tell(workers.finish())
-        steps(StandIn(module, layers, vocab_size, dtype))
-        torch.cuda.synchronize(device)
-        done.set()  # steps may be recorded from now on: nothing here touches the GPU
-        if workers is not None:
-            workers.begin(rare)
-            _tell(workers.finish())
+    needed = missing(orders(lambda: steps(attention)))
+    rare = [order for order in missing(orders(again)) if order not in needed]
+    workers = stack.enter_context(KernelWorkers()) if needed or rare else None
+    if workers is not None:
+        workers.begin(needed)
+        _tell(workers.finish())
+    steps(StandIn(module, layers, vocab_size, dtype))
+    torch.cuda.synchronize(device)
+    return workers, rare
 
 
 def _tell(failed: Sequence[str]) -> None:
