@@ -218,6 +218,28 @@ def test_S9_debug_finds_fake_values_that_are_wrong() -> None:
         run_pass(Lies(), graph, debug=True)
 
 
+def test_S9_debug_takes_no_offence_at_strides_along_which_nobody_steps() -> None:
+    """A model with one key head: a fused op lays its heads out in another order, and no address differs."""
+
+    class Strides(GraphPass):
+        name, stage = "strides", "aten"
+
+        def __init__(self, stride: int) -> None:
+            self.stride = stride
+
+        def run(self, graph: Any) -> PassResult:
+            node = next(node for node in graph.graph.nodes if node.op == "call_function")
+            with graph.fake_mode:
+                node.meta["val"] = torch.empty_strided((3, 1, 4), (4, self.stride, 1))
+            return PassResult(1, 1)
+
+    graph = graph_of(torch.exp, [torch.randn(3, 1, 4)])
+    run_pass(Strides(12), graph, debug=True)
+    graph = graph_of(torch.exp, [torch.randn(3, 2, 4)])
+    with pytest.raises(RuntimeError, match="pass strides left a graph that does not hold together"):
+        run_pass(Strides(12), graph, debug=True)
+
+
 def test_V8_ranges_come_from_the_cache_without_lowering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fusion = Fusion("scaled_add", alone, first, token_range=(None, 7))
     report = Report(show=False)

@@ -240,18 +240,24 @@ def _called(node: fx.Node) -> Callable[..., Any] | str:
     return node.target
 
 
-def same_geometry(one: Any, other: Any) -> bool:
-    """Whether two fake values agree in type, shape, strides, offset and dtype."""
+def same_geometry(one: Any, other: Any, *, ones: bool = True) -> bool:
+    """Whether two fake values agree in type, shape, strides, offset and dtype.
+
+    Args:
+        ones: compare also the strides of dimensions with one element, along which nobody steps.
+    """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return (
-            one.dtype == other.dtype
-            and one.device == other.device
-            and _exprs([*one.shape, *one.stride(), one.storage_offset()])
-            == _exprs([*other.shape, *other.stride(), other.storage_offset()])
-        )
+        alike = one.dtype == other.dtype and one.device == other.device
+        return alike and _layout(one, ones) == _layout(other, ones)
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(map(same_geometry, one, other))
+        return len(one) == len(other) and all(same_geometry(a, b, ones=ones) for a, b in zip(one, other, strict=True))
     return _exprs([one]) == _exprs([other])
+
+
+def _layout(tensor: Tensor, ones: bool) -> list[str]:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = [stride for size, stride in sizes if ones or not isinstance(size, int) or size != 1]
+    return _exprs([*tensor.shape, *strides, tensor.storage_offset()])
 
 
 def _exprs(sizes: list[Any]) -> list[str]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, TCPStore
 
 from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.ops.collectives import communicator, register_communicator
+from torchweave.ops.collectives import communicator, register_communicator, registered
 
 TENSOR, PIPELINE = "tp", "pp"
 """Names under which a graph knows its groups: the same on every rank, so that all ranks have the same graph."""
@@ -186,8 +186,8 @@ def close_world(world: World, abort: bool = False) -> None:
 
 def abort_groups(world: World) -> None:
     """Give up what is under way on GPUs between ranks, of which some are gone: kernels that wait for them end."""
-    if world.tensor_parallel_size > 1:
-        communicator(TENSOR).abort()
+    if (found := registered(TENSOR)) is not None:
+        found.abort()
     for group in {id(group): group for group in world.groups.values()}.values():  # two names may be one group
         if group.name() == "nccl":
             group.abort()

@@ -78,19 +78,24 @@ def register_communicator(group: str, communicator: Communicator | None) -> None
         _COMMUNICATORS[group] = communicator
 
 
+def registered(group: str) -> Communicator | None:
+    """What was registered under the group's name; None: nothing was, or the group is gone."""
+    return _COMMUNICATORS.get(group)
+
+
 def communicator(group: str) -> Communicator:
     """What was registered under the group's name.
 
     Raises:
         ValueError: nothing was.
     """
-    try:
-        return _COMMUNICATORS[group]
-    except KeyError:
+    found = registered(group)
+    if found is None:
         known = ", ".join(sorted(_COMMUNICATORS)) or "none"
         raise ValueError(
             f"There is no group of ranks {group!r} (known: {known}); a world must be initialised before its collectives run."
-        ) from None
+        )
+    return found
 
 
 def group_size(group: str) -> int:
