@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
@@ -36,6 +37,7 @@ def weave(
     cache: CompileCache | None = None,
     report: Report | None = None,
     passes: Sequence[Pass] | None = None,
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Woven:
     """Compile a module's forward: one captured graph, cut at boundary ops, each distinct piece built once.
 
@@ -46,6 +48,7 @@ def weave(
         boundary_ops: ops that are handed to the caller at each call, such as `torchweave::attention`.
         cache: keeps captured graphs and built pieces between processes; None builds everything anew.
         passes: what to run instead of the stack's own passes and those that the config adds.
+        turn: entered around each thing that the cache keeps: ranks that share one take turns, so that one makes what others load.
 
     Raises:
         TraceError: the forward cannot be captured, with the line and the cause.
@@ -56,7 +59,8 @@ def weave(
         report.event("compile_after_ready", what=type(module).__name__)
     device = next(iter(inputs.values())).device
     table = table_for(device, cache, report)
-    graph = _captured(module, inputs, dynamic, config, cache, report)
+    with turn():
+        graph = _captured(module, inputs, dynamic, config, cache, report)
     cut_to_stage(graph)
     manager = PassManager(passes, config, table, num_ranks(graph))
     graph.boundary_ops = frozenset(boundary_ops)
@@ -66,7 +70,8 @@ def weave(
     pieces = [part for part in parts if isinstance(part, Piece)]
     report.event("parts", order=[describe(part) for part in parts])
     tell_exchanges(pieces, graph.symbols, report)
-    built = build_pieces(graph, pieces, manager, cache, device, report)
+    with turn():
+        built = build_pieces(graph, pieces, manager, cache, device, report)
     return Woven(graph, parts, built, size_range(graph, config.dynamic_shapes, report), report)
 
 

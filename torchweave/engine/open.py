@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from torchweave.compile.pieces import import_inductor
 from torchweave.config import EngineConfig, launched_by_torchrun
 from torchweave.distributed import on_ray, torchrun
 from torchweave.distributed.crew import Crew, RankFailure
@@ -72,6 +73,8 @@ def _start_local(config: EngineConfig, device: str) -> Lead:
     store, address = open_meeting_point(_HERE)
     tasks = [Task(config, rank, device_of(device, rank), address, num_threads) for rank in range(1, size)]
     crew = Crew(start_local(_WORK, tasks), config.rank_timeout)
+    if config.torch_compile_config.enable_inductor:
+        import_inductor()  # the ranks import too, which takes them some seconds
     return lead_of(config, crew, device, store)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -41,8 +44,9 @@ def weave_model(
     device: torch.device,
     cache: CompileCache | None,
     report: Report,
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Woven:
-    """A decoder's forward over flattened tokens, woven with attention and its like as boundaries.
+    """A decoder's forward over flattened tokens, woven with attention and its like as boundaries; `turn` as in `weave`.
 
     Raises:
         TraceError: it will not trace.
@@ -53,7 +57,20 @@ def weave_model(
         "logits_index": torch.tensor([4, 9, 22], device=device),
     }
     dynamic = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
-    return weave(module, example, dynamic, boundary_ops=boundary_ops(), config=config, cache=cache, report=report)
+    ops = boundary_ops()
+    return weave(module, example, dynamic, boundary_ops=ops, config=config, cache=cache, report=report, turn=turn)
+
+
+@contextmanager
+def _turn(world: World, first: bool) -> Iterator[None]:
+    """What is done in here is done by the first rank of each stage, then by the others; every rank comes here."""
+    if not first:
+        world.barrier()
+    try:
+        yield
+    finally:
+        if first:
+            world.barrier()
 
 
 def forward_of(
@@ -61,8 +78,8 @@ def forward_of(
 ) -> tuple[Forward, Plan]:
     """The model woven, or, when it will not trace, run as it is with capture broken at boundary ops.
 
-    The ranks of a stage have the same graph: with a compile cache the first of them builds it, and the others wait to load what it
-    kept. Stages build theirs at the same time.
+    The ranks of a stage have the same graph: with a compile cache the first of them captures it and builds its pieces, and the
+    others load what it kept; passes run on all at the same time. Stages build theirs at the same time too.
 
     Raises:
         ValueError: a model that is divided into stages will not trace.
@@ -71,11 +88,11 @@ def forward_of(
         return broken(module, boundary_ops()), plan
     config, device = effective(plan), torch.device(plan.device)
     cache = open_cache(config, report)
-    builds = world.tensor_rank == 0
-    if cache is not None and not builds:
-        if config.enable_inductor:
+    first, turn = world.tensor_rank == 0, nullcontext
+    if cache is not None and world.size > 1:
+        turn = partial(_turn, world, first)
+        if config.enable_inductor and not first:
             import_inductor()
-        world.barrier()
     try:
         if plan.tune and cache is not None:
             with report.stage("tuning"):
@@ -87,7 +104,7 @@ def forward_of(
                     report,
                 )
         with report.stage("weaving"):
-            woven = weave_model(module, config, device, cache, report)
+            woven = weave_model(module, config, device, cache, report, turn)
         return (woven if stage is None else StageForward(woven, stage, world)), plan
     except TraceError as error:
         if stage is not None:
@@ -99,6 +116,3 @@ def forward_of(
             "torch_compile_config.enable_fullgraph", False, f"will not trace: {error}", fullgraph=False
         )
         return broken(module, boundary_ops()), settled
-    finally:
-        if cache is not None and builds:
-            world.barrier()
