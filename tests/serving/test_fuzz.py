@@ -26,6 +26,7 @@ from tests.serving.malformed import attack
 from tests.serving.running import Running
 from tests.serving.watched import watched
 from torchweave.engine.request import SamplingParams
+from torchweave.serving.flight import Flight
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 SCHEMA = schemathesis.openapi.from_dict(watched()[0].openapi())
@@ -63,7 +64,7 @@ def test_E_what_cannot_be_sent_leaves_nothing_behind(field: dict[str, Any]):
     _, client, _ = watched(state="ready")
     salt, priority = field.pop("cache_salt", ""), field.pop("priority", 0)
     with pytest.raises(ValueError, match="surrogate pair, or a number"):
-        client.flight().submit(np.array([5], np.int32), SamplingParams(**field), True, priority, salt)
+        Flight(client).submit(np.array([5], np.int32), SamplingParams(**field), True, priority, salt)
     assert client.num_in_flight == 0 and not client.traffic.open
 
 
