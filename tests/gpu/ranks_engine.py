@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -64,6 +65,25 @@ def main(cache: str, divided: str = "tensor_parallel_size") -> None:
     llm.shutdown()
     seen["shutdown"] = time.monotonic() - begin
     print(json.dumps(seen), flush=True)
+
+
+def check_life(folder: str, *option: str) -> dict[str, Any]:
+    """Run this file over two GPUs: answers of one GPU, whole graphs, and an end of all within seconds. What was seen."""
+    with LLM("demo", **options(folder)) as alone:
+        expected = answers(alone)
+    # A process of its own: one that has lost a rank may hold kernels that never end.
+    command = [sys.executable, "-m", "tests.gpu.ranks_engine", folder, *option]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    seen = json.loads(run.stdout.splitlines()[-1])
+    assert seen["tokens"] == expected
+    assert set(seen["counts"]) <= {"decode_graph", "mixed_graph"}, seen["counts"]
+    assert seen["agreed"]
+    assert seen["rank"]["device"] == "cuda:1" and seen["rank"]["loaded"] > 0, seen["rank"]
+    killed = seen["killed"]
+    assert "killed by SIGKILL" in killed["error"] and max(killed["heard"], killed["gone"]) < 10, killed
+    assert seen["shutdown"] < 10
+    return seen
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +50,22 @@ class Running:
             if "spawn_main" in command:
                 return child
         raise LookupError("there is no engine process")
+
+
+def read_while_killed(streams: Sequence[Any], victim: int) -> list[tuple[str, float]]:
+    """How each stream ends when process `victim` is killed: (number of events, 0), or (the error, seconds until it came)."""
+    begin = time.monotonic()
+
+    def rest(stream: Any) -> tuple[str, float]:
+        try:
+            return str(len(list(stream))), 0.0
+        except openai.APIError as error:
+            return str(error), time.monotonic() - begin
+
+    with ThreadPoolExecutor(len(streams)) as pool:
+        reading = [pool.submit(rest, stream) for stream in streams]
+        os.kill(victim, signal.SIGKILL)
+        return [each.result() for each in reading]
 
 
 def children(pid: int) -> list[int]:

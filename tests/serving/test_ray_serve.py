@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serving.running import SHORTER, children, free_port, wait_until
+from tests.serving.running import SHORTER, children, free_port, read_while_killed, wait_until
 from tests.serving.test_metrics import values_of
 
 serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
@@ -96,18 +94,7 @@ def test_chats_stream_and_both_replicas_work(client: openai.OpenAI) -> None:
 
 def test_the_death_of_an_engine_is_told_and_survived(client: openai.OpenAI) -> None:
     running, before = streams(client, 4), engines()
-    begin = time.monotonic()
-
-    def rest(stream: Any) -> tuple[str, float]:
-        try:
-            return str(len(list(stream))), 0.0
-        except openai.APIError as error:
-            return str(error), time.monotonic() - begin
-
-    with ThreadPoolExecutor(4) as pool:
-        reading = [pool.submit(rest, stream) for stream in running]
-        os.kill(before[0], signal.SIGKILL)
-        ends = [each.result() for each in reading]
+    ends = read_while_killed(running, before[0])
     told = [(why, seconds) for why, seconds in ends if seconds]
     assert told and len(told) < 4, ends
     assert all(why == "The engine process ended unexpectedly." and seconds < 2 for why, seconds in told)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,7 @@ import openai
 import pytest
 import torch
 
-from tests.serving.running import SHORTER, Running, children, serving, wait_until
+from tests.serving.running import SHORTER, Running, children, read_while_killed, serving, wait_until
 from tests.serving.test_metrics import Values, values_of
 from tests.serving.watched import STATS, asking, some_traffic, watched_replicas
 from torchweave.config import EngineConfig, ServerConfig, TorchCompileConfig
@@ -106,20 +104,8 @@ def test_the_death_of_one_is_told_to_its_own_clients_and_it_comes_back(pair: Run
     for stream in streams:
         next(stream)
     victim = engines(pair)[0]
-    begin = time.monotonic()
-
-    def rest(stream: Any) -> tuple[str, float]:
-        try:
-            return str(len(list(stream))), 0.0
-        except openai.APIError as error:
-            return str(error), time.monotonic() - begin
-
-    with ThreadPoolExecutor(4) as pool:
-        reading = [pool.submit(rest, stream) for stream in streams]
-        os.kill(victim, signal.SIGKILL)
-        ends = [each.result() for each in reading]
-        late = pool.submit(answer, pair, "12+30=")
-        assert late.result() == "42", "the other one goes on"
+    ends = read_while_killed(streams, victim)
+    assert answer(pair, "12+30=") == "42", "the other one goes on"
     told = Counter(why for why, _ in ends)
     assert told["The engine process ended unexpectedly."] == 2 and len(told) > 1, ends
     assert max(seconds for _, seconds in ends) < 2

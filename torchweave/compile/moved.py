@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -53,8 +52,11 @@ def moved(old: int, new: int) -> Iterator[None]:
         _move(graph, old, new)
         return prepare(graph, *rest)
 
-    with patch.object(FxGraphCache, "cache_hit_post_compile", staticmethod(prepare_moved)):
+    FxGraphCache.cache_hit_post_compile = staticmethod(prepare_moved)  # type: ignore[method-assign]
+    try:
         yield
+    finally:
+        FxGraphCache.cache_hit_post_compile = staticmethod(prepare)  # type: ignore[method-assign]
 
 
 def _move(graph: Any, old: int, new: int) -> None:
