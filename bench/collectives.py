@@ -26,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.distributed.symmetric import Ranges, open_symmetric
+from torchweave.distributed.symmetric import Ranges, SymmetricCommunicator, open_symmetric
 from torchweave.distributed.world import World, close_world, init_world, join_meeting_point, open_meeting_point
 from torchweave.ops.collectives_fused import Norm, Quant, norm_of
 
@@ -34,10 +34,12 @@ CALLS, ROUNDS = 20, 15
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 WIDTHS = (2048, 4096, 8192)
 SLACK = 1.02  # what two runs differ by
-ONE_SHOT_BYTES, TWO_SHOT_BYTES = 4 << 20, 64 << 20
-SUMS = ("nccl", "one_shot", "two_shot")
-NORMS = ("nccl + norm", "one_shot + norm", "two_shot + norm", "norm in one", "norm in one, user buffer")
-FP8 = ("nccl + norm fp8", "one_shot + norm fp8", "two_shot + norm fp8", "norm fp8 in one")
+SLOT_BYTES, LARGE_BYTES = 4 << 20, 64 << 20
+SUMS = ("nccl", "one_shot", "large one_shot", "two_shot")
+NORMS = tuple(f"{name} + norm" for name in SUMS) + tuple(
+    f"{size}norm in one{where}" for size in ("", "large ") for where in ("", ", user buffer")
+)
+FP8 = (*(f"{name} + norm fp8" for name in SUMS), "norm fp8 in one", "large norm fp8 in one")
 Call = Callable[[Tensor], Any]
 
 
@@ -45,34 +47,39 @@ def ways(world: World, width: int) -> dict[str, Call]:
     """Every way by its name, for operands of `width` columns."""
     group, device = world.groups["tp"], torch.device(world.device)
     nccl = ProcessGroupCommunicator(group)
-    one = open_symmetric(group, device, Ranges(ONE_SHOT_BYTES, ONE_SHOT_BYTES, 0))
-    two = open_symmetric(group, device, Ranges(0, 0, TWO_SHOT_BYTES))
+    one = open_symmetric(group, device, Ranges(SLOT_BYTES, SLOT_BYTES, SLOT_BYTES, 0))
+    large = open_symmetric(group, device, Ranges(0, LARGE_BYTES, LARGE_BYTES, 0))
+    two = open_symmetric(group, device, Ranges(0, 0, 0, LARGE_BYTES))
     weight = torch.rand(width, device=device, dtype=torch.bfloat16)
-    found: dict[str, Call] = {"nccl": nccl.all_reduce, "one_shot": one.all_reduce, "two_shot": two.all_reduce}
+    found: dict[str, Call] = {
+        name: each.all_reduce for name, each in zip(SUMS, (nccl, one, large, two), strict=True)
+    }  # fmt: skip
     slot = [0]
 
     def norm(x: Tensor, quant: Quant | None) -> Norm:
         return Norm(x, weight, 1e-5, quant=quant, keep_norm=quant is None)
 
-    def from_buffer(x: Tensor) -> Any:
+    def from_buffer(ranks: SymmetricCommunicator, x: Tensor) -> Any:
         slot[0] ^= 1  # CALLS is even: replays alternate too
-        room = one.buffer(x.shape, x.dtype, slot[0])
+        room = ranks.buffer(x.shape, x.dtype, slot[0])
         assert room is not None
-        return one.reduced_norm(room, norm(x, None))
+        return ranks.reduced_norm(room, norm(x, None))
 
     for names, quant in ((NORMS, None), (FP8, Quant("fp8"))):
-        for name, total in zip(names, tuple(found.values())[:3], strict=False):
+        for name, total in zip(names, [found[name] for name in SUMS], strict=False):
             found[name] = lambda x, total=total, quant=quant: norm_of(total(x), norm(x, quant))
-        found[names[3]] = lambda x, quant=quant: one.reduced_norm(x, norm(x, quant))
-    found[NORMS[4]] = from_buffer
+    for prefix, ranks in (("", one), ("large ", large)):
+        for title, quant in (("norm in one", None), ("norm fp8 in one", Quant("fp8"))):
+            found[prefix + title] = lambda x, ranks=ranks, quant=quant: ranks.reduced_norm(x, norm(x, quant))
+        found[f"{prefix}norm in one, user buffer"] = lambda x, ranks=ranks: from_buffer(ranks, x)
     return found
 
 
 def runs(name: str, size: int) -> bool:
     """Whether a way is measured at operands of `size` bytes."""
-    if "one" in name:
-        return size <= ONE_SHOT_BYTES
-    return "two_shot" not in name or size <= TWO_SHOT_BYTES
+    if "nccl" in name:
+        return True
+    return size <= (LARGE_BYTES if "large" in name or "two_shot" in name else SLOT_BYTES)
 
 
 def record(call: Call, operands: list[Tensor]) -> torch.cuda.CUDAGraph:
@@ -158,12 +165,12 @@ def ranges_of(results: list[dict[str, Any]]) -> dict[str, int]:
             reached = size
         return reached
 
-    one_shot = up_to("one_shot", SUMS)
+    slots = max(up_to("one_shot", SUMS), up_to("norm in one", NORMS[:4]))
+    one_shot = up_to("large one_shot", ("nccl", "two_shot"), up_to("one_shot", SUMS))
+    norm = up_to("large norm in one", NORMS[:4], up_to("norm in one", NORMS[:4]))
     return {
-        "one_shot": one_shot,
-        "norm": up_to(NORMS[3], NORMS[:3]),
-        "two_shot": up_to("two_shot", ("nccl",), one_shot),
-    }
+        "slots": slots, "one_shot": one_shot, "norm": norm, "two_shot": up_to("two_shot", ("nccl",), one_shot)
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -22,8 +22,9 @@ from torchweave.ops.collectives import all_reduce, communicator, register_commun
 from torchweave.ops.collectives_fused import Norm, Quant, norm_of, quantized
 
 pytestmark = pytest.mark.gpu
-EVERYTHING = Ranges(one_shot=4 << 20, norm=4 << 20, two_shot=64 << 20)
-TWO_SHOT_ONLY = replace(EVERYTHING, one_shot=0, norm=0)
+EVERYTHING = Ranges(slots=4 << 20, one_shot=4 << 20, norm=4 << 20, two_shot=64 << 20)
+TWO_SHOT_ONLY = replace(EVERYTHING, slots=0, one_shot=0, norm=0)
+LARGE_ONLY = replace(EVERYTHING, slots=0, one_shot=64 << 20, norm=64 << 20, two_shot=0)
 REPLAYS = 1000
 
 
@@ -60,9 +61,9 @@ def everywhere_the_same(world: World, x: Tensor) -> None:
 
 
 def check_sums(world: World) -> None:
-    one, two = opened(world, EVERYTHING), opened(world, TWO_SHOT_ONLY)
+    kinds = [opened(world, ranges) for ranges in (EVERYTHING, TWO_SHOT_ONLY, LARGE_ONLY)]
     shapes = [(1, 8), (3, 4096), (8, 4096), (65, 8192), (128, 2880), (1, 129, 5120)]
-    for dtype, shape, ranks in product((torch.bfloat16, torch.float16, torch.float32), shapes, (one, two)):
+    for dtype, shape, ranks in product((torch.bfloat16, torch.float16, torch.float32), shapes, kinds):
         x = torch.empty(shape, device=world.device, dtype=dtype)
         outs: list[Tensor] = []
 
@@ -103,12 +104,13 @@ def check_gathers(world: World) -> None:
 
 
 def check_norms(world: World) -> None:
-    ranks = opened(world, EVERYTHING)
+    slots, large = opened(world, EVERYTHING), opened(world, LARGE_ONLY)
     scale = torch.tensor([0.02], device=world.device)
     quants = (None, Quant("fp8", 0), Quant("fp8", 128), Quant("fp8", 0, scale), Quant("fp4", scale=scale / 50))
-    for (tokens, width), quant, (_, options) in product(
-        ((1, 2048), (8, 4096), (100, 2880), (3, 8192)), quants, DIALECTS
-    ):
+    sizes = (
+        *product((slots, large), ((1, 2048), (8, 4096), (100, 2880), (3, 8192))), (large, (1500, 4096))
+    )  # fmt: skip
+    for (ranks, (tokens, width)), quant, (_, options) in product(sizes, quants, DIALECTS):
         x, residual = (torch.randn(1, tokens, width, device=world.device).bfloat16() for _ in range(2))
         dist.broadcast(residual, 0, group=world.groups["tp"])
         weight = torch.rand(width, device=world.device, dtype=torch.bfloat16)
@@ -116,7 +118,7 @@ def check_norms(world: World) -> None:
         norm = Norm(residual, weight, 1e-5, options.get("offset", 0.0), options.get("wide", False), quant)
         found: list = []
 
-        def run(x: Tensor = x, norm: Norm = norm, found: list = found) -> None:
+        def run(ranks: SymmetricCommunicator = ranks, x: Tensor = x, norm: Norm = norm, found: list = found) -> None:
             found[:] = [ranks.reduced_norm(x, norm)]
 
         graph_of(run).replay()
@@ -134,7 +136,7 @@ def check_norms(world: World) -> None:
 
 def check_replays(world: World) -> None:
     """Two graphs in turn, of collectives of many sizes; each replay has operands of its own and counts what is wrong itself."""
-    ranks = opened(world, replace(EVERYTHING, one_shot=1 << 20))
+    ranks = opened(world, replace(EVERYTHING, slots=1 << 18, one_shot=1 << 20))
     device = torch.device(world.device)
     step, wrong = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
 

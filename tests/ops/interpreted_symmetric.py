@@ -20,7 +20,7 @@ from torchweave.ops.fp8 import FP8, quantize
 from torchweave.ops.kernels import symmetric_norm, symmetric_reduce
 from torchweave.ops.kernels.symmetric_norm import launch_one_shot_norm
 from torchweave.ops.kernels.symmetric_reduce import launch_gather, launch_one_shot, launch_two_shot
-from torchweave.ops.symmetric import Layout, Workspace
+from torchweave.ops.symmetric import Layout, Programs, Workspace
 
 LAYOUT_BYTES = 1 << 16
 PROGRAMS = 3
@@ -43,9 +43,24 @@ def one_shot() -> None:
                     for space, each in zip(spaces, x, strict=True)
                 ]
             for phase, (space, mine, out) in product((1, 4), list(zip(spaces, given, outs, strict=True))):
-                launch_one_shot(space, mine, out, space.one_shot_place(mine), phase)
+                launch_one_shot(space, mine, out, space.place_of(mine), phase)
             assert all(torch.equal(out, sum_of_ranks(torch.stack(x))) for out in outs), (size, shape, turn)
         assert all(space.counters[0][:PROGRAMS].eq(4).all() and space.counters[1].eq(0).all() for space in spaces)
+
+
+def large_one_shot() -> None:
+    for size, shape in ((2, (3, 8)), (4, (33, 264))):
+        spaces = workspaces(Layout(size, 0, LAYOUT_BYTES))
+        for turn in range(3):
+            x = operands(size, *shape)
+            given, outs = list(x), [torch.full_like(each, torch.nan) for each in x]
+            if turn == 2:
+                rooms = [space.room(shape, x[0].dtype, space.layout.data) for space in spaces]
+                given = [room.copy_(each) for room, each in zip(rooms, x, strict=True)]
+            for phase, (space, mine, out) in product((1, 4), list(zip(spaces, given, outs, strict=True))):
+                launch_one_shot(space, mine, out, space.place_of(mine), phase)
+            assert all(torch.equal(out, sum_of_ranks(torch.stack(x))) for out in outs), (size, shape, turn)
+        assert all(space.counters[1][:PROGRAMS].eq(6).all() and space.counters[0].eq(0).all() for space in spaces)
 
 
 def gather() -> None:
@@ -70,7 +85,7 @@ def two_shot() -> None:
                 rooms = [space.room(shape, x[0].dtype, space.layout.data) for space in spaces]
                 given = [room.copy_(each) for room, each in zip(rooms, x, strict=True)]
             for phase, (space, mine, out) in product((1, 4, 8), list(zip(spaces, given, outs, strict=True))):
-                launch_two_shot(space, mine, out, space.two_shot_place(mine), phase)
+                launch_two_shot(space, mine, out, space.data_of(mine), phase)
             assert all(torch.equal(out, sum_of_ranks(torch.stack(x))) for out in outs), (size, shape, turn)
         assert all(space.counters[1][:PROGRAMS].eq(6).all() for space in spaces)
 
@@ -81,8 +96,8 @@ def norm() -> None:
         None, Quant("fp8", 0, given), Quant("fp8", 0), Quant("fp8", 128), Quant("fp4", scale=tensor_scale)
     )  # fmt: skip
     cases = [(2, 4, 208, quant) for quant in quants] + [(4, 2, 64, None), (8, 2, 64, quants[2])]
-    for size, tokens, width, quant in cases:
-        spaces = workspaces(Layout(size, LAYOUT_BYTES, 0))
+    for index, (size, tokens, width, quant) in enumerate(cases):
+        spaces = workspaces(Layout(size, *((0, LAYOUT_BYTES) if index % 2 else (LAYOUT_BYTES, 0))))
         for offset, wide, add in ((0.0, False, True), (1.0, True, False)):
             x, residual, weight = operands(size, 1, tokens, width), *operands(2, 1, tokens, width)
             norms = Norm(residual if add else None, weight[0, 0], 1e-5, offset, wide, quant)
@@ -100,7 +115,7 @@ def launched(spaces: list[Workspace], x: list[Tensor], norms: Norm) -> list[Norm
     outs = [empty_normed(each, norms) for each in x]
     outs = [out if out.q is None else out._replace(q=_wide(out.q), s=_wide(out.s)) for out in outs]
     for phase, (space, mine, out) in product((1, 4), list(zip(spaces, x, outs, strict=True))):
-        launch_one_shot_norm(space, mine, norms, out, space.one_shot_place(mine), phase)
+        launch_one_shot_norm(space, mine, norms, out, space.place_of(mine), phase)
     return outs
 
 
@@ -120,10 +135,10 @@ def compare(out: Normed, right: Normed, quant: Quant | None) -> None:
         assert torch.equal(out.q.to(q.dtype).view(torch.uint8), q.view(torch.uint8))
 
 
-CHECKS = {"one_shot": one_shot, "gather": gather, "two_shot": two_shot, "norm": norm}
+CHECKS = {"one_shot": one_shot, "large_one_shot": large_one_shot, "gather": gather, "two_shot": two_shot, "norm": norm}
 
 if __name__ == "__main__":
-    symmetric_norm.PROGRAMS = symmetric_reduce.PROGRAMS = (PROGRAMS, PROGRAMS)
+    symmetric_norm.PROGRAMS = symmetric_reduce.PROGRAMS = Programs(PROGRAMS, PROGRAMS, PROGRAMS)
     for wanted in sys.argv[1:] or tuple(CHECKS):
         torch.manual_seed(0)
         CHECKS[wanted]()

@@ -17,7 +17,7 @@ from torchweave.distributed.symmetric import Ranges, SymmetricCommunicator, rang
 from torchweave.ops.collectives_fused import Norm, Quant, empty_normed
 from torchweave.ops.symmetric import SIZES, Layout, can_run
 
-RANGES = Ranges(one_shot=4096, norm=2048, two_shot=65536)
+RANGES = Ranges(slots=4096, one_shot=16384, norm=8192, two_shot=65536)
 
 
 def test_T7_kernels_in_the_interpreter() -> None:
@@ -34,15 +34,17 @@ def launches(size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     space = workspaces(Layout(size, 1 << 20, 1 << 20))[1]
     x = torch.empty(8, 4096, dtype=torch.bfloat16)
     with recorded(symmetric_reduce, "one_shot_kernel", "two_shot_kernel", "gather_kernel") as found:
-        symmetric_reduce.launch_one_shot(space, x, x, space.one_shot_place(x))
-        symmetric_reduce.launch_two_shot(space, x, x, space.two_shot_place(x))
+        for place in (space.place_of(x), space.data_of(x)):
+            symmetric_reduce.launch_one_shot(space, x, x, place)
+        symmetric_reduce.launch_two_shot(space, x, x, space.data_of(x))
         words = torch.empty(64128, dtype=torch.int32)
         symmetric_reduce.launch_gather(space, words, words, 16032)
     yield from found
     with recorded(symmetric_norm, "one_shot_norm_kernel") as found:
         for quant in (None, Quant("fp8", 0), Quant("fp8", 128), Quant("fp4", scale=torch.empty(1))):
             norm = Norm(x, x[0], 1e-5, quant=quant, keep_norm=quant is None)
-            symmetric_norm.launch_one_shot_norm(space, x, norm, empty_normed(x, norm), space.one_shot_place(x))
+            for place in (space.place_of(x), space.data_of(x)):
+                symmetric_norm.launch_one_shot_norm(space, x, norm, empty_normed(x, norm), place)
     yield from found
 
 
@@ -51,9 +53,9 @@ def test_kernels_build_for_hopper(size: int, monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper
 
-    for launch in list(launches(size, monkeypatch))[: None if size == 2 else 4]:
+    for launch in list(launches(size, monkeypatch))[: None if size == 2 else 6]:
         ptx = compile_for_hopper(launch).asm["ptx"]
-        meetings = 2 if "two_shot" in launch.kernel.fn.__name__ else 1
+        meetings = 2 if "two_shot" in launch.kernel.fn.__name__ else launch.kwargs.get("MEETINGS", 1)
         assert ptx.count("st.release.sys") == ptx.count("ld.acquire.sys") == meetings
         assert ptx.count("bar.sync") >= 2 * meetings
         assert len(re.findall(r"ld\.global\S*v4", ptx)) >= size + 1, "operands must be read 16 bytes at a time"
@@ -62,15 +64,26 @@ def test_kernels_build_for_hopper(size: int, monkeypatch: pytest.MonkeyPatch) ->
         assert ptx.index("griddepcontrol.wait") > ptx.rindex("ld.global.b64") or meetings == 2
 
 
-def interleavings(slots: tuple[int, ...]) -> Iterator[list[tuple[int, int, int]]]:
-    """What reads of a slot can see, over all orders in which two ranks can carry out one-shot collectives over these slots.
+DATA = 9
+"""A place like the slots in which collectives meet twice."""
 
-    A rank writes its slot, signals, waits for the other's signal, reads the other's slot; then the next one. Yields for each order
-    of steps the reads: (collective, what should be there, what is).
+
+def interleavings(places: tuple[int, ...]) -> Iterator[list[tuple[int, int, int]]]:
+    """What reads can see, over all orders in which two ranks can carry out one-shot collectives over these places.
+
+    A rank writes the place, signals, waits for the other's signal, reads the other's place; over `DATA` it signals and waits again;
+    then comes the next one. Yields for each order of steps the reads that went wrong: (collective, what should be there, what is).
     """
-    steps = [(number, step) for number in range(len(slots)) for step in ("write", "signal", "read")]
+    steps: list[tuple[int, str, int]] = []  # collective, what, signals that this step has sent or needs
+    sent = 0
+    for number, place in enumerate(places):
+        steps += [(number, "write", sent), (number, "signal", sent + 1), (number, "read", sent + 1)]
+        sent += 1
+        if place == DATA:
+            steps += [(number, "signal", sent + 1), (number, "leave", sent + 1)]
+            sent += 1
     seen = set()
-    stack = [((0, 0), (0, 0), ((-1,) * 3, (-1,) * 3), ())]
+    stack = [((0, 0), (0, 0), ((-1,) * (DATA + 1),) * 2, ())]
     while stack:
         state = stack.pop()
         if state in seen:
@@ -82,23 +95,26 @@ def interleavings(slots: tuple[int, ...]) -> Iterator[list[tuple[int, int, int]]
         for rank in (0, 1):
             if at[rank] == len(steps):
                 continue
-            number, step = steps[at[rank]]
+            number, step, count = steps[at[rank]]
             new_signals, new_memory, new_reads = list(signals), [list(slot) for slot in memory], reads
             if step == "write":
-                new_memory[rank][slots[number]] = number
+                new_memory[rank][places[number]] = number
             elif step == "signal":
-                new_signals[rank] = number + 1
-            elif signals[1 - rank] < number + 1:
+                new_signals[rank] = count
+            elif signals[1 - rank] < count:
                 continue  # still waits
-            elif memory[1 - rank][slots[number]] != number:
-                new_reads = (*reads, (number, number, memory[1 - rank][slots[number]]))
+            elif step == "read" and memory[1 - rank][places[number]] != number:
+                new_reads = (*reads, (number, number, memory[1 - rank][places[number]]))
             new_at = tuple(each + (index == rank) for index, each in enumerate(at))
             stack.append((new_at, tuple(new_signals), tuple(map(tuple, new_memory)), new_reads))
 
 
-@pytest.mark.parametrize("slots", [(0, 1, 0, 1, 0), (0, 2, 1, 0, 2, 1), (0, 1, 2, 1, 0)])
-def test_one_meeting_is_enough_where_neighbours_have_different_slots(slots: tuple[int, ...]) -> None:
-    orders = list(interleavings(slots))
+@pytest.mark.parametrize(
+    "places",
+    [(0, 1, 0, 1, 0), (0, 2, 1, 0, 2, 1), (0, 1, 2, 1, 0), (DATA, DATA, DATA), (0, DATA, 0, DATA), (0, 1, DATA, 1)],
+)
+def test_one_meeting_is_enough_where_neighbours_have_different_slots(places: tuple[int, ...]) -> None:
+    orders = list(interleavings(places))
     assert orders and all(not wrong for wrong in orders)
 
 
@@ -121,7 +137,7 @@ def test_ranges_pick_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric, "one_shot_norm", lambda workspace, x, norm: "norm")
     ranks = communicator()
     picked = [ranks.all_reduce(torch.zeros(rows, 512, dtype=torch.bfloat16)) for rows in (1, 4, 5, 64)]
-    assert picked == ["one_shot", "one_shot", "two_shot", "two_shot"]
+    assert picked == ["one_shot", "one_shot", "one_shot", "two_shot"]
     odd = (torch.ones(65, 512, dtype=torch.bfloat16), torch.ones(3, 9), torch.ones(8, 8).t(), torch.ones(2, 8).double())
     for x in odd:
         assert torch.equal(ranks.all_reduce(x), 2 * x), "torch.distributed carries what the kernels do not"
@@ -130,8 +146,8 @@ def test_ranges_pick_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     for shape, dim in (((9, 512), 0), ((8, 24), 1)):
         assert ranks.all_gather(torch.zeros(shape, dtype=torch.uint8), dim).shape[dim] == 2 * shape[dim]
     norm = Norm(None, None, 1e-5)
-    assert ranks.reduced_norm(torch.zeros(2, 512, dtype=torch.bfloat16), norm) == "norm"
-    assert ranks.reduced_norm(torch.zeros(3, 512, dtype=torch.bfloat16), norm) is None
+    assert ranks.reduced_norm(torch.zeros(8, 512, dtype=torch.bfloat16), norm) == "norm"
+    assert ranks.reduced_norm(torch.zeros(9, 512, dtype=torch.bfloat16), norm) is None
 
 
 def test_T8_buffers_are_read_where_they_are() -> None:
@@ -140,15 +156,16 @@ def test_T8_buffers_are_read_where_they_are() -> None:
     for slot, rows in product(range(3), (1, 4)):
         x = ranks.buffer((1, rows, 512), torch.bfloat16, slot)
         assert x is not None and can_run(x) and x.shape == (1, rows, 512)
-        place = space.one_shot_place(x)
+        place = space.place_of(x)
         assert not place.staged and place.at == space.slot(slot)
     large = ranks.buffer((64, 512), torch.bfloat16, 0)
-    assert large is not None and not space.two_shot_place(large).staged
-    assert space.one_shot_place(large).staged, "neighbours would share that memory"
+    assert large is not None and not space.data_of(large).staged
+    assert space.place_of(large) == space.data_of(large), "what neighbours share is left only when all have met again"
     assert ranks.buffer((65, 512), torch.bfloat16, 0) is None, "torch.distributed reads any memory"
     assert ranks.buffer((3, 9), torch.float32, 0) is None
     ordinary = torch.zeros(4, 512, dtype=torch.bfloat16)
-    assert space.one_shot_place(ordinary).staged and space.two_shot_place(ordinary).staged
+    assert space.place_of(ordinary).staged and space.data_of(ordinary).staged
+    assert space.place_of(torch.zeros(5, 512, dtype=torch.bfloat16)).channel == 1, "it fits into no slot"
     places = {space.layout.slot(index) for index in range(5)}
     assert len(places) == 5 and max(places) + 4096 <= space.layout.data < space.layout.sums < space.layout.bytes
 

@@ -49,28 +49,35 @@ class Ranges:
     """Up to how many bytes of operand which kernel runs; beyond, NCCL.
 
     Attributes:
-        one_shot: sums that every rank adds whole, and parts that it gathers.
+        slots: operands that lie where one meeting is enough, parts that are gathered among them; larger ones meet twice.
+        one_shot: sums that every rank adds whole.
         norm: the same with what follows, in one launch.
         two_shot: sums of which every rank adds a share.
         measured: the file that says so; "" where nobody has measured.
     """
 
+    slots: int
     one_shot: int
     norm: int
     two_shot: int
     measured: str = ""
 
+    @property
+    def large(self) -> int:
+        """The largest operand of all."""
+        return max(self.one_shot, self.norm, self.two_shot)
+
 
 KIB, MIB = 1 << 10, 1 << 20
 _UNMEASURED = {
-    2: Ranges(512 * KIB, 512 * KIB, 32 * MIB),
-    4: Ranges(256 * KIB, 256 * KIB, 16 * MIB),
-    8: Ranges(128 * KIB, 128 * KIB, 8 * MIB),
+    2: Ranges(512 * KIB, 512 * KIB, 512 * KIB, 32 * MIB),
+    4: Ranges(256 * KIB, 256 * KIB, 256 * KIB, 16 * MIB),
+    8: Ranges(128 * KIB, 128 * KIB, 128 * KIB, 8 * MIB),
 }
 """Conservative: one-shot reads `size - 1` operands over the links where NCCL's rings read about two."""
 _MEASURED: dict[tuple[str, int], Ranges] = {
-    ("NVIDIA H200", 2): Ranges(4 * MIB, 2 * MIB, 64 * MIB, "bench/results/collectives-2x_h200_202611.json"),
-    ("NVIDIA H200", 4): Ranges(512 * KIB, 1 * MIB, 16 * MIB, "bench/results/collectives-4x_h200_202611.json"),
+    ("NVIDIA H200", 2): Ranges(4 * MIB, 4 * MIB, 2 * MIB, 64 * MIB, "bench/results/collectives-2x_h200_202611.json"),
+    ("NVIDIA H200", 4): Ranges(1 * MIB, 512 * KIB, 1 * MIB, 16 * MIB, "bench/results/collectives-4x_h200_202611.json"),
 }
 """By GPU and number of ranks, from bench/collectives.py."""
 
@@ -106,7 +113,7 @@ class SymmetricCommunicator:
         return self._other.all_reduce(x)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        if can_gather(x, dim) and x.nbytes <= self.ranges.one_shot:
+        if can_gather(x, dim) and x.nbytes <= self.ranges.slots:
             return gather(self.workspace, x, dim)
         return self._other.all_gather(x, dim)
 
@@ -117,11 +124,9 @@ class SymmetricCommunicator:
         """See `Communicator.buffer`. Operands of a size that NCCL carries have no room here."""
         size = math.prod(shape) * dtype.itemsize
         workspace, ranges = self.workspace, self.ranges
-        if runs(shape, dtype) and size <= max(ranges.one_shot, ranges.norm):
-            return workspace.room(shape, dtype, workspace.slot(slot))
-        if runs(shape, dtype) and size <= ranges.two_shot:
-            return workspace.room(shape, dtype, workspace.layout.data)
-        return None
+        if not runs(shape, dtype) or size > ranges.large:
+            return None
+        return workspace.room(shape, dtype, workspace.slot(slot) if size <= ranges.slots else workspace.layout.data)
 
     def reduced_norm(self, x: Tensor, norm: Norm) -> Normed | None:
         if can_run(x) and x.nbytes <= self.ranges.norm:
@@ -150,7 +155,7 @@ def open_symmetric(
     """
     other = ProcessGroupCommunicator(group)
     assert other.size in SIZES, f"{other.size} ranks"
-    layout = Layout(other.size, max(ranges.one_shot, ranges.norm), ranges.two_shot)
+    layout = Layout(other.size, ranges.slots, ranges.large)
     # The GPU writes into the host's memory when it gives up, and reads there whether it should.
     status = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     handle, memory = _share(layout.bytes, group, device)

@@ -2,15 +2,16 @@
 
 One allocation on every rank, of the same layout:
 
-    flags       what programs of other ranks wrote when they came to a meeting; two channels, one-shot and two-shot
+    flags       what programs of other ranks wrote when they came to a meeting; two channels, for slots and for `data`
     slots 0-4   operands of one-shot collectives: 0 and 1 staged in turn by the kernel itself, 2-4 written by whoever made them
-    data        the operand of a two-shot collective
-    sums        this rank's share of its result
+    data        the operand of a large one-shot or of a two-shot collective
+    sums        this rank's share of what a two-shot collective makes
 
-A one-shot collective has one meeting. Its slot may be written again once every rank has *begun* the collective after it, which
-is known when that one has ended here: so no two collectives that follow each other use the same slot, and then nobody needs to
-meet a second time. A two-shot collective meets twice; after its second meeting nobody reads `data` any more, and `sums` is
-written only after the next one's first meeting: one place of each is enough.
+A one-shot collective over a slot has one meeting. Its slot may be written again once every rank has *begun* the collective after
+it, which is known when that one has ended here: so no two collectives that follow each other use the same slot, and then nobody
+needs to meet a second time. Large operands have no slots, which would take five times their memory: what is in `data` meets a
+second time, after which nobody reads it any more. `sums` is written only after the next one's first meeting. So one place of each
+is enough.
 """
 
 from __future__ import annotations
@@ -25,8 +26,22 @@ from torch import Tensor
 
 from torchweave.ops.collectives_fused import Norm, Normed, empty_normed
 
-PROGRAMS = (64, 128)
-"""Programs of every one-shot and every two-shot launch: few enough to be on the GPU at once, enough for the links."""
+
+class Programs(NamedTuple):
+    """Programs of a launch, all of which are on the GPU at once.
+
+    Attributes:
+        slots: of one-shot collectives over slots.
+        large: of those over `data`, where many small programs keep the links busy while others wait for their rows.
+        two_shot: of two-shot collectives.
+    """
+
+    slots: int = 64
+    large: int = 512
+    two_shot: int = 128
+
+
+PROGRAMS = Programs()
 SIZES = (2, 4, 8)
 """Ranks that the kernels are built for."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -41,19 +56,20 @@ class Layout:
 
     Attributes:
         size: number of ranks.
-        one_shot, two_shot: the largest operands, in bytes.
+        slots: the largest operand that lies in a slot, in bytes.
+        large: the largest of all, in bytes.
     """
 
     size: int
-    one_shot: int
-    two_shot: int
+    slots: int
+    large: int
 
     def flags(self, channel: int) -> int:
         """Where the words of a channel begin: int32 `[programs, size]`."""
         return channel * _pages(max(PROGRAMS) * self.size * 4)
 
     def slot(self, index: int) -> int:
-        return self.flags(2) + index * _pages(self.one_shot)
+        return self.flags(2) + index * _pages(self.slots)
 
     @property
     def data(self) -> int:
@@ -61,11 +77,11 @@ class Layout:
 
     @property
     def sums(self) -> int:
-        return self.data + _pages(self.two_shot)
+        return self.data + _pages(self.large)
 
     @property
     def bytes(self) -> int:
-        return self.sums + _pages(self.two_shot // self.size + 16 * self.size)
+        return self.sums + _pages(self.large // self.size + 16 * self.size)
 
 
 class Place(NamedTuple):
@@ -75,11 +91,13 @@ class Place(NamedTuple):
         at: byte of each rank's memory.
         other_at: with `staged`, the place that takes turns with it.
         staged: whether the kernel copies the operand there itself.
+        channel: 0: a slot, one meeting; 1: `data`, two meetings.
     """
 
     at: int
     other_at: int
     staged: bool
+    channel: int
 
 
 @dataclass(frozen=True)
@@ -111,16 +129,18 @@ class Workspace:
         assert 0 <= index < _SLOTS, f"slot {index}: there are {_SLOTS}"
         return self.layout.slot(_STAGES + index)
 
-    def one_shot_place(self, x: Tensor) -> Place:
-        """Where x is, if it is in a slot; else where it will be copied."""
-        at = self._position(x)
+    def place_of(self, x: Tensor) -> Place:
+        """Where a one-shot collective reads x: where it is, if all ranks see it there; else where it is copied to."""
+        at, layout = self._position(x), self.layout
+        if at == layout.data or x.nbytes > layout.slots:
+            return self.data_of(x)
         if at in map(self.slot, range(_SLOTS)):
-            return Place(at, at, False)
-        return Place(self.layout.slot(0), self.layout.slot(1), True)
+            return Place(at, at, False, 0)
+        return Place(layout.slot(0), layout.slot(1), True, 0)
 
-    def two_shot_place(self, x: Tensor) -> Place:
-        """As `one_shot_place`, of a two-shot collective's only place."""
-        return Place(self.layout.data, self.layout.data, self._position(x) != self.layout.data)
+    def data_of(self, x: Tensor) -> Place:
+        """`data`, where x is or is copied to."""
+        return Place(self.layout.data, self.layout.data, self._position(x) != self.layout.data, 1)
 
     def _position(self, x: Tensor) -> int:
         return x.data_ptr() - self.memory.data_ptr()
@@ -141,7 +161,7 @@ def one_shot(workspace: Workspace, x: Tensor) -> Tensor:
     from torchweave.ops.kernels.symmetric_reduce import launch_one_shot
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch_one_shot(workspace, x, out, workspace.one_shot_place(x))
+    launch_one_shot(workspace, x, out, workspace.place_of(x))
     return out
 
 
@@ -167,7 +187,7 @@ def two_shot(workspace: Workspace, x: Tensor) -> Tensor:
     from torchweave.ops.kernels.symmetric_reduce import launch_two_shot
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch_two_shot(workspace, x, out, workspace.two_shot_place(x))
+    launch_two_shot(workspace, x, out, workspace.data_of(x))
     return out
 
 
@@ -176,7 +196,7 @@ def one_shot_norm(workspace: Workspace, x: Tensor, norm: Norm) -> Normed:
     from torchweave.ops.kernels.symmetric_norm import launch_one_shot_norm
 
     out = empty_normed(x, norm)
-    launch_one_shot_norm(workspace, x, contiguous(norm), out, workspace.one_shot_place(x))
+    launch_one_shot_norm(workspace, x, contiguous(norm), out, workspace.place_of(x))
     return out
 
 

@@ -1,6 +1,6 @@
 """Triton: the sum over ranks, the residual add, the RMSNorm and quantising, in one launch, a token by a program.
 
-See `symmetric_reduce` for PHASES and counters. Rounding is that of the parts, one after the other.
+See `symmetric_reduce` for PHASES, MEETINGS and counters. Rounding is that of the parts, one after the other.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torchweave.ops.symmetric import ALL_PHASES, PROGRAMS, Place, Workspace
 
 FP4_SCHEME = 3
 """SCHEME beside those of `fp8_quant`; -1 is none."""
+LARGE_WARPS = 4
+"""Of a program of a large operand, at the most: others of its multiprocessor read while it works."""
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
@@ -28,7 +30,7 @@ def one_shot_norm_kernel(
     num_tokens, eps, offset, rank, flags_at, data_at, other_at,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, WIDE: tl.constexpr,
     KEEP_NORM: tl.constexpr, KEEP_SUM: tl.constexpr, SCHEME: tl.constexpr,
-    STAGED: tl.constexpr, PHASES: tl.constexpr, DEPENDENT: tl.constexpr,
+    STAGED: tl.constexpr, MEETINGS: tl.constexpr, PHASES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Token t of y, total, q and s from x [num_tokens, WIDTH] of all ranks, by program t modulo the number of programs."""
     program = tl.program_id(0)
@@ -39,7 +41,7 @@ def one_shot_norm_kernel(
     places, own = memories(table, SIZE), tl.load(table + rank)
     theirs, mine, status, limit = words(table, flags_at, rank, SIZE)
     enter(DEPENDENT)
-    number = tl.load(counters + program) + 1
+    number = tl.load(counters + program) + MEETINGS
     at = tl.where(number % 2 == 0, data_at, other_at) if STAGED else data_at
     if STAGED and PHASES & 1:
         room = as_pointer(own + at, x)
@@ -48,7 +50,7 @@ def one_shot_norm_kernel(
             tl.store(room + element, tl.load(x + element, mask=inside), mask=inside)
     if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
         if program < num_tokens:
-            meet(theirs, mine, status, limit, number, SIZE)
+            meet(theirs, mine, status, limit, number - MEETINGS + 1, SIZE)
     if PHASES & 4:
         for start in range(0, num_tokens - program, tl.num_programs(0)):
             token = program + start
@@ -69,6 +71,9 @@ def one_shot_norm_kernel(
             elif SCHEME >= 0:
                 store_fp8(result, inside, column, 0, q, s, given, token, num_tokens, WIDTH, SCHEME, ROWS)
         tl.store(counters + program, number)
+    if MEETINGS == 2 and PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+        if program < num_tokens:
+            meet(theirs, mine, status, limit, number, SIZE)
 
 
 def launch_one_shot_norm(
@@ -77,17 +82,19 @@ def launch_one_shot_norm(
     """`out` = what `norm` makes of the sum of x [..., D] over ranks; all contiguous, D a multiple of 8."""
     width, dependent = x.shape[-1], takes_part(x.device)
     whole, quant = groups_of(width), norm.quant
+    channel = place.channel
+    warps = min(warps_of(whole), LARGE_WARPS) if channel else warps_of(whole)
     scheme = -1 if quant is None else FP4_SCHEME if quant.to == "fp4" else scheme_of(quant.group, quant.scale)
     given = quant.scale if quant is not None and quant.scale is not None else x
-    one_shot_norm_kernel[(PROGRAMS[0],)](
+    one_shot_norm_kernel[(PROGRAMS.large if channel else PROGRAMS.slots,)](
         x, _or(norm.residual, x), _or(norm.weight, x), _or(out.y, x), _or(out.total, x), _or(out.q, x), _or(out.s, x), given,
-        workspace.table, workspace.counters[0], x.numel() // width, norm.eps, norm.offset, workspace.rank,
-        workspace.layout.flags(0), place.at, place.other_at,
+        workspace.table, workspace.counters[channel], x.numel() // width, norm.eps, norm.offset, workspace.rank,
+        workspace.layout.flags(channel), place.at, place.other_at,
         WIDTH=width, ROWS=whole, SIZE=workspace.layout.size,
         ADD=norm.residual is not None, WEIGHT=norm.weight is not None, WIDE=norm.wide,
         KEEP_NORM=out.y is not None, KEEP_SUM=out.total is not None, SCHEME=scheme,
-        STAGED=place.staged, PHASES=phases, DEPENDENT=dependent,
-        num_warps=warps_of(whole), enable_fp_fusion=False, **options(dependent),
+        STAGED=place.staged, MEETINGS=channel + 1, PHASES=phases, DEPENDENT=dependent,
+        num_warps=warps, enable_fp_fusion=False, **options(dependent),
     )  # fmt: skip
 
 

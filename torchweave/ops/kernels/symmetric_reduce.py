@@ -1,10 +1,12 @@
 """Triton: sums over ranks through memory that all ranks see: one-shot, two-shot, and the gathering of equal parts.
 
-A launch has as many programs whatever its size, and each counts its own meetings in `counters`: so they agree on the number of
-the launch without a word from the host, and a CUDA graph can replay it. Sums are float32 in the order of the ranks.
+Launches of a kind have as many programs whatever their size, the same on every rank, and each counts its own meetings in
+`counters`: so they agree on the number of the launch without a word from the host, and a CUDA graph can replay it. Sums are
+float32 in the order of the ranks.
 
 PHASES picks what is done (all bits in use; tests run one phase of every rank after the other, in one process):
 1 write this rank's operand where others see it, unless it is there; 2 meet; 4 read others' and add; 8 gather others' sums.
+MEETINGS is 2 where the memory of the operand has no other that takes turns with it: see `torchweave.ops.symmetric`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def sum_of_ranks(places, at, element, mask, like, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=["rank"])
 def one_shot_kernel(
     x, out, table, counters, num, rank, flags_at, data_at, other_at,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGED: tl.constexpr, PHASES: tl.constexpr, DEPENDENT: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGED: tl.constexpr, MEETINGS: tl.constexpr, PHASES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out [num] = the sum of x over ranks. STAGED: x is copied to `data_at` or `other_at` in turn; else it is at `data_at`."""
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
@@ -38,7 +41,7 @@ def one_shot_kernel(
     places, own = memories(table, SIZE), tl.load(table + rank)
     theirs, mine, status, limit = words(table, flags_at, rank, SIZE)
     enter(DEPENDENT)
-    number = tl.load(counters + program) + 1
+    number = tl.load(counters + program) + MEETINGS
     at = tl.where(number % 2 == 0, data_at, other_at) if STAGED else data_at
     if STAGED and PHASES & 1:
         room = as_pointer(own + at, x)
@@ -47,13 +50,16 @@ def one_shot_kernel(
             tl.store(room + element, tl.load(x + element, mask=element < num), mask=element < num)
     if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
         if first < num:
-            meet(theirs, mine, status, limit, number, SIZE)
+            meet(theirs, mine, status, limit, number - MEETINGS + 1, SIZE)
     if PHASES & 4:
         for start in range(first, num, step):
             element = start + column
             total = sum_of_ranks(places, at, element, element < num, x, SIZE)
             tl.store(out + element, total.to(out.dtype.element_ty), mask=element < num)
         tl.store(counters + program, number)
+    if MEETINGS == 2 and PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+        if first < num:
+            meet(theirs, mine, status, limit, number, SIZE)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -136,20 +142,22 @@ def two_shot_kernel(
 
 def launch_one_shot(workspace: Workspace, x: Tensor, out: Tensor, place: Place, phases: int = ALL_PHASES) -> None:
     """out = the sum of x over ranks; x and out contiguous, of one dtype, in whole 16 bytes; see `Workspace` for `place`."""
-    num, dependent = x.numel(), takes_part(x.device)
-    block = 512 if num <= 512 * PROGRAMS[0] else 4096  # two kernels are built, not one for every size
-    one_shot_kernel[(PROGRAMS[0],)](
-        x, out, workspace.table, workspace.counters[0], num, workspace.rank, workspace.layout.flags(0), place.at, place.other_at,
-        SIZE=workspace.layout.size, BLOCK=block, STAGED=place.staged, PHASES=phases, DEPENDENT=dependent,
+    num, dependent, channel = x.numel(), takes_part(x.device), place.channel
+    programs = PROGRAMS.large if channel else PROGRAMS.slots
+    block = 512 if num <= 512 * programs else 4096  # two kernels are built, not one for every size
+    one_shot_kernel[(programs,)](
+        x, out, workspace.table, workspace.counters[channel], num, workspace.rank, workspace.layout.flags(channel),
+        place.at, place.other_at,
+        SIZE=workspace.layout.size, BLOCK=block, STAGED=place.staged, MEETINGS=channel + 1, PHASES=phases, DEPENDENT=dependent,
         num_warps=max(1, min(16, block // 256)), **options(dependent),
     )  # fmt: skip
 
 
 def launch_gather(workspace: Workspace, x: Tensor, out: Tensor, inner: int, phases: int = ALL_PHASES) -> None:
     """out [outer, size, inner] = x [outer, inner] of every rank; int32, contiguous, `inner` a multiple of 4."""
-    num, dependent, place = x.numel(), takes_part(x.device), workspace.one_shot_place(x)
-    block = 256 if num <= 256 * PROGRAMS[0] else 2048
-    gather_kernel[(PROGRAMS[0],)](
+    num, dependent, place = x.numel(), takes_part(x.device), workspace.place_of(x)
+    block = 256 if num <= 256 * PROGRAMS.slots else 2048
+    gather_kernel[(PROGRAMS.slots,)](
         x, out, workspace.table, workspace.counters[0], num, inner, workspace.rank, workspace.layout.flags(0),
         place.at, place.other_at,
         SIZE=workspace.layout.size, BLOCK=block, PHASES=phases, DEPENDENT=dependent,
@@ -161,7 +169,7 @@ def launch_two_shot(workspace: Workspace, x: Tensor, out: Tensor, place: Place, 
     """As `launch_one_shot`."""
     num, dependent, layout = x.numel(), takes_part(x.device), workspace.layout
     share = triton.cdiv(triton.cdiv(num, layout.size), 8) * 8
-    two_shot_kernel[(PROGRAMS[1],)](
+    two_shot_kernel[(PROGRAMS.two_shot,)](
         x, out, workspace.table, workspace.counters[1], num, share, workspace.rank, layout.flags(1), place.at, layout.sums,
         SIZE=layout.size, BLOCK=4096, STAGED=place.staged, PHASES=phases, DEPENDENT=dependent,
         num_warps=16, **options(dependent),
