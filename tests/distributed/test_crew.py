@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from tests.distributed.light import WORK
 from torchweave.distributed import link as links
 from torchweave.distributed.crew import Crew, RankFailure
-from torchweave.distributed.local import LocalMember, start_local
+from torchweave.distributed.local import LocalMember, WaitingRanks, start_local
 from torchweave.distributed.world import World
 from torchweave.engine.lead import Lead
 
@@ -65,6 +65,34 @@ def test_every_rank_hears_the_same_and_ends_when_told():
         crew.close()
         assert time.monotonic() - begin < 4 and crew.failure is None  # they ended by themselves
         assert all(map(is_gone, processes))
+
+
+def test_ranks_that_wait_get_their_tasks_later_and_the_rest_end():
+    with WaitingRanks(WORK, 2) as waiting:
+        first, second = (process_of(member) for member in waiting._members)
+        crew = Crew(waiting.give(["one task"]), 30.0)
+        assert is_gone(second)
+    try:
+        crew.wait_until_built()
+        crew.send(links.STEP, b"one")
+        assert crew.digests(LIMIT) == [b"one"] and Path(f"/proc/{first}").exists()
+    finally:
+        crew.close()
+    with pytest.raises(ValueError, match="refused"), WaitingRanks(WORK, 1) as waiting:
+        unused = process_of(waiting._members[0])
+        raise ValueError("refused")
+    assert is_gone(unused)
+
+
+def test_a_rank_that_ended_while_it_waited_is_the_failure_of_all():
+    with WaitingRanks(WORK, 1) as waiting:
+        pid = process_of(waiting._members[0])
+        os.kill(pid, signal.SIGKILL)
+        waiting._members[0].wait(LIMIT)
+        crew = Crew(waiting.give(["one", "two"]), 30.0)
+    with pytest.raises(RankFailure, match=rf"Rank 1 \(process {pid}\) has ended unexpectedly \(killed by SIGKILL\)"):
+        crew.wait_until_built()
+    crew.close()
 
 
 def test_the_end_comes_once():

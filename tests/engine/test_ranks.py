@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,6 +115,33 @@ def test_E3_what_a_rank_cannot_do_is_one_sentence(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(opening, "Task", with_less_memory)
     with pytest.raises(ValueError, match=r"^The KV cache has room for \d+ tokens"):
         LLM("demo", tensor_parallel_size=2, **options)
+
+
+def children() -> set[str]:
+    return {child for path in Path("/proc/self/task").glob("*/children") for child in path.read_text().split()}
+
+
+def test_ranks_start_before_the_model_is_looked_for_and_are_not_left_behind(monkeypatch: pytest.MonkeyPatch):
+    before = children()
+    seen: list[set[str]] = []
+
+    def look(*_: Any) -> None:
+        seen.append(children() - before)
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(opening, "planned", look)
+    with pytest.raises(ValueError, match="no such model"):
+        LLM("demo", tensor_parallel_size=2, **OPTIONS)
+    assert len(seen[0]) == 1 and children() == before
+    with pytest.raises(ValueError, match="tensor_parallel_size=0 must be at least 1"):
+        LLM("demo", tensor_parallel_size=0, **OPTIONS)
+    assert len(seen) == 1 and children() == before
+
+
+def test_an_engine_is_named_without_torch():
+    """What a script imports before it says how many ranks it wants."""
+    code = "import sys; from torchweave import LLM, SamplingParams; import torchweave.cli.session; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_decode_step_is_a_small_message():

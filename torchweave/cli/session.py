@@ -6,34 +6,37 @@ import argparse
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
 from torchweave import imports
 from torchweave.cli.arguments import engine_config, fill
+from torchweave.config import EngineConfig
+from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
+from torchweave.engine.waiting import waiting_ranks
 from torchweave.log import Report
-from torchweave.plan.check import check_names, check_numbers
-
-if TYPE_CHECKING:
-    from torchweave.engine.llm import LLM
 
 
-def engine_class() -> type[LLM]:
-    """`LLM`, imported."""
-    with imports.for_good():
-        from torchweave.engine.llm import LLM
-    return LLM
+def start(config: EngineConfig, report: Report) -> LLM:
+    """An engine for a config, in a process of our own.
+
+    Raises:
+        ValueError: the model or an option cannot be.
+    """
+    with waiting_ranks(config) as waiting:
+        with report.stage("imports"), imports.for_good():
+            import_module("torchweave.engine.open")
+        return LLM.from_config(config, report, waiting)
 
 
 @contextmanager
 def engine(args: argparse.Namespace) -> Iterator[LLM]:
     """An engine for the arguments; requests in flight end with it."""
     config = engine_config(args)
-    check_names(config, None)  # before the model is looked for
-    check_numbers(config)
     for name in ("transformers", "torch"):  # their advice on start-up is not for whoever runs a command
         logging.getLogger(name).setLevel(logging.ERROR)
-    llm = engine_class().from_config(config, report=Report(show=False if args.quiet else None))
+    llm = start(config, Report(show=False if args.quiet else None))
     try:
         yield llm
     finally:

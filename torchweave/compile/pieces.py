@@ -71,7 +71,7 @@ def inductor_options(config: TorchCompileConfig) -> dict[str, Any]:
 
 
 def import_inductor() -> None:
-    """Import what loads a built piece, which takes most of a second: a rank that waits for pieces does it meanwhile."""
+    """Import what loads a built piece, which takes most of a second; ranks do it at the same time."""
     for name in ("torch.export._trace", "torch._inductor.compile_fx", "torch._inductor.standalone_compile"):
         import_module(name)
 

@@ -2,6 +2,8 @@
 
 They are started as commands rather than by `multiprocessing`, which would run the user's script again in each of them: a
 script without `if __name__ == "__main__"`, a notebook and an interactive session work as they are.
+
+What a rank imports takes it seconds, and what it is to do is known later: so it is started first, and waits for its task.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 from torchweave import imports
 from torchweave.distributed import link as links
 from torchweave.distributed.link import Link
 
-_START = "import sys; sys.path[:] = {path!r}; from torchweave.distributed.local import main; main({fd})"
+_START = "import sys; sys.path[:] = {path!r}; from torchweave.distributed.local import main; main({fd}, {function!r})"
 _LOOK_SECONDS = 2.0  # for a process whose connection has ended to end too
 
 
@@ -50,22 +52,57 @@ class LocalMember:
         self._process.wait()
 
 
+class WaitingRanks:
+    """Ranks that are on their way: each imports what it will run and then waits for its task. `with` ends those that got none.
+
+    Args:
+        function: what a rank calls with its link and its task, as `module:name`.
+        count: how many to start now.
+    """
+
+    def __init__(self, function: str, count: int = 0) -> None:
+        self._function = function
+        self._members: list[LocalMember] = []
+        self._start(count)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self._members:
+            member.link.abort()
+            member.kill()
+        self._members.clear()
+
+    def give(self, tasks: Sequence[Any]) -> list[LocalMember]:
+        """The ranks 1, 2, ..., each with its task: those that wait, and new ones where they are too few."""
+        with self:
+            self._start(len(tasks))
+            for member, task in zip(self._members, tasks, strict=False):
+                with contextlib.suppress(OSError):  # it has ended, which whoever listens to it will hear
+                    member.link.send(links.TASK, pickle.dumps(task))
+            given = self._members[: len(tasks)]
+            self._members = self._members[len(tasks) :]
+        return given
+
+    def _start(self, count: int) -> None:
+        """Start ranks until there are so many."""
+        try:
+            while len(self._members) < count:
+                self._members.append(_start(len(self._members) + 1, self._function))
+        except BaseException:
+            self.__exit__()
+            raise
+
+
 def start_local(function: str, tasks: Sequence[Any]) -> list[LocalMember]:
     """Start a process for each of `tasks`, of ranks 1, 2, ...; each calls `function` (`module:name`) with its link and task."""
-    members: list[LocalMember] = []
-    try:
-        for rank, task in enumerate(tasks, 1):
-            members.append(_start(rank, function, task))
-    except BaseException:
-        for member in members:
-            member.kill()
-        raise
-    return members
+    return WaitingRanks(function).give(tasks)
 
 
-def _start(rank: int, function: str, task: Any) -> LocalMember:
+def _start(rank: int, function: str) -> LocalMember:
     ours, theirs = Pipe()
-    code = _START.format(path=sys.path, fd=theirs.fileno())
+    code = _START.format(path=sys.path, fd=theirs.fileno(), function=function)
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         pass_fds=[theirs.fileno()],
@@ -73,23 +110,20 @@ def _start(rank: int, function: str, task: Any) -> LocalMember:
         process_group=0,  # Ctrl-C is for the leader, who ends them
     )
     theirs.close()
-    link = Link(ours)
-    link.send(links.TASK, pickle.dumps((function, task)))
-    return LocalMember(rank, process, link)
+    return LocalMember(rank, process, Link(ours))
 
 
-def main(fd: int) -> None:
-    """What a started process runs: the task that comes first over its connection."""
+def main(fd: int, function: str) -> None:
+    """What a started process runs: it imports, and then does the task that comes first over its connection."""
     link = Link(Connection(fd))
+    with imports.for_good():
+        run = named(function)
     try:
         kind, payload = link.receive()
-    except (EOFError, OSError):
+    except (EOFError, OSError):  # the leader has ended, or needs no ranks
         os._exit(1)
     assert kind == links.TASK
-    with imports.for_good():
-        function, task = pickle.loads(payload)
-        run = named(function)
-    run(link, task)
+    run(link, pickle.loads(payload))
 
 
 def named(function: str) -> Any:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.client import Client, Inbox
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.responses import Response
 from torchweave.engine.text import Answer, Detokenizer
 from torchweave.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torchweave.engine.batch_manager import BatchManager
 
 _LOOK_SECONDS = 1.0  # between two looks at whether the engine is still alive, while waiting for it
 

@@ -1,28 +1,35 @@
-"""Text in, text out: the engine as one object, with vLLM's names."""
+"""Text in, text out: the engine as one object, with vLLM's names.
+
+To import this imports no torch: with several ranks, they are started first, and all import at the same time.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchweave.compile.dump import open_dump
+from torchweave import imports
 from torchweave.compile.explanation.page import keep_explanation
 from torchweave.config import EngineConfig
-from torchweave.engine.batch_manager import BatchManager
-from torchweave.engine.build import Engine
 from torchweave.engine.client import Client
 from torchweave.engine.flight import Flight
-from torchweave.engine.open import open_engine
 from torchweave.engine.request import CompletionOutput, InferenceRequest, RequestOutput, SamplingParams
 from torchweave.engine.structured import why_not
 from torchweave.engine.text import in_tokens
+from torchweave.engine.waiting import waiting_ranks
 from torchweave.log import Report
-from torchweave.models.load import LoadedModel
 from torchweave.plan.check import config_from
-from torchweave.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torchweave.distributed.local import WaitingRanks
+    from torchweave.engine.batch_manager import BatchManager
+    from torchweave.engine.build import Engine
+    from torchweave.models.load import LoadedModel
+    from torchweave.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, Any]]
@@ -45,9 +52,12 @@ class LLM:
         self._open(config_from(EngineConfig, {"model": model, **options}), report, None)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, report: Report | None = None) -> LLM:
+    def from_config(
+        cls, config: EngineConfig, report: Report | None = None, waiting: WaitingRanks | None = None
+    ) -> LLM:
+        """An engine for a config; `waiting` as in `open_engine`."""
         llm = cls.__new__(cls)
-        llm._open(config, report, None)
+        llm._open(config, report, None, waiting)
         return llm
 
     @classmethod
@@ -57,10 +67,22 @@ class LLM:
         llm._open(config, report, loaded)
         return llm
 
-    def _open(self, config: EngineConfig, report: Report | None, loaded: LoadedModel | None) -> None:
+    def _open(
+        self,
+        config: EngineConfig,
+        report: Report | None,
+        loaded: LoadedModel | None,
+        waiting: WaitingRanks | None = None,
+    ) -> None:
         self.report = report if report is not None else Report()
-        open_dump(config.torch_compile_config, self.report)
-        self.engine: Engine = open_engine(config, self.report, loaded)
+        others = waiting_ranks(config) if waiting is None and loaded is None else nullcontext(waiting)
+        with others as waiting:
+            with imports.uncollected():
+                from torchweave.compile.dump import open_dump
+                from torchweave.engine.batch_manager import BatchManager
+                from torchweave.engine.open import open_engine
+            open_dump(config.torch_compile_config, self.report)
+            self.engine: Engine = open_engine(config, self.report, loaded, waiting)
         self.plan = self.engine.plan
         self.tokenizer: Tokenizer | None = self.engine.loaded.tokenizer
         self._client = Client()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -10,20 +11,26 @@ from torchweave.compile.pieces import import_inductor
 from torchweave.config import EngineConfig, launched_by_torchrun
 from torchweave.distributed import on_ray, torchrun
 from torchweave.distributed.crew import Crew, RankFailure
-from torchweave.distributed.local import start_local
+from torchweave.distributed.local import WaitingRanks
 from torchweave.distributed.world import MeetingPoint, abort_groups, init_world, open_meeting_point
 from torchweave.engine.build import Engine, build, planned
 from torchweave.engine.lead import Lead, LeadRunner
+from torchweave.engine.waiting import WORK
 from torchweave.engine.worker import Task, work
 from torchweave.log import Report
 from torchweave.models.load import LoadedModel
 
-_WORK = "torchweave.engine.worker:work"
 _HERE = "127.0.0.1"
 
 
-def open_engine(config: EngineConfig, report: Report, loaded: LoadedModel | None = None) -> Engine:
+def open_engine(
+    config: EngineConfig, report: Report, loaded: LoadedModel | None = None, waiting: WaitingRanks | None = None
+) -> Engine:
     """Build an engine, with all its ranks; `Engine.close` ends them.
+
+    Args:
+        loaded: a model that is in memory already.
+        waiting: local ranks that were started before (`waiting_ranks`); whoever started them ends those that are not used.
 
     Raises:
         ValueError: the model or an option cannot be, on any rank; the message says why and what to do.
@@ -37,7 +44,7 @@ def open_engine(config: EngineConfig, report: Report, loaded: LoadedModel | None
         )
     plan = planned(config)  # what cannot be is said before processes are started
     try:
-        return _open(config, plan.device, report)
+        return _open(config, plan.device, report, waiting or WaitingRanks(WORK))
     except RankFailure as failure:
         if not failure.asked:
             raise
@@ -45,10 +52,10 @@ def open_engine(config: EngineConfig, report: Report, loaded: LoadedModel | None
     raise ValueError(sentence)
 
 
-def _open(config: EngineConfig, device: str, report: Report) -> Engine:
-    start = {"local": _start_local, "torchrun": _join_torchrun, "ray": _start_on_ray}[config.executor]
+def _open(config: EngineConfig, device: str, report: Report, waiting: WaitingRanks) -> Engine:
+    starts = {"local": partial(_start_local, waiting=waiting), "torchrun": _join_torchrun, "ray": _start_on_ray}
     with report.stage("starting ranks"):
-        lead = start(config, device)
+        lead = starts[config.executor](config, device)
     try:
         engine = build(config, report, world=lead.world)
         with report.stage("waiting for ranks"):
@@ -63,7 +70,7 @@ def _open(config: EngineConfig, device: str, report: Report) -> Engine:
     return replace(engine, steps=LeadRunner(engine.runner, lead.crew, lead.world), lead=lead)
 
 
-def _start_local(config: EngineConfig, device: str) -> Lead:
+def _start_local(config: EngineConfig, device: str, waiting: WaitingRanks) -> Lead:
     """Processes of this machine. GPUs are taken from `device` on; CPU ranks share torch's threads."""
     size = config.num_ranks
     num_threads = None
@@ -72,10 +79,7 @@ def _start_local(config: EngineConfig, device: str) -> Lead:
         torch.set_num_threads(num_threads)
     store, address = open_meeting_point(_HERE)
     tasks = [Task(config, rank, device_of(device, rank), address, num_threads) for rank in range(1, size)]
-    crew = Crew(start_local(_WORK, tasks), config.rank_timeout)
-    if config.torch_compile_config.enable_inductor:
-        import_inductor()  # the ranks import too, which takes them some seconds
-    return lead_of(config, crew, device, store)
+    return lead_of(config, Crew(waiting.give(tasks), config.rank_timeout), device, store)
 
 
 def _join_torchrun(config: EngineConfig, device: str) -> Lead:
@@ -105,7 +109,7 @@ def _start_on_ray(config: EngineConfig, device: str) -> Lead:
         store, address = open_meeting_point(places.host)
         theirs = "cpu" if device == "cpu" else "cuda:0"  # Ray shows an actor no other GPU
         tasks = [Task(config, rank, theirs, address) for rank in range(1, config.num_ranks)]
-        crew = on_ray.start_on_ray(places, _WORK, tasks, config.rank_timeout)
+        crew = on_ray.start_on_ray(places, WORK, tasks, config.rank_timeout)
         return replace(lead_of(config, crew, places.device, store), release=places.release)
     except BaseException:
         places.release()
@@ -115,6 +119,8 @@ def _start_on_ray(config: EngineConfig, device: str) -> Lead:
 def lead_of(config: EngineConfig, crew: Crew, device: str, store: MeetingPoint) -> Lead:
     """Join the world with ranks that were started."""
     try:
+        if config.torch_compile_config.enable_inductor:
+            import_inductor()  # so do the others meanwhile
         crew.wait_until_joined()
         world = init_world(0, config.tensor_parallel_size, config.pipeline_parallel_size, device, store)
     except BaseException:

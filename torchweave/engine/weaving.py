@@ -14,7 +14,6 @@ from torchweave.compile.cache import CompileCache, open_cache
 from torchweave.compile.eager import broken
 from torchweave.compile.errors import TraceError
 from torchweave.compile.graphs import Forward
-from torchweave.compile.pieces import import_inductor
 from torchweave.compile.woven import Woven
 from torchweave.config import TorchCompileConfig
 from torchweave.distributed.world import World
@@ -91,8 +90,6 @@ def forward_of(
     first, turn = world.tensor_rank == 0, nullcontext
     if cache is not None and world.size > 1:
         turn = partial(_turn, world, first)
-        if config.enable_inductor and not first:
-            import_inductor()
     try:
         if plan.tune and cache is not None:
             with report.stage("tuning"):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torchweave.compile.pieces import import_inductor
 from torchweave.config import EngineConfig
 from torchweave.distributed import link as links
 from torchweave.distributed.follow import Follower
@@ -74,6 +75,8 @@ def _work(follower: Follower, task: Task, store: MeetingPoint | None) -> None:
         torch.set_num_threads(task.num_threads)
     if task.device != "cpu":
         torch.cuda.set_device(task.device)
+    if config.torch_compile_config.enable_inductor:
+        import_inductor()
     follower.joined()
     if store is None:
         assert task.store is not None

@@ -24,6 +24,7 @@ from torchweave import imports
 from torchweave.config import EngineConfig
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.responses import Response, refusal
+from torchweave.engine.waiting import waiting_ranks
 from torchweave.serving import wire
 from torchweave.serving.flight import EngineGone, Flight
 from torchweave.serving.traffic import Traffic
@@ -325,9 +326,10 @@ def _spawn(config: EngineConfig, addresses: wire.Addresses, place: wire.Place) -
 
 
 def _run_engine(config: EngineConfig, addresses: wire.Addresses, place: wire.Place) -> None:
-    with imports.for_good():
-        from torchweave.serving.engine_process import main  # torch is imported in that process
-    main(config, addresses, place)
+    with waiting_ranks(config) as waiting:
+        with imports.for_good():
+            from torchweave.serving.engine_process import main  # torch is imported in that process
+        main(config, addresses, place, waiting)
 
 
 def _bury(process: SpawnProcess) -> None:

@@ -24,6 +24,7 @@ from torchweave.compile.dump import open_dump
 from torchweave.compile.explanation.facts import as_json, explain
 from torchweave.compile.explanation.page import keep_explanation
 from torchweave.config import EngineConfig
+from torchweave.distributed.local import WaitingRanks
 from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.build import Engine
 from torchweave.engine.open import open_engine
@@ -38,11 +39,12 @@ STATS_SECONDS = 0.2
 _FLUSH_SECONDS = 2.0  # for what was said last to reach the other process
 
 
-def main(config: EngineConfig, addresses: wire.Addresses, place: wire.Place) -> None:
+def main(config: EngineConfig, addresses: wire.Addresses, place: wire.Place, waiting: WaitingRanks) -> None:
     """Build the engine that `config` asks for and run it until the HTTP process ends it, or ends.
 
     Args:
         place: which of the engines behind the server it is.
+        waiting: its other ranks, as `open_engine` takes them.
     """
     threading.Thread(target=_follow_parent, daemon=True).start()
     for name in ("transformers", "torch"):  # their advice on start-up is not for whoever runs a server
@@ -55,7 +57,7 @@ def main(config: EngineConfig, addresses: wire.Addresses, place: wire.Place) -> 
         if place.count > 1:
             config = config_of_replica(config, place.index, place.count)
         open_dump(config.torch_compile_config, report)
-        engine = open_engine(config, report)
+        engine = open_engine(config, report, waiting=waiting)
     except ValueError as error:
         outbox.put(wire.Failed(str(error), asked=True))
         outbox.close()

@@ -10,26 +10,24 @@ from typing import Any
 
 
 def main(text: str) -> int:
-    from torchweave.cli.session import engine_class
-
-    llm_class = engine_class()
-    from torchweave.cli.benchmarks.protocol import Workload
     from torchweave.cli.options import build
+    from torchweave.cli.session import start
     from torchweave.config import EngineConfig
     from torchweave.log import Report
 
-    imported_at = time.monotonic()
-    report = Report()
+    began_at, report = time.monotonic(), Report()
     try:
-        llm = llm_class.from_config(build(EngineConfig, json.loads(text)), report=report)
+        llm = start(build(EngineConfig, json.loads(text)), report)
     except ValueError as error:
         print(f"torchweave: {error}", file=sys.stderr)
         return 2
+    from torchweave.cli.benchmarks.protocol import Workload
+
     with llm:
         with report.stage("first token"):
             Workload(llm, seed=0).run([[1] * 16], 1)
         facts = {
-            "imported_at": imported_at,
+            "began_at": began_at,
             "first_token_at": time.monotonic(),
             "stages": nested(report.select("stage")),
         }

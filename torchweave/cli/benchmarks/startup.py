@@ -1,7 +1,7 @@
 """Start-up to the first token, in processes of their own: cold with empty caches, then warm with what the first one left.
 
-The engine's part is listed by the stages that it reports. What is before it (the interpreter, imports) and the first
-token are listed too, so that the parts add up to what a user waits for.
+The engine's part is listed by the stages that it reports. What is before it (the interpreter) and the first token are listed
+too, so that the parts add up to what a user waits for.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def _start(options: Mapping[str, Any], caches: Path) -> dict[str, Any]:
     facts = json.loads(done.stdout.splitlines()[-1])
     # time.monotonic is one clock for all processes of a machine.
     seconds = facts["first_token_at"] - begin
-    imports = {"name": "interpreter and imports", "seconds": facts["imported_at"] - begin, "within": None}
-    stages = [imports, *facts["stages"]]
+    stages = [{"name": "interpreter", "seconds": facts["began_at"] - begin, "within": None}, *facts["stages"]]
     listed = sum(stage["seconds"] for stage in stages if stage["within"] is None)
     rest = {"name": "the rest", "seconds": max(seconds - listed, 0.0), "within": None}
     return {"seconds": seconds, "stages": [*stages, rest]}
