@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ triton = pytest.importorskip("triton")
 
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
@@ -74,7 +76,7 @@ def draw() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_what_workers_built_is_found_by_launches_and_by_the_next_start() -> None:
+def test_what_workers_built_is_found_by_launches_and_by_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [*orders(both), *orders(scatter)]
     assert [order.name for order in wanted] == ["scatter_kernel", "advance_kernel", "scatter_kernel"]
     assert missing(wanted) == wanted
@@ -86,6 +88,12 @@ def test_what_workers_built_is_found_by_launches_and_by_the_next_start() -> None
         kernel.device_caches.clear()
     again = orders(scatter)
     assert again == wanted[2:] and missing(again) == [] and orders(scatter) == []  # from the cache
+    loaded: list[str] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(CompiledKernel, "run", property(lambda kernel: loaded.append(kernel.name)))
+    for order in wanted[:2]:
+        order.load()
+    assert loaded == ["scatter_kernel"], "what is not in place is left to its launch"
 
 
 @pytest.mark.usefixtures("hopper")

@@ -1,22 +1,25 @@
-"""Kernels of products are built while Inductor builds the pieces that call them, in processes of their own.
+"""Kernels of products and collectives are built while Inductor builds the pieces that call them, in processes of their own.
 
 A product says in its choices by which kernels it will run. What each needs is seen from a launch on a small weight of the product's
-width; all are built and launched before anything is recorded. What is missed is built when it is first needed.
+width; all are built and launched before anything is recorded. Kernels of collectives are built and loaded, but not launched: they
+would wait for other ranks. What is missed is built when it is first needed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import torch
 from torch import fx
 
-from torchweave.compile.kernel_orders import missing, orders
+from torchweave.compile.kernel_orders import Order, missing, orders
 from torchweave.compile.kernel_workers import KernelWorkers
+from torchweave.compile.meetings import Meeting, meetings_of
 from torchweave.compile.split import Piece, normalize
 from torchweave.compile.symbols import value
 from torchweave.ops.linear import Around, run
@@ -53,11 +56,17 @@ class Job:
 
 
 class KernelsAhead:
-    """Builds the kernels of products that it is shown; `with` waits for all of them. Elsewhere than on a GPU it does nothing."""
+    """Builds the kernels of products and collectives that it is shown; `with` waits for all of them.
+
+    Elsewhere than on a GPU it does nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._jobs: set[Job] = set()
+        self._seen: set[Job | Meeting] = set()
+        self._jobs: list[Job] = []
+        self._orders: list[Order] = []
+        self._to_load: list[Order] = []
         self._workers: KernelWorkers | None = None
 
     def __enter__(self) -> KernelsAhead:
@@ -70,33 +79,45 @@ class KernelsAhead:
             with self._workers:
                 if kind is None:
                     self._workers.finish()
-        if kind is None and self._jobs:
-            self._launch()
+        if kind is None and self._seen:
+            self._put_on_gpu()
 
     def see(self, piece: Piece) -> None:
-        """Begin to build what the piece's products will run by."""
+        """Begin to build what the piece's products and collectives will run by."""
         if self._device.type != "cuda":
             return
         for node in piece.module.graph.nodes:
             for job in jobs_of(node):
-                if job not in self._jobs:
-                    self._jobs.add(job)
-                    with suppress(Exception):  # of what Triton raises; the launch at the end will tell it
-                        self._begin(job)
+                if self._is_new(job):
+                    self._jobs.append(job)
+                    self._begin(partial(job.launch, self._device))
+        for meeting in filter(self._is_new, meetings_of(piece)):
+            self._to_load += self._begin(partial(meeting.launch, self._device))
 
-    def _begin(self, job: Job) -> None:
-        absent = missing(orders(lambda: job.launch(self._device)))
-        if absent and self._workers is None:
-            self._workers = KernelWorkers()
-        if self._workers is not None:
-            self._workers.begin(absent)
+    def _is_new(self, thing: Job | Meeting) -> bool:
+        is_new = thing not in self._seen
+        self._seen.add(thing)
+        return is_new
 
-    def _launch(self) -> None:
+    def _begin(self, launch: Callable[[], None]) -> list[Order]:
+        """Order what a launch would need, once. What cannot be seen is left to the launch itself."""
+        with suppress(Exception):  # of what Triton raises
+            wanted = orders(launch)
+            absent = missing([order for order in wanted if order not in self._orders])
+            self._orders += wanted
+            if absent and self._workers is None:
+                self._workers = KernelWorkers()
+            if self._workers is not None:
+                self._workers.begin(absent)
+            return wanted
+        return []
+
+    def _put_on_gpu(self) -> None:
         """Load what was built onto the GPU, which must not happen while a graph is recorded; build what is still missing."""
         failed: list[Exception] = []
-        for job in self._jobs:
+        for put in (*(partial(job.launch, self._device) for job in self._jobs), *(each.load for each in self._to_load)):
             try:
-                job.launch(self._device)
+                put()
             except Exception as error:  # what Triton raises
                 failed.append(error)
         if failed:
@@ -105,12 +126,20 @@ class KernelsAhead:
 
 
 def jobs_of(node: fx.Node) -> Iterator[Job]:
-    """The kernels that a product may run by: one for every configuration and padded number of tokens."""
+    """The kernels that a product may run by, alone or as what makes a collective's operand: one for every configuration and padded
+    number of tokens."""
     ops = torch.ops.torchweave
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or op not in (ops.linear.default, ops.fused_linear.default):
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "torchweave":
         return
-    (_, weight, bias, *rest), _ = normalize(op, node.args, node.kwargs)
+    given, _ = normalize(op, node.args, node.kwargs)
+    if op in (ops.linear.default, ops.fused_linear.default):
+        _, weight, bias, *rest = given
+    elif op._schema.arguments and op._schema.arguments[0].name == "producer" and given[0] == "linear":
+        (_, weight, *biases), rest = given[1], [given[2]]
+        bias = biases[0] if biases else None
+    else:
+        return
     norm, _, _, wide, residual, activation, choices = rest if len(rest) > 1 else (*_ALONE, *rest)
     w, above = value(weight), 0
     for most, config in read_choices(str(choices)):

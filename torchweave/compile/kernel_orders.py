@@ -82,6 +82,15 @@ class Order:
         kernels = self.kernel().device_caches[self.device][0]
         kernels.setdefault(self.key, CompiledKernel(self._source(), built.files, built.digest))
 
+    def load(self) -> None:
+        """Load the kernel onto its GPU, if it was put in place; without this its first launch does."""
+        import torch
+
+        built = self.kernel().device_caches[self.device][0].get(self.key)
+        if built is not None:
+            with torch.cuda.device(self.device):
+                _ = built.run  # a property, which loads
+
     def _source(self) -> Any:
         from triton.compiler import ASTSource
 

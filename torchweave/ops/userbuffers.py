@@ -44,7 +44,7 @@ PRODUCERS = ("copy", "add", "linear", "fp8_linear")
 def made(producer: str, operands: Sequence[Tensor], choices: str, dtype: torch.dtype, slot: int, group: str) -> Tensor:
     """The operand of a collective, in symmetric memory where there is room for it."""
     first = operands[0]
-    shape = _shape(producer, operands)
+    shape = made_shape(producer, operands)
     room = communicator(group).buffer(shape, dtype, slot)
     out = torch.empty(shape, dtype=dtype, device=first.device) if room is None else room
     if producer == "linear":
@@ -60,7 +60,7 @@ def made(producer: str, operands: Sequence[Tensor], choices: str, dtype: torch.d
     return out
 
 
-def _shape(producer: str, operands: Sequence[Tensor]) -> tuple[int, ...]:
+def made_shape(producer: str, operands: Sequence[Tensor]) -> tuple[int, ...]:
     """The shape of what a producer makes.
 
     Raises:
@@ -74,7 +74,7 @@ def _shape(producer: str, operands: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _fake_operand(producer: str, operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.empty(_shape(producer, operands), dtype=dtype, device=operands[0].device)
+    return torch.empty(made_shape(producer, operands), dtype=dtype, device=operands[0].device)
 
 
 def _fake(
