@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,7 +23,7 @@ from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from torchweave.compile.kernel_orders import missing, orders  # noqa: E402
+from torchweave.compile.kernel_orders import missing, orders, wait_for  # noqa: E402
 from torchweave.compile.kernel_workers import KernelWorkers  # noqa: E402
 from torchweave.ops.kernels import sampling, step  # noqa: E402
 from torchweave.ops.sampling import GREEDY_BELOW  # noqa: E402
@@ -94,6 +96,18 @@ def test_what_workers_built_is_found_by_launches_and_by_the_next_start(monkeypat
     for order in wanted[:2]:
         order.load()
     assert loaded == ["scatter_kernel"], "what is not in place is left to its launch"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_rank_waits_for_what_another_one_builds() -> None:
+    wanted = orders(both)
+    begin = time.monotonic()
+    assert wait_for(wanted, patience=0.2) == wanted and time.monotonic() - begin < 5  # nobody builds them
+    another = threading.Thread(target=lambda: [order.build() for order in [*orders(scatter), *orders(advance)]])
+    another.start()
+    assert wait_for(wanted, patience=20.0) == []
+    another.join()
+    assert orders(both) == []
 
 
 @pytest.mark.usefixtures("hopper")

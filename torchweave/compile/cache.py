@@ -15,7 +15,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -64,15 +64,17 @@ class CompileCache:
     Args:
         folder: made, readable by its owner only, when it does not exist.
         report: gets a `cache` event for every look-up and store, and a `warning` for every entry that cannot be used.
+        wait: called with where an entry would be before it is looked for; returns when no other process will make it.
 
     Raises:
         ValueError: the folder belongs to, or can be written by, somebody else.
         OSError: the folder cannot be made.
     """
 
-    def __init__(self, folder: Path | str, report: Report) -> None:
+    def __init__(self, folder: Path | str, report: Report, wait: Callable[[Path], None] = lambda _: None) -> None:
         self.folder = Path(folder).expanduser().absolute()
         self.report = report
+        self._wait = wait
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _refuse_shared(self.folder)
 
@@ -81,6 +83,7 @@ class CompileCache:
         key = key_of(kind, factors)
         self.report.event("cache_key", entry=kind, key=key[:12], factors=dict(factors))
         path = self._path(kind, key)
+        self._wait(path)
         try:
             entry = read_entry(path)
             if (entry.kind, entry.key) != (kind, key):
@@ -153,8 +156,13 @@ class CompileCache:
         return self.folder / kind / f"{key}{SUFFIX}"
 
 
-def open_cache(config: TorchCompileConfig, report: Report) -> CompileCache | None:
+def open_cache(
+    config: TorchCompileConfig, report: Report, wait: Callable[[Path], None] = lambda _: None
+) -> CompileCache | None:
     """The cache that a config asks for; None when it is off, or, with a warning, when its folder cannot be made.
+
+    Args:
+        wait: as `CompileCache` takes it.
 
     Raises:
         ValueError: the folder belongs to, or can be written by, somebody else.
@@ -162,7 +170,7 @@ def open_cache(config: TorchCompileConfig, report: Report) -> CompileCache | Non
     if not config.compile_cache:
         return None
     try:
-        return CompileCache(cache_dir(config.compile_cache_dir), report)
+        return CompileCache(cache_dir(config.compile_cache_dir), report, wait)
     except OSError as error:
         report.event("warning", what="compile cache", why=f"off: {error}")
         return None

@@ -6,14 +6,17 @@ import contextlib
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
 from torchweave.config import keep_kernels_in
 
 _looking = threading.Lock()
+_LOOK_SECONDS = 0.1  # between two looks for what another process builds
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,21 @@ class Order:
         _hash_inner_first(found)
         return found
 
-    def kept(self) -> Built | None:
-        """The kernel from Triton's cache, which must be that of this process; None when it is not there."""
+    @cached_property
+    def digest(self) -> str:
+        """Under which Triton's cache has the kernel."""
         from triton._C.libtriton import get_cache_invalidating_env_vars
         from triton.backends.compiler import GPUTarget
         from triton.compiler import get_cache_key, make_backend
 
-        backend, source = make_backend(GPUTarget(*self.target)), self._source()
+        backend = make_backend(GPUTarget(*self.target))
         options = backend.parse_options(dict(self.options))
-        key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
-        return self._found(hashlib.sha256(key.encode()).hexdigest(), source.name)
+        key = get_cache_key(self._source(), backend, options, env_vars=get_cache_invalidating_env_vars())
+        return hashlib.sha256(key.encode()).hexdigest()
+
+    def kept(self) -> Built | None:
+        """The kernel from Triton's cache, which must be that of this process; None when it is not there."""
+        return self._found(self.digest, self._source().name)
 
     def build(self) -> Built:
         """The kernel and what launches it, built or from Triton's cache; no GPU is needed.
@@ -177,6 +185,17 @@ def missing(wanted: Iterable[Order]) -> list[Order]:
         else:
             order.put_in_place(kept)
     return absent
+
+
+def wait_for(wanted: list[Order], patience: float) -> list[Order]:
+    """Wait while another process builds kernels, and put each in place; returns what is missing once none came for `patience` s."""
+    since = time.monotonic()
+    while wanted and time.monotonic() - since < patience:
+        time.sleep(_LOOK_SECONDS)
+        absent = missing(wanted)
+        if len(absent) < len(wanted):
+            wanted, since = absent, time.monotonic()
+    return wanted
 
 
 def _order(kernel: Any, facts: dict[str, Any], target: Any, folder: str) -> Order:

@@ -150,7 +150,8 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, wor
     block_bytes = bytes_per_block(list(dict(zip(layout.places, layers, strict=True)).values()), plan.block_size, dtype)
     if not plan.device.startswith("cuda"):  # refused before the model is woven, which takes longest
         blocks_that_fit(plan, block_bytes, None, layout.sights)
-    warming = warm_up.start(plan, loaded.module, layers, loaded.module.vocab_size, backend, dtype)
+    builds = world.tensor_rank == 0 or config.executor != "local"  # ranks of other machines have caches of their own
+    warming = warm_up.start(plan, loaded.module, layers, loaded.module.vocab_size, backend, dtype, builds)
     forward, plan = forward_of(loaded.module, plan, report, world, loaded.stage)
     if warming is not None:
         with report.stage("building kernels"):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweave.compile.graphs import Boundary
-from torchweave.compile.kernel_orders import Order, missing, orders
+from torchweave.compile.kernel_orders import Order, missing, orders, wait_for
 from torchweave.compile.kernel_workers import KernelWorkers
 from torchweave.engine.redraw import Redraw
 from torchweave.engine.runner import Runner
@@ -34,6 +34,7 @@ from torchweave.plan import Plan
 
 _TOKENS = (1, 2, 16, 64, 256)
 _BLOCKS = 2
+_PATIENCE = 15.0  # seconds without a kernel of the rank that builds them
 _log = logging.getLogger("torchweave")
 
 
@@ -87,8 +88,13 @@ def start(
     vocab_size: int,
     backend: AttentionBackend,
     dtype: torch.dtype,
+    builds: bool = True,
 ) -> threading.Event | None:
-    """Begin on a thread of its own. The event is set when what steps need is there; None on a CPU: there is nothing to build."""
+    """Begin on a thread of its own. The event is set when what steps need is there; None on a CPU: there is nothing to build.
+
+    Args:
+        builds: off: another rank of this machine builds the same kernels, and this one waits for them.
+    """
     if not plan.device.startswith("cuda"):
         return None
     done = threading.Event()
@@ -96,7 +102,7 @@ def start(
     def build() -> None:
         try:
             with ExitStack() as stack:
-                workers, rare = _build(plan, module, layers, vocab_size, backend, dtype, stack)
+                workers, rare = _build(plan, module, layers, vocab_size, backend, dtype, stack, builds)
                 done.set()  # from now on memory is measured and steps are recorded: nothing here touches the GPU
                 if workers is not None:
                     workers.begin(rare)
@@ -118,6 +124,7 @@ def _build(
     backend: AttentionBackend,
     dtype: torch.dtype,
     stack: ExitStack,
+    builds: bool,
 ) -> tuple[KernelWorkers | None, list[Order]]:
     """Build what steps launch, and launch it. Returns what redrawn rows launch, and who can build that; the stack ends them."""
     device = torch.device(plan.device)
@@ -138,7 +145,9 @@ def _build(
     # What is only looked at must steer nothing, but the choice of experts steers operations of torch.
     attention = StandIn(nn.Module(), layers, vocab_size, dtype)
     needed = missing(orders(lambda: steps(attention)))
-    rare = [order for order in missing(orders(again)) if order not in needed]
+    rare = [order for order in missing(orders(again)) if order not in needed] if builds else []
+    if not builds:
+        needed = wait_for(needed, _PATIENCE)
     workers = stack.enter_context(KernelWorkers()) if needed or rare else None
     if workers is not None:
         workers.begin(needed)

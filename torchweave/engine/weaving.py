@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -23,6 +25,8 @@ from torchweave.log import Report
 from torchweave.models.parallel import Stage
 from torchweave.ops.registry import boundary_ops
 from torchweave.plan import Plan
+
+_LOOK_SECONDS = 0.01  # between two looks for what another rank makes
 
 
 def effective(plan: Plan) -> TorchCompileConfig:
@@ -60,16 +64,41 @@ def weave_model(
     return weave(module, example, dynamic, boundary_ops=ops, config=config, cache=cache, report=report, turn=turn)
 
 
-@contextmanager
-def _turn(world: World, first: bool) -> Iterator[None]:
-    """What is done in here is done by the first rank of each stage, then by the others; every rank comes here."""
-    if not first:
-        world.barrier()
-    try:
-        yield
-    finally:
-        if first:
-            world.barrier()
+class Turns:
+    """One rank of a stage makes what the compile cache keeps, and the others load it: each entry as soon as it is there.
+
+    Args:
+        first: whether this rank is the one.
+        meet: waits for all ranks.
+    """
+
+    def __init__(self, first: bool, meet: Callable[[], None]) -> None:
+        self._first, self._meet = first, meet
+        self._over = threading.Event()
+        self._over.set()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """The first rank makes things in here, and the others, who stay until it has left, load them. Every rank comes here."""
+        if self._first:
+            try:
+                yield
+            finally:
+                self._meet()
+            return
+        self._over.clear()
+        with ThreadPoolExecutor(1, "torchweave-turn") as pool:
+            met = pool.submit(self._meet)
+            met.add_done_callback(lambda _: self._over.set())
+            try:
+                yield
+            finally:
+                met.result()
+
+    def wait(self, path: Path) -> None:
+        """Until an entry is there, or will not come."""
+        while not path.exists() and not self._over.wait(_LOOK_SECONDS):
+            pass
 
 
 def forward_of(
@@ -78,7 +107,7 @@ def forward_of(
     """The model woven, or, when it will not trace, run as it is with capture broken at boundary ops.
 
     The ranks of a stage have the same graph: with a compile cache the first of them captures it and builds its pieces, and the
-    others load what it kept; passes run on all at the same time. Stages build theirs at the same time too.
+    others load what it kept (`Turns`); passes run on all at the same time. Stages build theirs at the same time too.
 
     Raises:
         ValueError: a model that is divided into stages will not trace.
@@ -86,10 +115,9 @@ def forward_of(
     if not plan.fullgraph:
         return broken(module, boundary_ops()), plan
     config, device = effective(plan), torch.device(plan.device)
-    cache = open_cache(config, report)
-    first, turn = world.tensor_rank == 0, nullcontext
-    if cache is not None and world.size > 1:
-        turn = partial(_turn, world, first)
+    turns = Turns(world.tensor_rank == 0, world.barrier)
+    cache = open_cache(config, report, turns.wait)
+    turn = turns.turn if cache is not None and world.size > 1 else nullcontext
     try:
         if plan.tune and cache is not None:
             with report.stage("tuning"):

@@ -1,0 +1,94 @@
+"""One rank makes what the others load: each entry as soon as it is there, and nothing twice."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from torchweave.compile.cache import CompileCache
+from torchweave.engine.weaving import Turns
+from torchweave.log import Report
+
+LIMIT = 20.0
+NAMES = ("embedding", "layer", "head")
+
+
+class Rank:
+    """Loads or makes three pieces in its turn; `making` is called before each that it makes."""
+
+    def __init__(self, folder: Path, first: bool, barrier: threading.Barrier) -> None:
+        self.made: list[str] = []
+        self.loaded: list[str] = []
+        self._turns = Turns(first, lambda: barrier.wait(LIMIT) and None)
+        self._cache = CompileCache(folder, Report(show=False), self._turns.wait)
+
+    def weave(self, making: Callable[[str], None]) -> None:
+        with self._turns.turn():
+            for name in NAMES:
+                if self._cache.load("piece", {"piece": name}) is not None:
+                    self.loaded.append(name)
+                    continue
+                making(name)
+                self.made.append(name)
+                self._cache.store("piece", {"piece": name}, name.encode())
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> tuple[Rank, Rank]:
+    barrier = threading.Barrier(2)
+    return Rank(tmp_path / "cache", True, barrier), Rank(tmp_path / "cache", False, barrier)
+
+
+def test_others_load_each_piece_while_the_next_one_is_made(ranks: tuple[Rank, Rank]) -> None:
+    first, other = ranks
+
+    def making(name: str) -> None:
+        if name == "head":  # not before the other one has what was made so far
+            while len(other.loaded) < 2:
+                time.sleep(0.01)
+
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(first.weave, making), pool.submit(other.weave, pytest.fail)]:
+            each.result(LIMIT)
+    assert first.made == list(NAMES) and other.loaded == list(NAMES) and not other.made
+
+
+def test_at_a_warm_start_all_load_at_once(ranks: tuple[Rank, Rank]) -> None:
+    first, other = ranks
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(rank.weave, lambda name: None) for rank in ranks]:
+            each.result(LIMIT)
+        again = pool.submit(other.weave, pytest.fail)
+        while len(other.loaded) < 6 and not again.done():  # before the first one has begun
+            time.sleep(0.01)
+        pool.submit(first.weave, pytest.fail).result(LIMIT)
+        again.result(LIMIT)
+    assert first.made == list(NAMES) and first.loaded == list(NAMES) and other.loaded == [*NAMES, *NAMES]
+
+
+def test_what_the_first_rank_could_not_keep_is_made_by_the_others(ranks: tuple[Rank, Rank]) -> None:
+    first, other = ranks
+    first._cache.store = lambda *_: ""  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(rank.weave, lambda name: None) for rank in ranks]:
+            each.result(LIMIT)
+    assert first.made == list(NAMES) == other.made and not other.loaded
+
+
+def test_a_first_rank_that_fails_leaves_nobody_waiting(ranks: tuple[Rank, Rank]) -> None:
+    first, other = ranks
+
+    def fail(name: str) -> None:
+        raise RuntimeError(f"no {name}")
+
+    with ThreadPoolExecutor(2) as pool:
+        failing, waiting = pool.submit(first.weave, fail), pool.submit(other.weave, lambda name: None)
+        with pytest.raises(RuntimeError, match="no embedding"):
+            failing.result(LIMIT)
+        waiting.result(LIMIT)
+    assert other.made == list(NAMES)
