@@ -138,7 +138,7 @@ def compare(out: Normed, right: Normed, quant: Quant | None) -> None:
 CHECKS = {"one_shot": one_shot, "large_one_shot": large_one_shot, "gather": gather, "two_shot": two_shot, "norm": norm}
 
 if __name__ == "__main__":
-    symmetric_norm.PROGRAMS = symmetric_reduce.PROGRAMS = Programs(PROGRAMS, PROGRAMS, PROGRAMS)
+    symmetric_norm.PROGRAMS = symmetric_reduce.PROGRAMS = Programs(PROGRAMS, PROGRAMS)
     for wanted in sys.argv[1:] or tuple(CHECKS):
         torch.manual_seed(0)
         CHECKS[wanted]()

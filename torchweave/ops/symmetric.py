@@ -28,17 +28,15 @@ from torchweave.ops.collectives_fused import Norm, Normed, empty_normed
 
 
 class Programs(NamedTuple):
-    """Programs of a launch, all of which are on the GPU at once.
+    """Programs of a launch: one a multiprocessor at the most. With several, some graphs stood still for milliseconds.
 
     Attributes:
         slots: of one-shot collectives over slots.
-        large: of those over `data`, where many small programs keep the links busy while others wait for their rows.
-        two_shot: of two-shot collectives.
+        data: of all collectives over `data`.
     """
 
     slots: int = 64
-    large: int = 512
-    two_shot: int = 128
+    data: int = 128
 
 
 PROGRAMS = Programs()

@@ -20,8 +20,6 @@ from torchweave.ops.symmetric import ALL_PHASES, PROGRAMS, Place, Workspace
 
 FP4_SCHEME = 3
 """SCHEME beside those of `fp8_quant`; -1 is none."""
-LARGE_WARPS = 4
-"""Of a program of a large operand, at the most: others of its multiprocessor read while it works."""
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
@@ -80,13 +78,12 @@ def launch_one_shot_norm(
     workspace: Workspace, x: Tensor, norm: Norm, out: Normed, place: Place, phases: int = ALL_PHASES
 ) -> None:
     """`out` = what `norm` makes of the sum of x [..., D] over ranks; all contiguous, D a multiple of 8."""
-    width, dependent = x.shape[-1], takes_part(x.device)
+    width, channel = x.shape[-1], place.channel
+    dependent = not channel and takes_part(x.device)  # large ones have little to gain
     whole, quant = groups_of(width), norm.quant
-    channel = place.channel
-    warps = min(warps_of(whole), LARGE_WARPS) if channel else warps_of(whole)
     scheme = -1 if quant is None else FP4_SCHEME if quant.to == "fp4" else scheme_of(quant.group, quant.scale)
     given = quant.scale if quant is not None and quant.scale is not None else x
-    one_shot_norm_kernel[(PROGRAMS.large if channel else PROGRAMS.slots,)](
+    one_shot_norm_kernel[(PROGRAMS.data if channel else PROGRAMS.slots,)](
         x, _or(norm.residual, x), _or(norm.weight, x), _or(out.y, x), _or(out.total, x), _or(out.q, x), _or(out.s, x), given,
         workspace.table, workspace.counters[channel], x.numel() // width, norm.eps, norm.offset, workspace.rank,
         workspace.layout.flags(channel), place.at, place.other_at,
@@ -94,7 +91,7 @@ def launch_one_shot_norm(
         ADD=norm.residual is not None, WEIGHT=norm.weight is not None, WIDE=norm.wide,
         KEEP_NORM=out.y is not None, KEEP_SUM=out.total is not None, SCHEME=scheme,
         STAGED=place.staged, MEETINGS=channel + 1, PHASES=phases, DEPENDENT=dependent,
-        num_warps=warps, enable_fp_fusion=False, **options(dependent),
+        num_warps=warps_of(whole), enable_fp_fusion=False, **options(dependent),
     )  # fmt: skip
 
 

@@ -142,8 +142,9 @@ def two_shot_kernel(
 
 def launch_one_shot(workspace: Workspace, x: Tensor, out: Tensor, place: Place, phases: int = ALL_PHASES) -> None:
     """out = the sum of x over ranks; x and out contiguous, of one dtype, in whole 16 bytes; see `Workspace` for `place`."""
-    num, dependent, channel = x.numel(), takes_part(x.device), place.channel
-    programs = PROGRAMS.large if channel else PROGRAMS.slots
+    num, channel = x.numel(), place.channel
+    dependent = not channel and takes_part(x.device)  # large ones have little to gain
+    programs = PROGRAMS.data if channel else PROGRAMS.slots
     block = 512 if num <= 512 * programs else 4096  # two kernels are built, not one for every size
     one_shot_kernel[(programs,)](
         x, out, workspace.table, workspace.counters[channel], num, workspace.rank, workspace.layout.flags(channel),
@@ -169,7 +170,7 @@ def launch_two_shot(workspace: Workspace, x: Tensor, out: Tensor, place: Place, 
     """As `launch_one_shot`."""
     num, dependent, layout = x.numel(), takes_part(x.device), workspace.layout
     share = triton.cdiv(triton.cdiv(num, layout.size), 8) * 8
-    two_shot_kernel[(PROGRAMS.two_shot,)](
+    two_shot_kernel[(PROGRAMS.data,)](
         x, out, workspace.table, workspace.counters[1], num, share, workspace.rank, layout.flags(1), place.at, layout.sums,
         SIZE=layout.size, BLOCK=4096, STAGED=place.staged, PHASES=phases, DEPENDENT=dependent,
         num_warps=16, **options(dependent),
