@@ -106,10 +106,13 @@ MAX_TOKENS = 64
 """Above this many tokens the rule takes the BLAS."""
 
 _MIN_WEIGHT = 1 << 20  # elements: below this the launch, not the bandwidth, decides
+_WIDE = 4096  # columns from which a program reads more of a row at a time
 _ONE_TOKEN = LinearConfig("row", 4, 1024, num_warps=4, depth=4, dependent=1)
 _TWO_TOKENS = LinearConfig("row", 4, 1024, num_warps=4, depth=2, dependent=2, norm_apart=True)
 _NARROW = LinearConfig("row", 8, 512, num_warps=4, depth=4, dependent=1)
 _FEW = LinearConfig("split", 16, 64, num_warps=4, depth=4, dependent=2, norm_apart=True)
+_ONE_WIDE = LinearConfig("row", 2, 2048, num_warps=4, depth=4, dependent=1)
+_FEW_WIDE = LinearConfig("split", 16, 128, num_warps=4, depth=3, dependent=1, norm_apart=True)
 _MANY = LinearConfig("dot", 64, 128, num_warps=4, depth=4, dependent=2, norm_apart=True)
 
 
@@ -117,17 +120,18 @@ def choose(num_tokens: int, num_outputs: int, width: int, dtype: torch.dtype) ->
     """The rule: how to run x [num_tokens, width] @ w [num_outputs, width].T on a GPU that has no table; None = BLAS.
 
     From bench/results/linear_h100_202611.json (H100, cold weights, one CUDA graph, ten shapes of Llama 1B and 8B): one token by
-    rows takes 0.6 of the time of cuBLAS and kernels around it, up to 16 on tensor cores with K split among warps 0.55 to 0.9,
-    up to 64 with rows split among warps 0.9 to 1, where there are rows enough for every multiprocessor.
+    rows takes 0.55 to 0.9 of the time of cuBLAS and kernels around it, up to 16 on tensor cores with K split among warps 0.65 to
+    0.95, up to 64 with rows split among warps 0.85 to 1, where there are rows enough for every multiprocessor.
     """
     if num_tokens < 1 or not supported(num_outputs, width, dtype):
         return None
-    if num_tokens <= 2:
+    wide = width >= _WIDE
+    if num_tokens <= 2 and not wide:
         if width < 2048:
             return _NARROW
         return _ONE_TOKEN if num_tokens == 1 else _TWO_TOKENS
     if num_tokens <= 16:
-        return _FEW
+        return _ONE_WIDE if num_tokens == 1 else _FEW_WIDE if wide else _FEW
     return _MANY if num_tokens <= MAX_TOKENS and width <= num_outputs else None
 
 

@@ -16,23 +16,27 @@ from torch import Tensor
 
 from torchweave.ops.kernels.dependent import enter, options
 
+RUN: tl.constexpr = tl.constexpr(16)
+"""Channels that a thread loads at once, whose products it adds before anything else: they are in one block of 128."""
+
 
 @triton.jit
-def _activation(
-    q, x_scale, w_scale, first, token, num_tokens, block_row, w_scale_stride,
-    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """float32 `[GROUPS, 128]` channels of a token from `first` on; BLOCKS: times the scales of both operands, which depend on k."""
-    group = tl.arange(0, GROUPS)
-    k = first + group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    value = tl.load(q + token * WIDTH + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+def _scales(scale, first, stride, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """float32 scale of each run of channels of `[first, first + BLOCK_K)`, kept for 128; without BLOCKS nothing of use."""
     if BLOCKS:
-        index = first // 128 + group
-        real = index < (WIDTH + 127) // 128
-        scale = tl.load(x_scale + index * num_tokens + token, mask=real, other=0.0)
-        scale *= tl.load(w_scale + block_row * w_scale_stride + index, mask=real, other=0.0)
-        value *= scale[:, None]
-    return value
+        block = (first + tl.arange(0, BLOCK_K // RUN) * RUN) // 128
+        found = tl.load(scale + block * stride, mask=block < (WIDTH + 127) // 128, other=0.0)
+    else:
+        found = tl.zeros([BLOCK_K // RUN], tl.float32)
+    return found
+
+
+@triton.jit
+def _add_runs(total, value, token, scale, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """total `[BLOCK_N, runs]` and value `[BLOCK_N, BLOCK_K]` times a token, added up within each run, times its scale."""
+    product = value * token.to(tl.float32)[None, :]
+    added = tl.sum(tl.reshape(product, [BLOCK_N, BLOCK_K // RUN, RUN]), 2)
+    return total + (added * scale[None, :] if BLOCKS else added)
 
 
 @triton.jit
@@ -41,37 +45,49 @@ def row_kernel(
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, STATIC: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out[TOKENS, N], 1 or 2 tokens: a program multiplies BLOCK_N whole rows of w, of one block of 128 rows, by the tokens."""
-    GROUPS: tl.constexpr = BLOCK_K // 128
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    block_row = tl.program_id(0) * BLOCK_N // 128
-    inside = (rows < num_outputs)[:, None, None]
-    k = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
-    weights = w + rows.to(tl.int64)[:, None, None] * w_stride + k[None, :, :]
-    tile = tl.load(weights, mask=inside & (k < WIDTH)[None, :, :], other=0.0, eviction_policy="evict_first")
+    """out[TOKENS, N], 1 or 2 tokens: a program multiplies BLOCK_N whole rows of w, of one block of 128 rows, by the tokens.
+
+    No number moves between threads before the end: weights, tokens and scales are loaded by who multiplies them, one turn ahead.
+    """
+    rows, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    inside = (rows < num_outputs)[:, None]
+    weights = w + rows.to(tl.int64)[:, None] * w_stride + k[None, :]
+    by_rows = w_scale + tl.program_id(0) * BLOCK_N // 128 * w_scale_stride
+    tile = tl.load(weights, mask=inside & (k < WIDTH)[None, :], other=0.0, eviction_policy="evict_first")
+    by_block = _scales(by_rows, 0, 1, WIDTH, BLOCKS, BLOCK_K)
     enter(DEPENDENT)
-    sum0 = tl.zeros([BLOCK_N, GROUPS, 128], tl.float32)
-    sum1 = tl.zeros([BLOCK_N, GROUPS, 128] if TOKENS > 1 else [1, 1, 1], tl.float32)
+    token0 = tl.load(q + k, mask=k < WIDTH, other=0.0)
+    scale0 = _scales(x_scale, 0, TOKENS, WIDTH, BLOCKS, BLOCK_K) * by_block
+    total0 = tl.zeros([BLOCK_N, BLOCK_K // RUN], tl.float32)
+    if TOKENS > 1:
+        token1 = tl.load(q + WIDTH + k, mask=k < WIDTH, other=0.0)
+        scale1 = _scales(x_scale + 1, 0, TOKENS, WIDTH, BLOCKS, BLOCK_K) * by_block
+        total1 = tl.zeros([BLOCK_N, BLOCK_K // RUN], tl.float32)
     for first in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLL):
-        ahead = inside & (first + BLOCK_K + k < WIDTH)[None, :, :]
-        following = tl.load(weights + first + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
+        ahead = first + BLOCK_K
+        left = ahead + k < WIDTH
+        next_tile = tl.load(weights + ahead, mask=inside & left[None, :], other=0.0, eviction_policy="evict_first")
+        next_by_block = _scales(by_rows, ahead, 1, WIDTH, BLOCKS, BLOCK_K)
+        next_token0 = tl.load(q + ahead + k, mask=left, other=0.0)
+        next_scale0 = _scales(x_scale, ahead, TOKENS, WIDTH, BLOCKS, BLOCK_K)
         value = tile.to(tl.float32)
-        x = _activation(q, x_scale, w_scale, first, 0, TOKENS, block_row, w_scale_stride, WIDTH, BLOCKS, GROUPS)
-        sum0 += value * x[None, :, :]
+        total0 = _add_runs(total0, value, token0, scale0, BLOCKS, BLOCK_N, BLOCK_K)
         if TOKENS > 1:
-            x = _activation(q, x_scale, w_scale, first, 1, TOKENS, block_row, w_scale_stride, WIDTH, BLOCKS, GROUPS)
-            sum1 += value * x[None, :, :]
-        tile = following
+            next_token1 = tl.load(q + WIDTH + ahead + k, mask=left, other=0.0)
+            next_scale1 = _scales(x_scale + 1, ahead, TOKENS, WIDTH, BLOCKS, BLOCK_K)
+            total1 = _add_runs(total1, value, token1, scale1, BLOCKS, BLOCK_N, BLOCK_K)
+            token1, scale1 = next_token1, next_scale1 * next_by_block
+        tile, token0, scale0 = next_tile, next_token0, next_scale0 * next_by_block
     real = rows < num_outputs
     added = tl.load(bias + rows, mask=real, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros([BLOCK_N], tl.float32)
     by_row = tl.zeros([BLOCK_N], tl.float32) + 1.0 if BLOCKS else tl.load(w_scale + rows, mask=real, other=0.0)
     by_token = 1.0 if BLOCKS else tl.load(x_scale)
-    total = tl.sum(tl.sum(sum0, axis=2), axis=1) * by_token * by_row + added
-    tl.store(out + rows, total.to(out.dtype.element_ty), mask=real)
+    result = tl.sum(total0, 1) * by_token * by_row + added
+    tl.store(out + rows, result.to(out.dtype.element_ty), mask=real)
     if TOKENS > 1:
         by_token = 1.0 if BLOCKS else tl.load(x_scale + (0 if STATIC else 1))
-        total = tl.sum(tl.sum(sum1, axis=2), axis=1) * by_token * by_row + added
-        tl.store(out + out_stride + rows, total.to(out.dtype.element_ty), mask=real)
+        result = tl.sum(total1, 1) * by_token * by_row + added
+        tl.store(out + out_stride + rows, result.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
