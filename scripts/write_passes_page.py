@@ -3,9 +3,8 @@
 python scripts/write_passes_page.py [--output docs/passes.md]
 
 Measurements are read where they are kept: `bench/results/passes_*.json`, what a whole engine gains by each pass (bench/passes.py);
-`fusions_*.json`, the operations of a pattern alone (bench/fusions.py); `linear_*.json`, products of few tokens (bench/linear.py);
-`rank_passes_*.json` and `collectives-*.json`, layers and sums over several GPUs (bench/rank_passes.py, bench/collectives.py); and
-the tables that the tuner ships, whose entries name a pass, or the op that it puts in, as `subject`.
+`fusions_*.json`, the operations of a pattern alone (bench/fusions.py); `rank_passes_*.json` and `collectives-*.json`, layers and sums
+over several GPUs (bench/rank_passes.py, bench/collectives.py); and the tables that the package ships (bench/linear.py, the tuner), whose entries name a pass, or the op that it puts in, as `subject`.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ def _field(text: str) -> str:
 def _measured(each: Pass) -> list[str]:
     """A table of measurements: one row for each thing that was measured, the token counts side by side."""
     groups: dict[tuple[str, str], list[Row]] = {}
-    for row in (*_results(each), *_fusions(each), *_linears(each), *_ranks(each), *_collectives(each), *_tables(each)):
+    for row in (*_results(each), *_fusions(each), *_ranks(each), *_collectives(each), *_tables(each)):
         groups.setdefault((row.what, row.source), []).append(row)
     if not groups:
         return ["", "Measured: not yet."]
@@ -207,16 +206,6 @@ def _results(each: Pass) -> Iterator[Row]:
         for batch, without in engines.get(f"without {each.name}", {"ms": {}})["ms"].items():
             best = engines["as by default"]["ms"][batch]
             yield Row(f"{model}, a token", source, int(batch), 1000 * without, 1000 * best)
-
-
-def _linears(each: Pass) -> Iterator[Row]:
-    """What bench/linear.py measured: cuBLAS beside the kernel that was chosen for a shape."""
-    for source, result in _read(RESULTS, "linear_*.json") if each.name == "small_linears" else ():
-        for row in result["results"]:
-            if row.get("chosen") and row["kind"] != "cublas":
-                blas = next(other["us"] for other in result["results"] if other["kind"] == "cublas"
-                            and (other["name"], other["tokens"]) == (row["name"], row["tokens"]))  # fmt: skip
-                yield Row(f"{row['name']} {row['outputs']}x{row['width']}", source, row["tokens"], blas, row["us"])
 
 
 def _fusions(each: Pass) -> Iterator[Row]:
