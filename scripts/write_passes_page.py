@@ -3,8 +3,9 @@
 python scripts/write_passes_page.py [--output docs/passes.md]
 
 Measurements are read where they are kept: `bench/results/passes_*.json`, what a whole engine gains by each pass (bench/passes.py);
-`fusions_*.json`, the operations of a pattern alone (bench/fusions.py); `rank_passes_*.json` and `collectives-*.json`, layers and sums
-over several GPUs (bench/rank_passes.py, bench/collectives.py); and the tables that the package ships (bench/linear.py, the tuner), whose entries name a pass, or the op that it puts in, as `subject`.
+`fusions_*.json`, the operations of a pattern alone (bench/fusions.py); `rank_passes_*.json`, `collectives-*.json`, layers and sums
+over several GPUs (bench/rank_passes.py, bench/collectives.py); and the tables that the package ships (bench/linear.py, the tuner),
+whose entries name a pass, or the op that it puts in, as `subject`.
 """
 
 from __future__ import annotations
