@@ -20,7 +20,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from torchweave import imports
+from torchweave import collector
 from torchweave.distributed import link as links
 from torchweave.distributed.link import Link
 
@@ -116,7 +116,7 @@ def _start(rank: int, function: str) -> LocalMember:
 def main(fd: int, function: str) -> None:
     """What a started process runs: it imports, and then does the task that comes first over its connection."""
     link = Link(Connection(fd))
-    with imports.for_good():
+    with collector.for_good():
         run = named(function)
     try:
         kind, payload = link.receive()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchweave import imports
+from torchweave import collector
 from torchweave.compile.explanation.page import keep_explanation
 from torchweave.config import EngineConfig
 from torchweave.engine.client import Client
@@ -77,7 +77,7 @@ class LLM:
         self.report = report if report is not None else Report()
         others = waiting_ranks(config) if waiting is None and loaded is None else nullcontext(waiting)
         with others as waiting:
-            with imports.uncollected():
+            with collector.uncollected():
                 from torchweave.compile.dump import open_dump
                 from torchweave.engine.batch_manager import BatchManager
                 from torchweave.engine.open import open_engine

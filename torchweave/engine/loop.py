@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from torchweave import collector
 from torchweave.engine.batch import Batch, Move
 from torchweave.engine.request import MAX_REQUEST_ID, InferenceRequest, Output
 from torchweave.engine.responses import Response, Responses, refusal
@@ -167,8 +168,9 @@ class GenerationLoop:
 
     def run(self) -> None:
         try:
-            self._runner.start()
-            self._loop()
+            with collector.at_rest():
+                self._runner.start()
+                self._loop()
         except BaseException as failure:
             self.failure = failure
             _log.exception("The generation loop failed; every request in flight is answered with an error.")

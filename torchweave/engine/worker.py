@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torchweave import collector
 from torchweave.compile.pieces import import_inductor
 from torchweave.config import EngineConfig
 from torchweave.distributed import link as links
@@ -87,7 +88,8 @@ def _work(follower: Follower, task: Task, store: MeetingPoint | None) -> None:
     quiet = replace(config, torch_compile_config=replace(config.torch_compile_config, dump_dir=None))  # the leader's
     engine = build(quiet, report, world=world)
     follower.built(_facts(report, task, time.monotonic() - begin))
-    _carry_out(engine.runner, follower, world)
+    with collector.at_rest():
+        _carry_out(engine.runner, follower, world)
     engine.runner.forget_recordings()
     close_world(world)
 

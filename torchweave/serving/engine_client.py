@@ -20,7 +20,7 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from torchweave import imports
+from torchweave import collector
 from torchweave.config import EngineConfig
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.responses import Response, refusal
@@ -327,7 +327,7 @@ def _spawn(config: EngineConfig, addresses: wire.Addresses, place: wire.Place) -
 
 def _run_engine(config: EngineConfig, addresses: wire.Addresses, place: wire.Place) -> None:
     with waiting_ranks(config) as waiting:
-        with imports.for_good():
+        with collector.for_good():
             from torchweave.serving.engine_process import main  # torch is imported in that process
         main(config, addresses, place, waiting)
 

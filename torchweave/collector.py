@@ -1,0 +1,41 @@
+"""What Python's collector of cycles need not look through: it stops every thread while it looks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """The collector rests in here: the engine's imports make 1.5 million objects, through which it went a thousand times, 1.2 s of
+    5.5, and found nothing."""
+    collect = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collect:
+            gc.enable()
+
+
+@contextmanager
+def for_good() -> Iterator[None]:
+    """What is imported in here stays, and the collector never looks at it, now or later. For processes of the project's own."""
+    with uncollected():
+        yield
+        gc.freeze()
+
+
+@contextmanager
+def at_rest() -> Iterator[None]:
+    """What exists when this begins is looked through again only when it has ended. While an engine runs that is all that was
+    imported and woven, half a million objects or more: looking through them took 0.4 s in the middle of requests, and found nothing.
+    """
+    gc.collect(1)  # what was let go of lately; not what is old, which takes as long
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
