@@ -30,8 +30,10 @@ def for_good() -> Iterator[None]:
 
 @contextmanager
 def at_rest() -> Iterator[None]:
-    """What exists when this begins is looked through again only when it has ended. While an engine runs that is all that was
-    imported and woven, half a million objects or more: looking through them took 0.4 s in the middle of requests, and found nothing.
+    """What exists when this begins is looked through again only when it has ended.
+
+    While an engine runs that is all that was imported and woven, half a million objects or more: to look through them took 0.4 s in
+    the middle of requests, and nothing was found.
     """
     gc.collect(1)  # what was let go of lately; not what is old, which takes as long
     gc.freeze()
