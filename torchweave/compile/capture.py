@@ -22,10 +22,12 @@ from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, Ou
 from torchweave.compile.mutation import storage, written
 from torchweave.compile.sources import SourceError, resolve
 from torchweave.compile.symbols import DynamicDims, example, mark, pick_hints, shapes_mode, symbol_name, value
-from torchweave.compile.trace_once.kinds import repeated_kinds
-from torchweave.compile.trace_once.layers import Layer
-from torchweave.compile.trace_once.stand_in import Kind, standing_in
-from torchweave.compile.trace_once.stitch import Unstitchable, stitch_layers
+from torchweave.compile.trace_once.clone import Unstitchable
+from torchweave.compile.trace_once.found import Meaning
+from torchweave.compile.trace_once.kinds import find_repeated
+from torchweave.compile.trace_once.stand_in import standing_in
+from torchweave.compile.trace_once.stitch import stitch_layers
+from torchweave.compile.trace_once.tails import shortened
 from torchweave.compile.trace_once.watch import Unwatchable
 from torchweave.config import DynamicShapes
 from torchweave.log import Report
@@ -67,17 +69,16 @@ def _capture_once(
 ) -> CapturedGraph | None:
     """The graph with each kind of layer traced once; None when no layer repeats another, or it cannot be shown to."""
     try:
-        kinds = repeated_kinds(module, list(examples.values()))
-        if not kinds:
+        repeated = find_repeated(module, list(examples.values()))
+        if repeated is None:
             return None
-        with standing_in(kinds) as meaning:
+        with standing_in(repeated.kinds, repeated.tails) as meaning, shortened(repeated.tails):
             graph = _capture(module, examples, dynamic, mode, report, meaning)
     except Exception as error:  # whatever it is: a saving must not stop what works without it
         known = isinstance(error, (Unwatchable, Unstitchable, TraceError))
         report.event("trace_once", traced=[], cloned=0, why=str(error) if known else f"{type(error).__name__}: {error}")
         return None
-    traced, cloned = [kind.first.path for kind in kinds], sum(len(kind.others) for kind in kinds)
-    report.event("trace_once", traced=traced, cloned=cloned)
+    report.event("trace_once", **repeated.facts())
     return graph
 
 
@@ -87,7 +88,7 @@ def _capture(
     dynamic: DynamicDims,
     mode: DynamicShapes,
     report: Report,
-    stand_ins: Mapping[int, tuple[Kind, Layer]],
+    stand_ins: Meaning,
 ) -> CapturedGraph:
     """Trace the module as it stands, and put the layers that it has stand-ins for into the graph."""
     names, examples = forward_parameters(module, inputs), list(inputs.values())

@@ -3,29 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
+from torchweave.compile.trace_once.found import Kind, Tail
 from torchweave.compile.trace_once.layers import Layer, repeated_layers
-from torchweave.compile.trace_once.stand_in import Kind
+from torchweave.compile.trace_once.tails import find_tails
 from torchweave.compile.trace_once.watch import Record, Unwatchable, watch
 
 
-def repeated_kinds(module: nn.Module, inputs: Sequence[Tensor]) -> list[Kind]:
-    """The kinds of layers of which there are several; empty when the module has no list of layers that look alike.
+@dataclass(frozen=True)
+class Repeated:
+    """What of a module need not be traced.
+
+    Attributes:
+        kinds: of layers, each traced once.
+        tails: layers that tracing is not even shown.
+        why: why it has to be shown all of them; "" when it need not, or when no list ends with layers like others.
+    """
+
+    kinds: list[Kind]
+    tails: list[Tail]
+    why: str = ""
+
+    def facts(self) -> dict[str, Any]:
+        """Which layers are traced, how many are cloned from these, and how many of those tracing is not shown."""
+        facts = {
+            "traced": [kind.first.path for kind in self.kinds if kind.others],
+            "cloned": sum(len(kind.others) for kind in self.kinds),
+            "left_out": sum(len(tail.left_out) for tail in self.tails),
+        }
+        return {**facts, "why_shown": self.why} if self.why else facts
+
+
+def find_repeated(module: nn.Module, inputs: Sequence[Tensor]) -> Repeated | None:
+    """The layers that do what others do; None when the module has no list of layers that look alike.
 
     Raises:
         Unwatchable: layers look alike, but it cannot be shown of any two that they do the same.
     """
     lists = repeated_layers(module)
     if not lists:
-        return []
-    records = watch(module, inputs, [layer for layers in lists for layer in layers])
-    found = [_kinds(layers, records) for layers in lists]
-    kinds = [kind for kinds, _ in found for kind in kinds if kind.others]
-    if not kinds:
+        return None
+    watched = watch(module, inputs, [layer for layers in lists for layer in layers])
+    found = [_kinds(layers, watched.records) for layers in lists]
+    kinds = [kind for kinds, _ in found for kind in kinds]
+    several = [kind for kind in kinds if kind.others]
+    if not several:
         raise Unwatchable(next((why for _, why in found if why), "forward calls none of the layers"))
-    return kinds
+    try:
+        tails = find_tails(module, inputs, lists, several, watched)
+    except Unwatchable as error:
+        return Repeated(several, [], str(error))
+    last = {tail.last.path for tail in tails}
+    return Repeated([kind for kind in kinds if kind.others or kind.first.path in last], tails)
 
 
 def _kinds(layers: list[Layer], records: dict[str, Record]) -> tuple[list[Kind], str]:

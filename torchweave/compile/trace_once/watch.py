@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchweave.compile.trace_once.layers import Layer
@@ -40,6 +41,7 @@ class Record:
         outputs: how to reach each tensor of the result, as Python over `out`.
         rebuild: the result as Python over `t`, the tuple of those tensors.
         like: for each tensor of the result, which tensor of the arguments has the same geometry.
+        given: for each tensor among the arguments, where in the whole forward it comes from; see `Outline`.
         refusal: why nothing may stand in for the layer, or "".
     """
 
@@ -52,6 +54,7 @@ class Record:
     rebuild: str = ""
     like: tuple[int, ...] = ()
     refusal: str = ""
+    given: list[Any] = field(default_factory=list)
 
     def difference(self, other: Record, moved: int) -> str:
         """What this layer, `moved` positions behind the other one, does that the other does not; "" for nothing."""
@@ -70,8 +73,44 @@ class Record:
         return ""
 
 
-def watch(module: nn.Module, inputs: Sequence[Tensor], layers: Sequence[Layer]) -> dict[str, Record]:
-    """The record of every layer that is called, by path.
+class Outline:
+    """What a forward does outside its layers, and which layers it calls with what, in order.
+
+    Attributes:
+        entries: `("layer", path, arguments)`, `("op", name, arguments, geometry of the results)`, `("function", name)` and last
+            `("returns", result)`. Tensors go by where they come from: an input, the result of an operation or of a layer,
+            else by identity.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+        self.labels: dict[int, Any] = {}
+        self._operations = 0
+
+    def operation(self, name: str, given: Any, out: Any) -> None:
+        self.entries.append(("op", name, given, _geometry(out)))
+        for index, result in enumerate(_flat(out)):
+            if isinstance(result, Tensor):
+                self.labels.setdefault(id(result), ("result", self._operations, index))
+        self._operations += 1
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a run of a module showed.
+
+    Attributes:
+        records: what each layer did, by path.
+        kept: everything that the outline names by identity, so that it goes on to name nothing else.
+    """
+
+    records: dict[str, Record]
+    outline: Outline
+    kept: list[Tensor]
+
+
+def watch(module: nn.Module, inputs: Sequence[Tensor], layers: Sequence[Layer]) -> Watched:
+    """The record of every layer that is called, and what happens between them.
 
     Args:
         inputs: what forward is called with; geometry only.
@@ -85,13 +124,15 @@ def watch(module: nn.Module, inputs: Sequence[Tensor], layers: Sequence[Layer]) 
         for layer in layers:
             hooks.enter_context(_listening(layer, watcher))
         try:
-            with watcher:
-                module(*(tensor.to("meta") for tensor in inputs))
+            given = [tensor.to("meta") for tensor in inputs]
+            watcher.begin(given)
+            with watcher, _FunctionsBetween(watcher):
+                watcher.end(module(*given))
         except Unwatchable:
             raise
         except Exception as error:  # whatever forward raises: capture will say it properly
             raise Unwatchable(f"it does not run without values ({type(error).__name__})") from error
-    return watcher.records
+    return Watched(watcher.records, watcher.outline, watcher.kept)
 
 
 @contextlib.contextmanager
@@ -119,24 +160,42 @@ def _listening(layer: Layer, watcher: _Watcher) -> Iterator[None]:
         after.remove()
 
 
+class _FunctionsBetween(TorchFunctionMode):
+    """Puts functions of torch that are called between layers into the outline: not all of them come to an operation."""
+
+    def __init__(self, watcher: _Watcher) -> None:
+        super().__init__()
+        self._watcher = watcher
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not self._watcher.is_in_layer():
+            name = getattr(func, "__name__", repr(func))
+            if name != "__get__":  # an attribute such as a shape or a dtype
+                self._watcher.outline.entries.append(("function", name))
+        return func(*args, **(kwargs or {}))
+
+
 class _Watcher(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.records: dict[str, Record] = {}
+        self.outline = Outline()
+        self.kept: list[Tensor] = []  # an id names a tensor only while the tensor lives
         self._current: Record | None = None
         self._labels: dict[int, Any] = {}
-        self._others: dict[int, int] = {}
-        self._kept: list[Tensor] = []  # an id names a tensor only while the tensor lives
         self._given_before: dict[Any, Any] = {}
         self._twins: dict[int, Tensor] = {}
         self._times: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        record = self._current
+        record, name = self._current, str(func)
         if record is None:
-            return self._on_meta(func, args, kwargs)
-        name = str(func)
+            given = self._describe((args, kwargs))
+            out = self._on_meta(func, args, kwargs)
+            self.outline.operation(name, given, out)
+            self.kept += [result for result in _flat(out) if isinstance(result, Tensor)]
+            return out
         counted = func.namespace not in _TORCH_NAMESPACES
         given = self._describe(self._without_numbers(name, record, args, kwargs) if counted else (args, kwargs))
         out = self._on_meta(func, args, kwargs) if counted else self._again(func, (name, given), args, kwargs)
@@ -170,17 +229,29 @@ class _Watcher(TorchDispatchMode):
     def _bare(self, thing: Any) -> Any:
         if isinstance(thing, Tensor) and thing.device.type != "meta":
             if id(thing) not in self._twins:
-                self._kept.append(thing)
+                self.kept.append(thing)
                 self._twins[id(thing)] = torch.empty_strided(
                     thing.size(), thing.stride(), dtype=thing.dtype, device=_META
                 )
             return self._twins[id(thing)]
         return [self._bare(item) for item in thing] if isinstance(thing, (tuple, list)) else thing
 
+    def is_in_layer(self) -> bool:
+        return self._current is not None
+
+    def begin(self, inputs: Sequence[Tensor]) -> None:
+        self.kept += inputs
+        self.outline.labels.update({id(tensor): ("input", index) for index, tensor in enumerate(inputs)})
+
+    def end(self, out: Any) -> None:
+        self.outline.entries.append(("returns", self._describe(out), _geometry(out)))
+
     def enter(self, layer: Layer, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if self._current is not None:
             raise Unwatchable(f"{layer.path} is called within another layer")
+        self.outline.entries.append(("layer", layer.path, self._describe((args, dict(kwargs)))))
         record = self._current = Record()
+        self._layer = layer
         if layer.path in self.records:
             record.refusal = f"{layer.path} is called more than once"
         self.records[layer.path] = record
@@ -194,6 +265,7 @@ class _Watcher(TorchDispatchMode):
         record.tensors = [where for where, leaf in leaves if isinstance(leaf, Tensor)]
         record.arguments = (self._describe((args, dict(kwargs))), _geometry([leaf for _, leaf in leaves]))
         self._inputs = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+        record.given = [self.outline.labels.get(id(tensor), ("other", id(tensor))) for tensor in self._inputs]
 
     def leave(self, out: Any) -> None:
         record = self._current
@@ -210,20 +282,23 @@ class _Watcher(TorchDispatchMode):
         else:
             record.rebuild = _rebuild(out, iter(range(len(found))))
             record.like = tuple(kinds.index(_geometry(tensor)) for tensor in found)
-        self._current = None
+        for index, tensor in enumerate(found):  # one that it was given keeps the name that it had
+            self.outline.labels.setdefault(id(tensor), ("layer", self._layer.path, index))
+        self.kept += found
+        self._current, self._labels = None, {}
 
     def _label(self, thing: Any, label: Any) -> None:
         if isinstance(thing, Tensor):
             self._labels.setdefault(id(thing), label)
-            self._kept.append(thing)
+            self.kept.append(thing)
 
     def _describe(self, thing: Any) -> Any:
         """A value that is equal for two layers exactly when the things are the same to them."""
         if isinstance(thing, Tensor):
-            if id(thing) not in self._labels:
-                self._kept.append(thing)
-                return ("other", self._others.setdefault(id(thing), len(self._others)))
-            return self._labels[id(thing)]
+            known = self._labels.get(id(thing)) or self.outline.labels.get(id(thing))
+            if known is None:
+                self.kept.append(thing)
+            return known or ("other", id(thing))
         if isinstance(thing, (tuple, list)):
             return (type(thing).__name__, *map(self._describe, thing))
         if isinstance(thing, Mapping):
