@@ -12,6 +12,7 @@ from torchweave.compile.assumptions import size_range
 from torchweave.compile.build import build_pieces
 from torchweave.compile.cache import CompileCache
 from torchweave.compile.capture import capture
+from torchweave.compile.collector import collector_waits
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.manager import PassManager
@@ -59,7 +60,7 @@ def weave(
         report.event("compile_after_ready", what=type(module).__name__)
     device = next(iter(inputs.values())).device
     table = table_for(device, cache, report)
-    with turn():
+    with turn(), collector_waits():
         graph = _captured(module, inputs, dynamic, config, cache, report)
     cut_to_stage(graph)
     manager = PassManager(passes, config, table, num_ranks(graph))

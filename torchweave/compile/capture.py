@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
@@ -250,7 +251,7 @@ def _plain_module(gm: fx.GraphModule) -> fx.GraphModule:
         copies[node] = copy
         kept = ("example_value", "stack_trace")
         copy.meta = {key: node.meta[key] for key in kept if key in node.meta}
-    return fx.GraphModule(gm, graph, "Captured")
+    return _LazyGraphModule(gm, graph, "Captured")  # its code is made when it is asked for, not after each change
 
 
 def _output_tree(captured: Any, module: nn.Module, gm: fx.GraphModule, inputs: dict[str, Tensor]) -> OutputTree:

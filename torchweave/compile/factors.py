@@ -25,7 +25,7 @@ from torchweave.config import TorchCompileConfig
 _PATH_LIKE = re.compile(r"(^|_)(path|paths|dir|file|folder|object_hash)$")
 _DEPTH = 6
 _TRACE_ONCE = ("clone", "found", "kinds", "layers", "stand_in", "stitch", "tails", "watch")
-CAPTURING = ("capture", "fakes", "graph", "persist", *(f"trace_once.{name}" for name in _TRACE_ONCE))
+CAPTURING = ("capture", "fakes", "flat", "graph", "persist", *(f"trace_once.{name}" for name in _TRACE_ONCE))
 """Modules of this package whose source decides what is captured and how it is kept."""
 
 

@@ -180,7 +180,6 @@ def tidy(graph: CapturedGraph) -> None:
         if not node.users and not isinstance(graph.bindings[node.name], Input):
             del graph.bindings[node.name]
             nodes.erase_node(node)
-    nodes.lint()
     graph.module.recompile()
 
 

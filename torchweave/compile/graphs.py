@@ -9,7 +9,6 @@ one is replayed.
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torchweave.compile.collector import collector_waits
 from torchweave.compile.errors import InvariantError
 from torchweave.compile.forward import Boundary, Forward
 
@@ -73,11 +73,9 @@ class GraphPool:
         """
         current = torch.cuda.current_stream(self.device)
         stream = self._stream if current == torch.cuda.default_stream(self.device) else current
-        collect = gc.isenabled()
-        gc.disable()
         stream.wait_stream(current)
         try:
-            with torch.cuda.device(self.device), torch.cuda.stream(stream), warnings.catch_warnings():
+            with collector_waits(), torch.cuda.device(self.device), torch.cuda.stream(stream), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*CUDA Graph is empty.*")
                 try:
                     yield
@@ -86,8 +84,6 @@ class GraphPool:
                         self._abandon()  # on the stream on which it began
         finally:
             current.wait_stream(stream)
-            if collect:
-                gc.enable()
 
     def begin(self) -> None:
         assert self._graph is None, "a segment is being recorded"

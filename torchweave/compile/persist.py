@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import tempfile
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from torchweave.compile.cache import CODE_FOLDER
 from torchweave.compile.fakes import FakeStorages, geometry
+from torchweave.compile.flat import read_nodes, write_nodes
 from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size
 from torchweave.compile.moved import moved, rename_device
 from torchweave.compile.pieces import BuiltPiece, callable_of, generated_code
@@ -44,7 +44,8 @@ def dump_graph(graph: CapturedGraph) -> bytes:
             raise NotStorable(f"{name} is a tensor that tracing made")
         bindings[name] = binding.source if isinstance(binding, Constant) else binding
     try:
-        module = GraphPickler.dumps((_bare_copy(graph), _dump_values(graph)), Options(ops_filter=None))
+        table, rows = write_nodes(graph.module)
+        module = GraphPickler.dumps((table, rows, *_dump_values(graph)), Options(ops_filter=None))
         output = (pytree.treespec_dumps(graph.output.spec), graph.output.leaves)
         rest = (module, graph.inputs, bindings, output, graph.symbols, graph.sources)
         return pickle.dumps(rest)
@@ -63,10 +64,10 @@ def load_graph(payload: bytes, module: nn.Module, device: torch.device) -> Captu
 
     pickled, inputs, stored, output, symbols, sources = pickle.loads(payload)
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    restored, values = GraphPickler.loads(pickled, mode)  # type: ignore[misc]
-    assert isinstance(restored, fx.GraphModule)
+    table, rows, geometries, values = GraphPickler.loads(pickled, mode)  # type: ignore[misc]
+    restored = read_nodes(table, rows)
     rename_device(restored.graph, device)
-    _load_values(restored, values, mode, device)
+    _load_values(restored, geometries, values, mode, device)
     roots = module_roots(module)
     bindings: dict[str, Binding] = {}
     fakes = {node.name: value(node) for node in restored.graph.nodes if node.op == "placeholder"}
@@ -89,33 +90,9 @@ def module_roots(module: nn.Module) -> dict[str, Any]:
     return {"L": {"self": module, forward.__code__.co_varnames[0]: module}, "G": forward.__globals__}
 
 
-def _bare_copy(graph: CapturedGraph) -> fx.GraphModule:
-    """A copy of the operations alone: views cannot be pickled, and stack traces hold paths."""
-    copy = fx.Graph()
-    result = copy.graph_copy(graph.graph, copies := {})
-    copy.output(result)
-    for node in copies.values():
-        node.meta = {}
-    return fx.GraphModule(graph.module, copy, "Captured")
-
-
-@dataclass(frozen=True)
-class _Fake:
-    """A fake tensor: which of the stored geometries it has, and the number of the storage that it lives in."""
-
-    geometry: int
-    storage: int
-
-
-@dataclass(frozen=True)
-class _Values:
-    """The values of a graph's nodes, in order. There are few geometries, and to make one from bytes takes long."""
-
-    geometries: list[Tensor]
-    nodes: list[Any]
-
-
-def _dump_values(graph: CapturedGraph) -> _Values:
+def _dump_values(graph: CapturedGraph) -> tuple[list[Tensor], list[Any]]:
+    """The distinct geometries of a graph's fake values, and the value of each node: a fake tensor as `("tensor", number of its
+    geometry, number of the storage that it lives in)`. There are few geometries, and to make one from bytes takes long."""
     numbers: dict[tuple[Hashable, ...], int] = {}
     geometries: list[Tensor] = []
     storages: dict[int, int] = {}
@@ -126,22 +103,29 @@ def _dump_values(graph: CapturedGraph) -> _Values:
             if kind not in numbers:
                 numbers[kind] = len(numbers)
                 geometries.append(_bare(thing))
-            return _Fake(numbers[kind], storages.setdefault(thing.untyped_storage()._cdata, len(storages)))
-        return type(thing)(map(dump, thing)) if isinstance(thing, (tuple, list)) else thing
+            return ("tensor", numbers[kind], storages.setdefault(thing.untyped_storage()._cdata, len(storages)))
+        if isinstance(thing, (tuple, list)):
+            return (type(thing), *map(dump, thing))
+        return thing
 
-    return _Values(geometries, [dump(value(node)) for node in graph.graph.nodes])
+    return geometries, [dump(value(node)) for node in graph.graph.nodes]
 
 
-def _load_values(module: fx.GraphModule, values: _Values, mode: Any, device: torch.device) -> None:
+def _load_values(
+    module: fx.GraphModule, geometries: Sequence[Tensor], values: Sequence[Any], mode: Any, device: torch.device
+) -> None:
     storages = FakeStorages(mode)
 
     def load(thing: Any) -> Any:
-        if isinstance(thing, _Fake):
-            like = values.geometries[thing.geometry]
-            return storages.make(like, thing.storage, device if like.device.type == device.type else like.device)
-        return type(thing)(map(load, thing)) if isinstance(thing, (tuple, list)) else thing
+        if not isinstance(thing, tuple):
+            return thing
+        kind, *items = thing
+        if kind == "tensor":
+            like = geometries[items[0]]
+            return storages.make(like, items[1], device if like.device.type == device.type else like.device)
+        return kind(map(load, items))
 
-    for node, stored in zip(module.graph.nodes, values.nodes, strict=True):
+    for node, stored in zip(module.graph.nodes, values, strict=True):
         if stored is not None:
             node.meta["example_value"] = load(stored)
 
