@@ -5,6 +5,7 @@ No path, rank or device index is among them, so that a folder of entries can be 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import platform
@@ -95,20 +96,28 @@ def source_digests(modules: Iterable[str]) -> dict[str, str]:
     return digests
 
 
-def describe_module(module: nn.Module) -> str:
-    """A module as text: its tree of classes, its plain attributes, and the geometry of its tensors. No values of weights."""
-    lines = []
+Known = dict[tuple[int, int], str]
+"""Texts of objects by identity and depth, while they live: modules of one model share their config."""
+
+
+def describe_module(module: nn.Module, known: Known | None = None) -> str:
+    """A module as text: its tree of classes, its plain attributes, and the geometry of its tensors. No values of weights.
+
+    Args:
+        known: keeps what was described, for other modules of the same model.
+    """
+    lines, known = [], {} if known is None else known
     for name, child in module.named_modules(remove_duplicate=False):
         hooks = [describe(hook, 1) for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())]
         plain = {key: value for key, value in vars(child).items() if not key.startswith("_")}
         forward = getattr(child.forward, "__func__", child.forward)
-        lines.append(f"{name}: {_name(type(child))} {_name(forward)} {hooks} {describe(plain, 0)}")
+        lines.append(f"{name}: {_name(type(child))} {_name(forward)} {hooks} {describe(plain, 0, known)}")
         tensors = {**child._parameters, **child._buffers}
         lines += [f"  {key}: {describe(tensor, 0)}" for key, tensor in tensors.items()]
     return "\n".join(lines)
 
 
-def describe(thing: Any, depth: int = 0) -> str:
+def describe(thing: Any, depth: int = 0, known: Known | None = None) -> str:
     """A setting as text: plain values, geometry of tensors, names of classes and functions, nests of them; no paths."""
     if thing is None or isinstance(thing, (bool, int, float, str, bytes, torch.dtype, torch.Size)):
         return repr(thing)
@@ -119,18 +128,30 @@ def describe(thing: Any, depth: int = 0) -> str:
     if depth > _DEPTH:
         return _name(type(thing))
     if isinstance(thing, Mapping):
-        kept = {str(key): value for key, value in thing.items() if not _PATH_LIKE.search(str(key))}
-        return "{" + ", ".join(f"{key}: {describe(kept[key], depth + 1)}" for key in sorted(kept)) + "}"
+        kept = {str(key): value for key, value in thing.items() if not _is_path(str(key))}
+        return "{" + ", ".join(f"{key}: {describe(kept[key], depth + 1, known)}" for key in sorted(kept)) + "}"
     if isinstance(thing, (list, tuple)):
-        return "[" + ", ".join(describe(item, depth + 1) for item in thing) + "]"
+        return "[" + ", ".join(describe(item, depth + 1, known) for item in thing) + "]"
     if isinstance(thing, (set, frozenset)):
-        return "{" + ", ".join(sorted(describe(item, depth + 1) for item in thing)) + "}"
+        return "{" + ", ".join(sorted(describe(item, depth + 1, known) for item in thing)) + "}"
     if isinstance(thing, nn.Module):
         return _name(type(thing))
     if callable(thing) and hasattr(thing, "__qualname__"):
         return _name(thing)
-    facts = getattr(thing, "__dict__", None)
-    return f"{_name(type(thing))}{describe(facts, depth + 1) if facts else ''}"
+    return _describe_object(thing, depth, {} if known is None else known)
+
+
+def _describe_object(thing: Any, depth: int, known: Known) -> str:
+    where = (id(thing), depth)
+    if where not in known:
+        facts = getattr(thing, "__dict__", None)
+        known[where] = f"{_name(type(thing))}{describe(facts, depth + 1, known) if facts else ''}"
+    return known[where]
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_path(key: str) -> bool:
+    return _PATH_LIKE.search(key) is not None
 
 
 def _name(thing: Any) -> str:

@@ -20,6 +20,20 @@ _SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
+class Pattern(NamedTuple):
+    """The geometry of a fake tensor, to make many of."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, fake: Tensor) -> Pattern:
+        return cls(fake.size(), fake.stride(), fake.storage_offset(), fake.dtype, fake.device)
+
+
 class FakeStorages:
     """Makes fake tensors of one mode, in storages that go by whatever names the caller gives them."""
 
@@ -33,6 +47,10 @@ class FakeStorages:
         Args:
             device: where it is; None for where `like` is.
         """
+        return self.make_as(Pattern.of(like), storage, device)
+
+    def make_as(self, like: Pattern, storage: Hashable, device: torch.device | None = None) -> Tensor:
+        """The same, of a geometry that was read before."""
         if storage not in self._storages:
             self._storages[storage] = torch.empty(0, dtype=like.dtype, device="meta")
         base = self._storages[storage]
@@ -40,7 +58,7 @@ class FakeStorages:
             self._mode
         ):  # in there a fake tensor is the tensor without memory that it wraps
             base = base if base.dtype == like.dtype else base.view(like.dtype)
-            bare = base.as_strided(like.size(), like.stride(), like.storage_offset())
+            bare = base.as_strided(like.size, like.stride, like.offset)
         return FakeTensor(self._mode, bare, device or like.device)
 
     def adopt(self, tensor: Tensor, storage: Hashable) -> None:

@@ -19,7 +19,7 @@ _NAMED = ("placeholder", "call_method", "output")  # their targets are strings
 
 
 def write_nodes(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Row]]:
-    """The distinct operations of a module's graph, and its nodes: `(operation, kind, name, args, kwargs)`. Metadata stays behind."""
+    """The distinct operations of a module's graph, and its nodes as `(operation, kind, name, args, kwargs)`, without metadata."""
     table, numbers, rows = fx.Graph(), dict[Any, int](), list[Row]()
     anything = table.placeholder("anything")
     places = {node: place for place, node in enumerate(module.graph.nodes)}

@@ -75,7 +75,12 @@ class GraphPool:
         stream = self._stream if current == torch.cuda.default_stream(self.device) else current
         stream.wait_stream(current)
         try:
-            with collector_waits(), torch.cuda.device(self.device), torch.cuda.stream(stream), warnings.catch_warnings():
+            with (
+                collector_waits(),
+                torch.cuda.device(self.device),
+                torch.cuda.stream(stream),
+                warnings.catch_warnings(),
+            ):
                 warnings.filterwarnings("ignore", message=".*CUDA Graph is empty.*")
                 try:
                     yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from torchweave.compile.fakes import FakeStorages, geometry
+from torchweave.compile.fakes import FakeStorages, Pattern, geometry
 from torchweave.compile.graph import CapturedGraph, Constant, run_fake, same_geometry
 from torchweave.compile.mutation import storage
 from torchweave.compile.sources import SourceError, resolve
@@ -37,6 +37,13 @@ class Traced:
     body: list[fx.Node]
     arguments: list[fx.Node]
     results: list[fx.Node]
+    _patterns: dict[int, tuple[int, Pattern]] = field(default_factory=dict)
+
+    def pattern(self, fake: Tensor) -> tuple[int, Pattern]:
+        """The storage and the geometry of a value of a node: read once for all clones."""
+        if id(fake) not in self._patterns:
+            self._patterns[id(fake)] = (fake.untyped_storage()._cdata, Pattern.of(fake))
+        return self._patterns[id(fake)]
 
     @cached_property
     def outside(self) -> dict[int, list[fx.Node]]:
@@ -229,14 +236,14 @@ class _FreshFakes:
     """
 
     def __init__(self, mode: Any, traced: Traced, counterpart: Any) -> None:
-        self._storages, self._outside, self._counterpart = FakeStorages(mode), traced.outside, counterpart
+        self._storages, self._traced, self._counterpart = FakeStorages(mode), traced, counterpart
         self._given: dict[int, Tensor | None] = {}
         self._fresh: dict[int, Any] = {}
 
     def expect(self, theirs: Tensor, mine: Tensor) -> None:
         """Let `mine` stand for a result: what reads the stand-in has been given views of it."""
         where = theirs.untyped_storage()._cdata
-        if where in self._outside:
+        if where in self._traced.outside:
             raise Unstitchable("a layer gives back what it was given, or a view of it")
         self._fresh[id(theirs)] = mine
         self._storages.adopt(mine, where)
@@ -249,16 +256,16 @@ class _FreshFakes:
         if not isinstance(thing, Tensor):
             return thing
         if id(thing) not in self._fresh:
-            where = thing.untyped_storage()._cdata
-            if where in self._outside and not self._is_given(where, thing):
+            where, pattern = self._traced.pattern(thing)
+            if where in self._traced.outside and not self._is_given(where, thing):
                 return _UNKNOWN
-            self._fresh[id(thing)] = self._storages.make(thing, where)
+            self._fresh[id(thing)] = self._storages.make_as(pattern, where)
         return self._fresh[id(thing)]
 
     def _is_given(self, where: int, thing: Tensor) -> bool:
         """Whether a view of what the traced layer is given can be the same view of what the clone is given."""
         if where not in self._given:
-            mine = [value(self._counterpart(node)) for node in self._outside[where]]
+            mine = [value(self._counterpart(node)) for node in self._traced.outside[where]]
             one = len({fake.untyped_storage()._cdata for fake in mine}) == 1
             self._given[where] = mine[0] if one else None
             if one:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from torchweave.compile.factors import describe_module
+from torchweave.compile.factors import Known, describe_module
 
 _NUMBER = re.compile(r"\d+")
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -47,16 +47,16 @@ class Layer:
 
 def repeated_layers(module: nn.Module) -> list[list[Layer]]:
     """The members of every list, not itself in such a list, some of whose members are built alike."""
-    return list(_search(module, "", set()))
+    return list(_search(module, "", set(), {}))
 
 
-def _search(module: nn.Module, path: str, seen: set[int]) -> Iterator[list[Layer]]:
+def _search(module: nn.Module, path: str, seen: set[int], known: Known) -> Iterator[list[Layer]]:
     if id(module) in seen:
         return
     seen.add(id(module))
     if isinstance(module, _LISTS) and len(module) >= MIN_LAYERS:
         layers = [
-            _layer(child, path + name, position)
+            _layer(child, path + name, position, known)
             for position, (name, child) in enumerate(module._modules.items())
             if child is not None
         ]
@@ -64,9 +64,9 @@ def _search(module: nn.Module, path: str, seen: set[int]) -> Iterator[list[Layer
             yield layers
             return
     for name, child in module.named_children():
-        yield from _search(child, f"{path}{name}.", seen)
+        yield from _search(child, f"{path}{name}.", seen, known)
 
 
-def _layer(module: nn.Module, path: str, position: int) -> Layer:
-    text = describe_module(module)
+def _layer(module: nn.Module, path: str, position: int, known: Known) -> Layer:
+    text = describe_module(module, known)
     return Layer(path, position, module, _NUMBER.sub("#", text), tuple(map(int, _NUMBER.findall(text))))
