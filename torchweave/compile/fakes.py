@@ -25,7 +25,7 @@ class Pattern(NamedTuple):
 
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
     dtype: torch.dtype
     device: torch.device
 
