@@ -22,9 +22,12 @@ from typing import Any, Self
 
 from torchweave import collector
 from torchweave.distributed import link as links
+from torchweave.distributed.gpu import open_gpu
 from torchweave.distributed.link import Link
 
-_START = "import sys; sys.path[:] = {path!r}; from torchweave.distributed.local import main; main({fd}, {function!r})"
+_START = (
+    "import sys; sys.path[:] = {path!r}; from torchweave.distributed.local import main; main({fd}, {function!r}, {gpu})"
+)
 _LOOK_SECONDS = 2.0  # for a process whose connection has ended to end too
 
 
@@ -58,10 +61,11 @@ class WaitingRanks:
     Args:
         function: what a rank calls with its link and its task, as `module:name`.
         count: how many to start now.
+        gpu: number of the leader's GPU, where those of the others follow, and which they open while they import; None: none.
     """
 
-    def __init__(self, function: str, count: int = 0) -> None:
-        self._function = function
+    def __init__(self, function: str, count: int = 0, gpu: int | None = None) -> None:
+        self._function, self._gpu = function, gpu
         self._members: list[LocalMember] = []
         self._start(count)
 
@@ -89,7 +93,8 @@ class WaitingRanks:
         """Start ranks until there are so many."""
         try:
             while len(self._members) < count:
-                self._members.append(_start(len(self._members) + 1, self._function))
+                rank = len(self._members) + 1
+                self._members.append(_start(rank, self._function, None if self._gpu is None else self._gpu + rank))
         except BaseException:
             self.__exit__()
             raise
@@ -100,9 +105,9 @@ def start_local(function: str, tasks: Sequence[Any]) -> list[LocalMember]:
     return WaitingRanks(function).give(tasks)
 
 
-def _start(rank: int, function: str) -> LocalMember:
+def _start(rank: int, function: str, gpu: int | None) -> LocalMember:
     ours, theirs = Pipe()
-    code = _START.format(path=sys.path, fd=theirs.fileno(), function=function)
+    code = _START.format(path=sys.path, fd=theirs.fileno(), function=function, gpu=gpu)
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         pass_fds=[theirs.fileno()],
@@ -113,9 +118,11 @@ def _start(rank: int, function: str) -> LocalMember:
     return LocalMember(rank, process, Link(ours))
 
 
-def main(fd: int, function: str) -> None:
+def main(fd: int, function: str, gpu: int | None) -> None:
     """What a started process runs: it imports, and then does the task that comes first over its connection."""
     link = Link(Connection(fd))
+    if gpu is not None:
+        open_gpu(gpu)
     with collector.for_good():
         run = named(function)
     try:

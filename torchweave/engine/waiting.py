@@ -1,4 +1,4 @@
-"""The other ranks' processes, started before this one has imported torch: they import at the same time.
+"""What an engine can begin before torch is imported: the other ranks' processes, which import at the same time, and GPUs.
 
 Nothing here imports more than a config does.
 """
@@ -8,19 +8,37 @@ from __future__ import annotations
 import os
 
 from torchweave.config import EngineConfig
+from torchweave.distributed.gpu import open_gpu
 from torchweave.distributed.local import WaitingRanks
 from torchweave.plan.check import check_names, check_numbers
 
 WORK = "torchweave.engine.worker:work"
 
 
-def waiting_ranks(config: EngineConfig) -> WaitingRanks:
+def waiting_ranks(config: EngineConfig, replica: int = 0) -> WaitingRanks:
     """The local ranks of an engine, for `open_engine`; none where others start them, or where there is no processor for each.
+
+    They and this process open their GPUs meanwhile.
+
+    Args:
+        replica: number of the engine among those of this machine.
 
     Raises:
         ValueError: an option cannot be, whatever the device and the model are; nothing is started then.
     """
     check_names(config, None)
     check_numbers(config)
-    others = config.num_ranks - 1 if config.executor == "local" else 0
-    return WaitingRanks(WORK, others if others < (os.cpu_count() or 1) else 0)
+    here = config.executor == "local" or config.num_ranks == 1  # where others start ranks, they say which GPU each has
+    gpu = _first_gpu(config, replica) if here else None
+    if gpu is not None:
+        open_gpu(gpu)
+    others = config.num_ranks - 1 if here else 0
+    return WaitingRanks(WORK, others if others < (os.cpu_count() or 1) else 0, gpu)
+
+
+def _first_gpu(config: EngineConfig, replica: int) -> int | None:
+    """The number of rank 0's GPU, if there is one, as far as the config says; None on a CPU."""
+    kind, _, number = config.device.partition(":")
+    if kind not in ("auto", "cuda") or not (number or "0").isdigit():
+        return None
+    return int(number or 0) + replica * config.num_ranks

@@ -326,7 +326,7 @@ def _spawn(config: EngineConfig, addresses: wire.Addresses, place: wire.Place) -
 
 
 def _run_engine(config: EngineConfig, addresses: wire.Addresses, place: wire.Place) -> None:
-    with waiting_ranks(config) as waiting:
+    with waiting_ranks(config, place.index) as waiting:
         with collector.for_good():
             from torchweave.serving.engine_process import main  # torch is imported in that process
         main(config, addresses, place, waiting)
