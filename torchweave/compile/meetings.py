@@ -70,7 +70,12 @@ def meetings_of(piece: Piece) -> Iterator[Meeting]:
     yield from found
 
 
+class _NotPlain(Exception):
+    """An argument that is computed, and no tensor."""
+
+
 def _meeting(node: fx.Node, group: str) -> Meeting | None:
+    """What a call depends on; None for an op that is not the project's, or that takes sizes."""
     op: Any = node.target
     if isinstance(op, torch._ops.OpOverloadPacket):
         op = getattr(op, op.overloads()[0])
@@ -78,7 +83,10 @@ def _meeting(node: fx.Node, group: str) -> Meeting | None:
     if keywords or schema_of(node).name.partition("::")[0] != "torchweave":
         return None
     names = [argument.name for argument in op._schema.arguments]
-    plain = [_plain(each) for each in args]
+    try:
+        plain = [_plain(each) for each in args]
+    except _NotPlain:
+        return None
     if "producer" in names:
         known = dict(zip(names, args, strict=True))
         shape = made_shape(str(known["producer"]), [value(each) for each in known["operands"]])
@@ -91,7 +99,9 @@ def _meeting(node: fx.Node, group: str) -> Meeting | None:
 def _plain(argument: Any) -> Any:
     if isinstance(argument, fx.Node):
         known = value(argument)
-        return Operand(_sizes(known.shape), known.dtype) if isinstance(known, Tensor) else known
+        if not isinstance(known, Tensor):
+            raise _NotPlain
+        return Operand(_sizes(known.shape), known.dtype)
     return tuple(map(_plain, argument)) if isinstance(argument, (tuple, list)) else argument
 
 
