@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,3 +66,18 @@ def test_one_rank_exchanges_nothing():
     world = World.single()
     assert (world.rank, world.size, world.smallest(3), world.is_leader) == (0, 1, 3, True)
     world.barrier()
+
+
+def test_joining_a_world_imports_nothing():
+    """A thread imports Inductor meanwhile: two that import modules which import each other might see half of one."""
+    code = """
+import sys
+import torchweave.engine.worker
+from torchweave.distributed.world import close_world, init_world, join_meeting_point, open_meeting_point
+store, address = open_meeting_point("127.0.0.1")
+before = set(sys.modules)
+close_world(init_world(0, 1, 1, "cpu", join_meeting_point(address)))
+print(*sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stdout.split()

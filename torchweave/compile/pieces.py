@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -70,10 +72,17 @@ def inductor_options(config: TorchCompileConfig) -> dict[str, Any]:
     }
 
 
-def import_inductor() -> None:
-    """Import what loads a built piece, which takes most of a second; ranks do it at the same time."""
-    for name in ("torch.export._trace", "torch._inductor.compile_fx", "torch._inductor.standalone_compile"):
-        import_module(name)
+@contextmanager
+def inductor_imported(wanted: bool = True) -> Iterator[None]:
+    """Import what loads a built piece, which takes most of a second, while in here nothing is imported; it is there at the end."""
+    if not wanted:
+        yield
+        return
+    with ThreadPoolExecutor(1, "torchweave-import") as pool:
+        modules = ("torch.export._trace", "torch._inductor.compile_fx", "torch._inductor.standalone_compile")
+        importing = pool.submit(lambda: [import_module(name) for name in modules])
+        yield
+        importing.result()
 
 
 def wake_inductor(device: torch.device) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from torchweave.compile.pieces import import_inductor
+from torchweave.compile.pieces import inductor_imported
 from torchweave.config import EngineConfig, launched_by_torchrun
 from torchweave.distributed import on_ray, torchrun
 from torchweave.distributed.crew import Crew, RankFailure
@@ -119,10 +119,9 @@ def _start_on_ray(config: EngineConfig, device: str) -> Lead:
 def lead_of(config: EngineConfig, crew: Crew, device: str, store: MeetingPoint) -> Lead:
     """Join the world with ranks that were started."""
     try:
-        if config.torch_compile_config.enable_inductor:
-            import_inductor()  # so do the others meanwhile
-        crew.wait_until_joined()
-        world = init_world(0, config.tensor_parallel_size, config.pipeline_parallel_size, device, store)
+        with inductor_imported(config.torch_compile_config.enable_inductor):
+            crew.wait_until_joined()
+            world = init_world(0, config.tensor_parallel_size, config.pipeline_parallel_size, device, store)
     except BaseException:
         crew.close()
         raise

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torchweave import collector
-from torchweave.compile.pieces import import_inductor
+from torchweave.compile.pieces import inductor_imported
 from torchweave.config import EngineConfig
 from torchweave.distributed import link as links
 from torchweave.distributed.follow import Follower
@@ -76,13 +76,12 @@ def _work(follower: Follower, task: Task, store: MeetingPoint | None) -> None:
         torch.set_num_threads(task.num_threads)
     if task.device != "cpu":
         torch.cuda.set_device(task.device)
-    if config.torch_compile_config.enable_inductor:
-        import_inductor()
-    follower.joined()
-    if store is None:
-        assert task.store is not None
-        store = join_meeting_point(task.store)
-    world = init_world(task.rank, config.tensor_parallel_size, config.pipeline_parallel_size, task.device, store)
+    with inductor_imported(config.torch_compile_config.enable_inductor):
+        follower.joined()
+        if store is None:
+            assert task.store is not None
+            store = join_meeting_point(task.store)
+        world = init_world(task.rank, config.tensor_parallel_size, config.pipeline_parallel_size, task.device, store)
     report = Report(show=False)
     begin = time.monotonic()
     quiet = replace(config, torch_compile_config=replace(config.torch_compile_config, dump_dir=None))  # the leader's
