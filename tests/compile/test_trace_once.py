@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -79,9 +80,9 @@ class _Stack(nn.Module):
         return x
 
 
-def _stack(extra: Callable[[Any, Tensor], Tensor] | None = None, **options: Any) -> _Stack:
+def _stack(extra: Callable[[Any, Tensor], Tensor] | None = None, layers: int = 5, **options: Any) -> _Stack:
     torch.manual_seed(0)
-    return _Stack([_Block(index, extra) for index in range(5)], **options).eval().requires_grad_(False)
+    return _Stack([_Block(index, extra) for index in range(layers)], **options).eval().requires_grad_(False)
 
 
 def _captured(module: nn.Module) -> dict[str, Any]:
@@ -253,23 +254,190 @@ def test_X2_a_forward_that_cannot_be_traced_is_refused_as_ever() -> None:
         capture(_stack(branch), {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, MODE)
 
 
-def test_X2_tracing_does_not_grow_with_the_depth() -> None:
-    """Operations that Dynamo runs on fake tensors: the same whether the module has 4 layers or 12."""
+def _left_out(event: dict[str, Any]) -> tuple[int, str]:
+    """How many layers tracing was not shown, and why it was shown all of them."""
+    assert event["cloned"] == 4, event
+    return event["left_out"], event.get("why_shown", "")
+
+
+def test_X2_layers_that_only_go_on_are_not_shown_to_tracing() -> None:
+    module = _stack()
+    assert _left_out(_captured(module)) == (4, "")
+    assert [*module.blocks._modules] == ["0", "1", "2", "3", "4"], "the list is whole again"
+    woven = weave(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, config=FX)
+    x = torch.randn(9, 8)
+    assert torch.equal(woven(call_as_is, x), module(x))
+
+
+def test_X2_two_kinds_by_turns_are_shown_one_period_of() -> None:
+    event = _captured(_stack(_every_other))
+    assert (event["traced"], event["cloned"], event["left_out"]) == (["blocks.0", "blocks.1"], 3, 3)
+
+
+def _mean(self: Any, x: Tensor) -> Tensor:
+    for block in self.blocks:
+        x = block(x)
+    return x / len(self.blocks)
+
+
+def _first_again(self: Any, x: Tensor) -> Tensor:
+    first = x = self.blocks[0](x)
+    for block in [*self.blocks][1:]:
+        x = block(x)
+    return x * first
+
+
+def _one_in_the_middle(self: Any, x: Tensor) -> Tensor:
+    kept = []
+    for block in self.blocks:
+        x = block(x)
+        kept.append(x)
+    return x + kept[len(kept) // 2]
+
+
+def _something_between(self: Any, x: Tensor) -> Tensor:
+    for block in self.blocks:
+        x = block(x) + 1
+    return x
+
+
+def _no_operation_between(self: Any, x: Tensor) -> Tensor:
+    for block in self.blocks:
+        x = block(x).contiguous()
+    return x
+
+
+def _by_number(self: Any, x: Tensor) -> Tensor:
+    for index in range(5):
+        x = self.blocks[index](x)
+    return x
+
+
+def _backwards(self: Any, x: Tensor) -> Tensor:
+    for index in (0, 4, 3, 2, 1):
+        x = self.blocks[index](x)
+    return x
+
+
+def _all_from_the_input(self: Any, x: Tensor) -> Tensor:
+    y = x
+    for block in self.blocks:
+        y = block(x)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (_mean, "aten.div.Tensor depends on how many layers there are"),
+        (_first_again, "aten.mul.Tensor depends on how many layers there are"),
+        (_one_in_the_middle, "aten.add.Tensor depends on how many layers there are"),
+        (_something_between, "add is called before blocks.1"),
+        (_no_operation_between, "contiguous is called before blocks.1"),
+        (_by_number, "with fewer layers it does not run without values (IndexError)"),
+        (_backwards, "blocks.4 is called where blocks.1 would follow"),
+        (_all_from_the_input, ""),
+    ],
+)
+def test_X2_all_layers_are_shown_where_something_else_depends_on_them(call: Any, why: str) -> None:
+    assert _left_out(_captured(_stack(call=call))) == (0 if why else 4, why)
+
+
+class _Pair(_Block):
+    def forward(self, x: Tensor, y: Tensor, masks: tuple[Tensor, ...] = (), *, scale: Any = None) -> Any:
+        z = self.linear(x) + y
+        return {"x": z * masks[0] if masks else z, "rest": (y + z, None)}
+
+
+def _pairs(call: Callable[[Any, Tensor], Tensor]) -> _Stack:
+    torch.manual_seed(0)
+    return _Stack([_Pair(index) for index in range(5)], call).eval().requires_grad_(False)
+
+
+def test_X2_what_layers_take_and_give_may_be_nested() -> None:
+    def call(self: Any, x: Tensor) -> Tensor:
+        masks, y = (x.relu(), x.tanh()), x.exp()
+        for block in self.blocks:
+            out = block(x, y, masks, scale=masks[1])
+            x, (y, _) = out["x"], out["rest"]
+        return x - y
+
+    assert _left_out(_captured(_pairs(call))) == (4, "")
+
+    def crossed(self: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        for block in self.blocks:
+            out = block(x, y)
+            x, y = out["rest"][0], out["x"]
+        return x - y
+
+    assert _left_out(_captured(_pairs(crossed))) == (4, "")
+
+
+def test_X2_layers_that_are_given_something_of_their_own_are_shown() -> None:
+    def by_turns(self: Any, x: Tensor) -> Tensor:
+        masks, y = ((x.relu(),), (x.tanh(),)), x.exp()
+        for index, block in enumerate(self.blocks):
+            x = block(x, y, masks[index % 2])["x"]
+        return x
+
+    assert _left_out(_captured(_pairs(by_turns))) == (0, "a layer is given what none before it was given")
+
+
+def test_X2_a_layer_that_counts_its_list_is_shown_all_of_it() -> None:
+    module = _stack(lambda block, y: y / len(block.box["blocks"]))
+    for block in module.blocks:
+        object.__setattr__(block, "box", {"blocks": module.blocks})
+    left_out, why = _left_out(_captured(module))
+    assert left_out == 0 and "blocks.0 depends on how many layers there are" in why
+
+
+def test_X2_a_list_is_whole_again_when_tracing_fails() -> None:
+    from torchweave.compile.errors import TraceError
+
+    def call(self: Any, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.view(-1) if x.sum() > 0 else x
+
+    module = _stack(call=call)
+    with pytest.raises(TraceError):
+        capture(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, MODE)
+    assert len(module.blocks) == 5 and {type(block) for block in module.blocks} == {_Block}
+
+
+def _work(module: nn.Module, inputs: Any, dynamic: Any) -> Counter[str]:
+    """What a capture makes torch do: instructions that Dynamo goes through, and operations on fake tensors."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    def traced(layers: int) -> int:
-        seen, original = 0, FakeTensorMode.dispatch
+    seen: Counter[str] = Counter()
+
+    def counted(owner: type, name: str) -> None:
+        original = getattr(owner, name)
 
         def count(*args: Any, **kwargs: Any) -> Any:
-            nonlocal seen
-            seen += 1
+            seen[name] += 1
             return original(*args, **kwargs)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FakeTensorMode, "dispatch", count)
-            capture(toy(layers=layers), example(), DYNAMIC, MODE)
-        return seen
+        patch.setattr(owner, name, count)
 
-    few, many = traced(4), traced(12)
-    per_layer = (many - few) / 8
-    assert per_layer < 60, f"{per_layer} operations of fake tensors for each further layer"
+    with pytest.MonkeyPatch.context() as patch:
+        counted(InstructionTranslatorBase, "step")
+        counted(FakeTensorMode, "dispatch")
+        capture(module, inputs, dynamic, MODE)
+    return seen
+
+
+def test_X2_tracing_does_not_grow_with_the_depth() -> None:
+    def traced(layers: int) -> Counter[str]:
+        return _work(_stack(_every_other, layers), {"x": torch.zeros(6, 8)}, {"x": {0: "T"}})
+
+    traced(4)  # the first trace of a process does more
+    assert traced(4) == traced(12) != Counter()
+
+
+def test_X2_a_layer_that_has_to_be_shown_is_one_call() -> None:
+    """The toy computes the angles of its rope for each layer anew, which is traced."""
+    few, many = (_work(toy(layers=layers), example(), DYNAMIC)["dispatch"] for layers in (4, 12))
+    assert (many - few) / 8 < 10, f"{(many - few) / 8} operations on fake tensors for each further layer"

@@ -41,8 +41,16 @@ def find_tails(
         gone = {each.layer.path for tail in tails for each in tail.left_out}
         rest = [layer for layers in lists for layer in layers if layer.path not in gone]
         with shortened(tails):
-            _compare(watched, watch(module, inputs, rest), tails)
+            short = _watch_short(module, inputs, rest)
+        _compare(watched, short, tails)
     return tails
+
+
+def _watch_short(module: nn.Module, inputs: Sequence[Tensor], layers: Sequence[Layer]) -> Watched:
+    try:
+        return watch(module, inputs, layers)
+    except Unwatchable as error:
+        raise Unwatchable(f"with fewer layers {error}") from error
 
 
 @contextlib.contextmanager
@@ -137,7 +145,7 @@ def _compare(whole: Watched, short: Watched, tails: Sequence[Tail]) -> None:
     names = {tail.last.path: f"{tail.last.path} itself" for tail in tails}
     names |= {tail.left_out[-1].layer.path: tail.last.path for tail in tails}
     renamed = [
-        entry[:2] + tuple(_renamed(part, names) for part in entry[2:])
+        tuple(_renamed(part, names) for part in entry)
         for entry in whole.outline.entries
         if entry[:1] != ("layer",) or entry[1] not in gone
     ]
