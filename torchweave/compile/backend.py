@@ -60,14 +60,15 @@ def weave(
         report.event("compile_after_ready", what=type(module).__name__)
     device = next(iter(inputs.values())).device
     table = table_for(device, cache, report)
-    with turn(), collector_waits():
-        graph = _captured(module, inputs, dynamic, config, cache, report)
-    cut_to_stage(graph)
-    manager = PassManager(passes, config, table, num_ranks(graph))
-    graph.boundary_ops = frozenset(boundary_ops)
-    manager.run(graph, report)
-    tell(table, graph, report)
-    parts = split(graph)
+    with collector_waits():
+        with turn():
+            graph = _captured(module, inputs, dynamic, config, cache, report)
+        cut_to_stage(graph)
+        manager = PassManager(passes, config, table, num_ranks(graph))
+        graph.boundary_ops = frozenset(boundary_ops)
+        manager.run(graph, report)
+        tell(table, graph, report)
+        parts = split(graph)
     pieces = [part for part in parts if isinstance(part, Piece)]
     report.event("parts", order=[describe(part) for part in parts])
     tell_exchanges(pieces, graph.symbols, report)
