@@ -18,11 +18,10 @@ import torch
 triton = pytest.importorskip("triton")
 
 from triton import knobs  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import CompiledKernel  # noqa: E402
-from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from tests.ops import hopper as hoppers  # noqa: E402
 from torchweave.compile.kernel_orders import missing, orders, wait_for  # noqa: E402
 from torchweave.compile.kernel_workers import KernelWorkers  # noqa: E402
 from torchweave.ops.kernels import sampling, step  # noqa: E402
@@ -30,30 +29,12 @@ from torchweave.ops.sampling import GREEDY_BELOW  # noqa: E402
 from torchweave.ops.state import SlotState  # noqa: E402
 
 
-class Hopper:
-    """As much of a GPU's driver as compiling asks for; a launch would fail."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @pytest.fixture
 def hopper(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU on which nothing was built yet, and an empty cache."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernels = [each for module in (sampling, step) for each in vars(module).values() if isinstance(each, JITFunction)]
-    monkeypatch.setattr(driver, "_active", Hopper())
-    for kernel in kernels:
-        kernel.device_caches.clear()
-    yield
-    for kernel in kernels:
-        kernel.device_caches.clear()
+    with hoppers.hopper(sampling, step):
+        yield
 
 
 def advance() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchweave.engine.warm_up import StandIn, draw_again
+from torchweave.engine.buffers import StepBuffers
+from torchweave.engine.warm_up import _TOKENS, StandIn, draw_again
 from torchweave.models import load, zoo
+from torchweave.ops.attention import AttentionMetadata, AttentionVariant, LayerSpec, Rotary
 from torchweave.ops.state import SlotState
+
+CPU = torch.device("cpu")
 
 
 class _Ops(TorchDispatchMode):
@@ -35,6 +40,46 @@ def test_experts_of_each_kind_are_run_once(name: str) -> None:
     experts = [args for op, args in seen.calls if op == "torchweave::experts"]
     assert len(experts) == (0 if name == "llama" else 1)
     assert all(x.shape[0] == 5 and index.shape == (5, 2) for x, index, *_ in experts)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8, 32])
+def test_no_step_needs_an_attention_kernel_that_was_not_built_ahead(
+    kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its number of rows, and so where they begin in what the host sends: building one stops all answers for a second."""
+    pytest.importorskip("triton")
+    from tests.ops.hopper import hopper
+    from torchweave.compile.kernel_orders import orders
+    from torchweave.ops import attention_triton
+    from torchweave.ops.kernels import paged_decode, paged_prefill, rope
+
+    for module in (attention_triton, rope):
+        monkeypatch.setattr(module, "takes_part", lambda device: True)
+    backend, buffers = attention_triton.TritonBackend(torch.device("cpu"), num_sms=132), StepBuffers(512, 1024, CPU)
+    cache = backend.allocate(LayerSpec(kv_heads, 128, 128, 32), 2, 64, torch.bfloat16, CPU)
+    table = torch.zeros(512, 2048, dtype=torch.int32)
+
+    def step(rows: int, tokens: int, decode_only: bool) -> None:
+        packed = buffers.views(rows, tokens)
+        starts = buffers.rows[: rows + 1] if decode_only else packed.query_start
+        place = buffers.seq_lens[:rows], table, buffers.slot_mapping[:tokens]
+        q = torch.zeros(tokens, 32, 128, dtype=torch.bfloat16)
+        k, v = torch.zeros(2, tokens, kv_heads, 128, dtype=torch.bfloat16)
+        angles = Rotary(*torch.zeros(2, tokens, 128, dtype=torch.bfloat16))
+        meta = AttentionMetadata(packed.slots, starts, *place, rows, tokens, decode_only, 131072)
+        backend.begin(meta).forward_turning(angles, q, k, v, torch.empty_like(q), cache, AttentionVariant(1.0))
+
+    def kernels(sizes: Iterable[int]) -> set[tuple[str, str]]:
+        launches = [
+            (min(size, 512), tokens, only) for size in sizes for tokens, only in ((size, False), (min(size, 512), True))
+        ]
+        return {(order.name, order.key) for each in launches for order in orders(lambda each=each: step(*each))}
+
+    with hopper(paged_decode, paged_prefill, rope):
+        ahead = kernels(_TOKENS)
+        assert {name for name, _ in ahead} >= {"paged_decode", "paged_prefill"}
+        later = kernels((3, 4, 5, 7, 8, 17, 24, 31, 33, 67, 100, 129, 192, 255, 300, 511))
+        assert later <= ahead, f"built when a request needs them: {sorted(name for name, _ in later - ahead)}"
 
 
 def test_a_row_that_is_drawn_again_can_be_launched_ahead() -> None:

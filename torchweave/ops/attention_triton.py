@@ -252,7 +252,7 @@ class TritonStep:
             meta.block_table.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(triton.next_power_of_2(group), 16 if config.dot else 1),
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
-            BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, SPLITS_PAD=splits if splits == 1 else max(splits, 16),
+            BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, SPLITS_PAD=_room_for(splits),
             DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, DOT=config.dot,
             HALF=half, NORM=turning.q_weight is not None, WIDE=turning.wide,
             QUANT=1 if target.given is not None else 2 if target.written is not None else 0,
@@ -280,6 +280,11 @@ class TritonStep:
             SOFTCAP=softcap > 0.0, SINKS=sinks is not None, LOCAL=window > 0 or chunk > 0,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
+
+
+def _room_for(splits: int) -> int:
+    """As many partial results as a program can combine: three kernels, not one for every number of rows."""
+    return next(room for room in (1, 16, MAX_SPLITS) if splits <= room)
 
 
 def pad(dim: int) -> int:

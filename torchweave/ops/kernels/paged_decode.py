@@ -195,7 +195,10 @@ def _cached_tokens(
     return maximum, total, acc
 
 
-@triton.jit(do_not_specialize=["window", "chunk", "num_splits", "min_tiles", "num_tokens"])
+@triton.jit(
+    do_not_specialize=["window", "chunk", "num_splits", "min_tiles", "num_tokens"],
+    do_not_specialize_on_alignment=["query_start"],  # cut from a packed tensor: where it begins depends on the rows
+)
 def paged_decode(
     q, k_new, v_new, out, k_cache, v_cache,
     slots, query_start, seq_lens, block_table, slot_mapping, sinks,

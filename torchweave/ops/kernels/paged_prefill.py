@@ -101,7 +101,9 @@ def _attend_tiles(
     return acc, maximum, total
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "window", "chunk"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "window", "chunk"], do_not_specialize_on_alignment=["query_start"]
+)
 def paged_prefill(
     q, out, k_cache, v_cache, slots, query_start, seq_lens, block_table, sinks,
     num_rows, num_tokens, scale, v_scale, softcap, window, chunk, table_stride, q_stride, q_head_stride,
