@@ -143,7 +143,9 @@ def _engine(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     if device != "cpu":
         torch.cuda.empty_cache()
     with engine(args) as llm:
-        result = _head(scenario, llm, environment(llm.plan.device)) | {"memory_bandwidth": bandwidth}
+        result = _head(scenario, llm, environment(llm.plan.device, llm.plan.config.num_ranks)) | {
+            "memory_bandwidth": bandwidth
+        }
         report = Report(show=False if args.quiet else None)
         _measure(scenario, llm, sizes, report, result)
         add_floor(result.get("decode", []), llm, bandwidth)
@@ -242,7 +244,7 @@ def _startup(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
         "scenario": scenario,
         "model": config.model,
         "dtype": config.dtype,
-        "environment": environment(device),
+        "environment": environment(device, config.num_ranks),
         "startup": found,
     }
 

@@ -21,15 +21,16 @@ from torchweave.cli.benchmarks.serving.figures import rows as served
 _PACKAGES = ("torch", "transformers", "triton", "numpy")
 
 
-def environment(device: str) -> dict[str, Any]:
-    """Where and with what a result was measured: commit, command, device, versions, date."""
+def environment(device: str, num_ranks: int = 1) -> dict[str, Any]:
+    """Where and with what a result was measured: commit, command, device, versions, date. Each rank has a GPU of its own."""
     versions = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
     is_gpu = device.startswith("cuda")
+    name = torch.cuda.get_device_name(device) if is_gpu else _cpu_name()
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": commit(),
         "command": "torchweave " + shlex.join(sys.argv[1:]),
-        "device": torch.cuda.get_device_name(device) if is_gpu else _cpu_name(),
+        "device": f"{num_ranks} x {name}" if is_gpu and num_ranks > 1 else name,
         "num_threads": None if is_gpu else torch.get_num_threads(),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
