@@ -374,6 +374,23 @@ def test_X2_what_layers_take_and_give_may_be_nested() -> None:
     assert _left_out(_captured(_pairs(crossed))) == (4, "")
 
 
+def test_X2_a_layer_that_returns_one_tensor_twice_is_traced_each_time() -> None:
+    class Twice(_Block):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.linear(x)
+            return y, y[:]
+
+    def call(self: Any, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, y = block(x)
+            y.add_(1)
+        return x
+
+    module = _Stack([Twice(index) for index in range(5)], call).eval().requires_grad_(False)
+    event = captured_twice(module, inputs={"x": torch.zeros(6, 8)}, dynamic={"x": {0: "T"}})
+    assert event["cloned"] == 0 and "share memory" in event["why"]
+
+
 def test_X2_layers_that_are_given_something_of_their_own_are_shown() -> None:
     def by_turns(self: Any, x: Tensor) -> Tensor:
         masks, y = ((x.relu(),), (x.tanh(),)), x.exp()

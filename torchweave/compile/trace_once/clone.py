@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
 from torchweave.compile.fakes import FakeStorages, Pattern, geometry
@@ -109,7 +110,11 @@ class Constants:
         with self._graph.graph.inserting_after(self._last):
             node = self._graph.graph.placeholder(name)
         node.target = node.name  # the graph's own name for it, where another one has that name already
-        node.meta["example_value"] = self._storages.make(like, tensor.untyped_storage()._cdata)
+        node.meta["example_value"] = (
+            self._storages.make(like, tensor.untyped_storage()._cdata)
+            if isinstance(like, FakeTensor)
+            else self._graph.fake_mode.from_tensor(tensor, static_shapes=True)
+        )
         self._graph.bindings[node.name] = Constant(tensor, source)
         self._nodes[id(tensor)] = self._last = node
         return node

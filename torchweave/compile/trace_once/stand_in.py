@@ -51,11 +51,10 @@ def standing_in(kinds: Sequence[Kind], tails: Sequence[Tail]) -> Iterator[Meanin
                 number = len(meaning)
                 meaning[number] = (kind, layer)
                 rest = _as_it_is
-                if layer.path in last:
+                if layer.path in last:  # the first of its kind, or it would be left out itself
                     rest = _rest(len(meaning), last[layer.path].record)
                     meaning[len(meaning)] = last[layer.path]
-                make = _marked if layer is kind.first else _opaque
-                forward = make(number, kind, rest)
+                forward = _marked(number, kind, rest) if layer is kind.first else _opaque(number, kind)
                 exchanged.enter_context(_exchanged(layer, forward))
         yield meaning
 
@@ -76,13 +75,13 @@ def _marked(number: int, kind: Kind, rest: Callable[[Any], Any]) -> Callable[...
     return forward
 
 
-def _opaque(number: int, kind: Kind, rest: Callable[[Any], Any]) -> Callable[..., Any]:
-    """One more layer of a kind as one call, and then the `rest` of its list."""
+def _opaque(number: int, kind: Kind) -> Callable[..., Any]:
+    """One more layer of a kind as one call."""
     arguments, like = _tuple_of(kind.record.tensors, "args, kwargs"), kind.record.like
     rebuild = eval(f"lambda t: {kind.record.rebuild}")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return rest(rebuild(stand_in(number, like, *arguments(args, kwargs))))
+        return rebuild(stand_in(number, like, *arguments(args, kwargs)))
 
     return forward
 

@@ -138,9 +138,6 @@ class _Given:
 
 def _compare(whole: Watched, short: Watched, tails: Sequence[Tail]) -> None:
     """Refuse tails without which the forward does something else."""
-    for path, record in short.records.items():
-        if difference := record.difference(whole.records[path], 0):
-            raise Unwatchable(f"{path} depends on how many layers there are: {difference}")
     gone = {each.layer.path for tail in tails for each in tail.left_out}
     names = {tail.last.path: f"{tail.last.path} itself" for tail in tails}
     names |= {tail.left_out[-1].layer.path: tail.last.path for tail in tails}
@@ -156,6 +153,9 @@ def _compare(whole: Watched, short: Watched, tails: Sequence[Tail]) -> None:
             )
     if len(renamed) != len(short.outline.entries):
         raise Unwatchable("what forward calls depends on how many layers there are")
+    for path, record in short.records.items():
+        if difference := record.difference(whole.records[path], 0):
+            raise Unwatchable(f"{path} depends on how many layers there are: {difference}")
 
 
 def _renamed(thing: Any, names: Mapping[str, str]) -> Any:

@@ -22,6 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchweave.compile.trace_once.layers import Layer
 
 _META = torch.device("meta")
+_FACTS = frozenset(
+    {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "requires_grad", "grad_fn"}
+)
+"""Attributes of a tensor that are no operations."""
 _TORCH_NAMESPACES = ("aten", "prims", "prim")
 
 
@@ -170,7 +174,9 @@ class _FunctionsBetween(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if not self._watcher.is_in_layer():
             name = getattr(func, "__name__", repr(func))
-            if name != "__get__":  # an attribute such as a shape or a dtype
+            if name == "__get__":
+                name = getattr(getattr(func, "__self__", None), "__name__", name)
+            if name not in _FACTS:
                 self._watcher.outline.entries.append(("function", name))
         return func(*args, **(kwargs or {}))
 
@@ -277,6 +283,8 @@ class _Watcher(TorchDispatchMode):
         kinds = [_geometry(tensor) for tensor in self._inputs]
         if any(_geometry(tensor) not in kinds for tensor in found):
             record.refusal = "a layer returns a tensor of another shape than those that it takes"
+        elif len({tensor.untyped_storage()._cdata for tensor in found}) < len(found):
+            record.refusal = "a layer returns tensors that share memory"
         elif any(not _can_be_rebuilt(leaf) for _, leaf in leaves):
             record.refusal = "a layer returns what is neither a tensor nor a constant"
         else:
