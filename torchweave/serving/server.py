@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
+from torchweave import collector
 from torchweave.config import EngineConfig, ServerConfig
 from torchweave.serving.app import create_app
 from torchweave.serving.replicas import Replicas
@@ -97,7 +98,8 @@ class Server:
             self._on_ready(self)
         else:
             self._uvicorn.should_exit = True
-        await self.client.wait_for(lambda: not self.client.alive)
+        with collector.at_rest():
+            await self.client.wait_for(lambda: not self.client.alive)
         if self.client.state == "failed":
             await asyncio.sleep(_FAILED_SECONDS)
         self._uvicorn.should_exit = True
