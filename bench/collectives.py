@@ -40,6 +40,7 @@ NORMS = tuple(f"{name} + norm" for name in SUMS) + tuple(
     f"{size}norm in one{where}" for size in ("", "large ") for where in ("", ", user buffer")
 )
 FP8 = (*(f"{name} + norm fp8" for name in SUMS), "norm fp8 in one", "large norm fp8 in one")
+GATHERS = ("nccl gather", "gather", "large gather")
 Call = Callable[[Tensor], Any]
 
 
@@ -47,13 +48,15 @@ def ways(world: World, width: int) -> dict[str, Call]:
     """Every way by its name, for operands of `width` columns."""
     group, device = world.groups["tp"], torch.device(world.device)
     nccl = ProcessGroupCommunicator(group)
-    one = open_symmetric(group, device, Ranges(SLOT_BYTES, SLOT_BYTES, SLOT_BYTES, 0))
-    large = open_symmetric(group, device, Ranges(0, LARGE_BYTES, LARGE_BYTES, 0))
-    two = open_symmetric(group, device, Ranges(0, 0, 0, LARGE_BYTES))
+    one = open_symmetric(group, device, Ranges(SLOT_BYTES, SLOT_BYTES, SLOT_BYTES, SLOT_BYTES, 0))
+    large = open_symmetric(group, device, Ranges(0, LARGE_BYTES, LARGE_BYTES, LARGE_BYTES, 0))
+    two = open_symmetric(group, device, Ranges(0, 0, 0, 0, LARGE_BYTES))
     weight = torch.rand(width, device=device, dtype=torch.bfloat16)
     found: dict[str, Call] = {
         name: each.all_reduce for name, each in zip(SUMS, (nccl, one, large, two), strict=True)
     }  # fmt: skip
+    for name, each in zip(GATHERS, (nccl, one, large), strict=True):  # of columns, as logits are gathered
+        found[name] = lambda x, each=each: each.all_gather(x, 1)
     slot = [0]
 
     def norm(x: Tensor, quant: Quant | None) -> Norm:
@@ -168,8 +171,9 @@ def ranges_of(results: list[dict[str, Any]]) -> dict[str, int]:
     slots = max(up_to("one_shot", SUMS), up_to("norm in one", NORMS[:4]))
     one_shot = up_to("large one_shot", ("nccl", "two_shot"), up_to("one_shot", SUMS))
     norm = up_to("large norm in one", NORMS[:4], up_to("norm in one", NORMS[:4]))
+    gather = up_to("large gather", GATHERS[:1], up_to("gather", GATHERS[:1]))
     return {
-        "slots": slots, "one_shot": one_shot, "norm": norm, "two_shot": up_to("two_shot", ("nccl",), one_shot)
+        "slots": slots, "gather": gather, "one_shot": one_shot, "norm": norm, "two_shot": up_to("two_shot", ("nccl",), one_shot)
     }  # fmt: skip
 
 
@@ -190,7 +194,7 @@ def main() -> None:
         )
         results = json.loads(out.read_text())
     ranges = ranges_of(results)
-    parts = [table(results, names) for names in (SUMS, NORMS, FP8)]
+    parts = [table(results, names) for names in (SUMS, NORMS, FP8, GATHERS)]
     text = "\n\n".join([*parts, f"Ranges that follow, in bytes: {ranges}"])
     print(text)
     if arguments.json:

@@ -22,7 +22,7 @@ from torchweave.ops.collectives import all_reduce, communicator, register_commun
 from torchweave.ops.collectives_fused import Norm, Quant, norm_of, quantized
 
 pytestmark = pytest.mark.gpu
-EVERYTHING = Ranges(slots=4 << 20, one_shot=4 << 20, norm=4 << 20, two_shot=64 << 20)
+EVERYTHING = Ranges(slots=4 << 20, gather=64 << 20, one_shot=4 << 20, norm=4 << 20, two_shot=64 << 20)
 TWO_SHOT_ONLY = replace(EVERYTHING, slots=0, one_shot=0, norm=0)
 LARGE_ONLY = replace(EVERYTHING, slots=0, one_shot=64 << 20, norm=64 << 20, two_shot=0)
 REPLAYS = 1000
@@ -89,6 +89,7 @@ def check_gathers(world: World) -> None:
         ((1, 64128), 1, torch.bfloat16),
         ((5, 1024), 0, torch.float32),
         ((3, 7, 96), 1, torch.uint8),
+        ((300, 64128), 1, torch.bfloat16),  # more than a slot
     ):
         x = torch.empty(shape, device=world.device).to(dtype)
         found: list[Tensor] = []

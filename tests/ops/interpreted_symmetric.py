@@ -64,8 +64,8 @@ def large_one_shot() -> None:
 
 
 def gather() -> None:
-    for size, shape, dim in ((2, (3, 8), 0), (4, (5, 264), 1), (8, (3, 2, 16), 1)):
-        spaces = workspaces(Layout(size, LAYOUT_BYTES, 0))
+    for size, shape, dim, large in ((2, (3, 8), 0, 0), (4, (5, 264), 1, 0), (8, (3, 2, 16), 1, 0), (2, (5, 264), 1, 1)):
+        spaces = workspaces(Layout(size, *((0, LAYOUT_BYTES) if large else (LAYOUT_BYTES, 0))))
         for _ in range(2):
             x = operands(size, *shape)
             right = torch.cat(x, dim)

@@ -17,7 +17,7 @@ from torchweave.distributed.symmetric import Ranges, SymmetricCommunicator, rang
 from torchweave.ops.collectives_fused import Norm, Quant, empty_normed
 from torchweave.ops.symmetric import SIZES, Layout, can_run
 
-RANGES = Ranges(slots=4096, one_shot=16384, norm=8192, two_shot=65536)
+RANGES = Ranges(slots=4096, gather=8192, one_shot=16384, norm=8192, two_shot=65536)
 
 
 def test_T7_kernels_in_the_interpreter() -> None:
@@ -31,13 +31,15 @@ def launches(size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     for module in (symmetric_norm, symmetric_reduce):
         monkeypatch.setattr(module, "takes_part", lambda device: True)
-    space = workspaces(Layout(size, 1 << 20, 1 << 20))[1]
+    space = workspaces(Layout(size, 1 << 20, 1 << 22))[1]
     x = torch.empty(8, 4096, dtype=torch.bfloat16)
     with recorded(symmetric_reduce, "one_shot_kernel", "two_shot_kernel", "gather_kernel") as found:
         for place in (space.place_of(x), space.data_of(x)):
             symmetric_reduce.launch_one_shot(space, x, x, place)
         symmetric_reduce.launch_two_shot(space, x, x, space.data_of(x))
         words = torch.empty(64128, dtype=torch.int32)
+        symmetric_reduce.launch_gather(space, words, words, 16032)
+        words = torch.empty(641280, dtype=torch.int32)
         symmetric_reduce.launch_gather(space, words, words, 16032)
     yield from found
     with recorded(symmetric_norm, "one_shot_norm_kernel") as found:
@@ -53,7 +55,7 @@ def test_kernels_build_for_hopper(size: int, monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper
 
-    for launch in list(launches(size, monkeypatch))[: None if size == 2 else 6]:
+    for launch in list(launches(size, monkeypatch))[: None if size == 2 else 7]:
         ptx = compile_for_hopper(launch).asm["ptx"]
         meetings = 2 if "two_shot" in launch.kernel.fn.__name__ else launch.kwargs.get("MEETINGS", 1)
         assert ptx.count("st.release.sys") == ptx.count("ld.acquire.sys") == meetings
@@ -141,9 +143,9 @@ def test_ranges_pick_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = (torch.ones(65, 512, dtype=torch.bfloat16), torch.ones(3, 9), torch.ones(8, 8).t(), torch.ones(2, 8).double())
     for x in odd:
         assert torch.equal(ranks.all_reduce(x), 2 * x), "torch.distributed carries what the kernels do not"
-    gathered = [ranks.all_gather(torch.zeros(rows, 512, dtype=torch.uint8), dim) for rows, dim in ((8, 1), (8, 0))]
+    gathered = [ranks.all_gather(torch.zeros(rows, 512, dtype=torch.uint8), dim) for rows, dim in ((8, 1), (16, 0))]
     assert gathered == ["gather", "gather"]
-    for shape, dim in (((9, 512), 0), ((8, 24), 1)):
+    for shape, dim in (((17, 512), 0), ((8, 24), 1)):
         assert ranks.all_gather(torch.zeros(shape, dtype=torch.uint8), dim).shape[dim] == 2 * shape[dim]
     norm = Norm(None, None, 1e-5)
     assert ranks.reduced_norm(torch.zeros(8, 512, dtype=torch.bfloat16), norm) == "norm"

@@ -49,7 +49,8 @@ class Ranges:
     """Up to how many bytes of operand which kernel runs; beyond, NCCL.
 
     Attributes:
-        slots: operands that lie where one meeting is enough, parts that are gathered among them; larger ones meet twice.
+        slots: operands that lie where one meeting is enough; larger ones meet twice.
+        gather: parts that are gathered.
         one_shot: sums that every rank adds whole.
         norm: the same with what follows, in one launch.
         two_shot: sums of which every rank adds a share.
@@ -57,6 +58,7 @@ class Ranges:
     """
 
     slots: int
+    gather: int
     one_shot: int
     norm: int
     two_shot: int
@@ -65,19 +67,23 @@ class Ranges:
     @property
     def large(self) -> int:
         """The largest operand of all."""
-        return max(self.one_shot, self.norm, self.two_shot)
+        return max(self.gather, self.one_shot, self.norm, self.two_shot)
 
 
 KIB, MIB = 1 << 10, 1 << 20
 _UNMEASURED = {
-    2: Ranges(512 * KIB, 512 * KIB, 512 * KIB, 32 * MIB),
-    4: Ranges(256 * KIB, 256 * KIB, 256 * KIB, 16 * MIB),
-    8: Ranges(128 * KIB, 128 * KIB, 128 * KIB, 8 * MIB),
+    2: Ranges(512 * KIB, 512 * KIB, 512 * KIB, 512 * KIB, 32 * MIB),
+    4: Ranges(256 * KIB, 256 * KIB, 256 * KIB, 256 * KIB, 16 * MIB),
+    8: Ranges(128 * KIB, 128 * KIB, 128 * KIB, 128 * KIB, 8 * MIB),
 }
 """Conservative: one-shot reads `size - 1` operands over the links where NCCL's rings read about two."""
 _MEASURED: dict[tuple[str, int], Ranges] = {
-    ("NVIDIA H200", 2): Ranges(4 * MIB, 64 * MIB, 64 * MIB, 64 * MIB, "bench/results/collectives-2x_h200_202611.json"),
-    ("NVIDIA H200", 4): Ranges(1 * MIB, 512 * KIB, 1 * MIB, 16 * MIB, "bench/results/collectives-4x_h200_202611.json"),
+    ("NVIDIA H200", 2): Ranges(
+        4 * MIB, 4 * MIB, 64 * MIB, 64 * MIB, 64 * MIB, "bench/results/collectives-2x_h200_202611.json"
+    ),
+    ("NVIDIA H200", 4): Ranges(
+        1 * MIB, 512 * KIB, 512 * KIB, 1 * MIB, 16 * MIB, "bench/results/collectives-4x_h200_202611.json"
+    ),
 }
 """By GPU and number of ranks, from bench/collectives.py."""
 
@@ -113,7 +119,7 @@ class SymmetricCommunicator:
         return self._other.all_reduce(x)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        if can_gather(x, dim) and x.nbytes <= self.ranges.slots:
+        if can_gather(x, dim) and x.nbytes <= self.ranges.gather:
             return gather(self.workspace, x, dim)
         return self._other.all_gather(x, dim)
 

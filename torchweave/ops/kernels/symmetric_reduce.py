@@ -65,7 +65,7 @@ def one_shot_kernel(
 @triton.jit(do_not_specialize=["rank"])
 def gather_kernel(
     x, out, table, counters, num, inner, rank, flags_at, data_at, other_at,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, PHASES: tl.constexpr, DEPENDENT: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, MEETINGS: tl.constexpr, PHASES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out [num / inner, SIZE, inner] = x [num / inner, inner] of every rank, copied to `data_at` or `other_at` in turn."""
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
@@ -73,7 +73,7 @@ def gather_kernel(
     places, own = memories(table, SIZE), tl.load(table + rank)
     theirs, mine, status, limit = words(table, flags_at, rank, SIZE)
     enter(DEPENDENT)
-    number = tl.load(counters + program) + 1
+    number = tl.load(counters + program) + MEETINGS
     at = tl.where(number % 2 == 0, data_at, other_at)
     if PHASES & 1:
         room = as_pointer(own + at, x)
@@ -82,7 +82,7 @@ def gather_kernel(
             tl.store(room + element, tl.load(x + element, mask=element < num), mask=element < num)
     if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
         if first < num:
-            meet(theirs, mine, status, limit, number, SIZE)
+            meet(theirs, mine, status, limit, number - MEETINGS + 1, SIZE)
     if PHASES & 4:
         for start in range(first, num, step):
             element = start + column
@@ -91,6 +91,9 @@ def gather_kernel(
                 value = tl.load(as_pointer(places[other] + at, x) + element, mask=element < num)
                 tl.store(out + target + other * inner, value, mask=element < num)
         tl.store(counters + program, number)
+    if MEETINGS == 2 and PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+        if first < num:
+            meet(theirs, mine, status, limit, number, SIZE)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -156,12 +159,15 @@ def launch_one_shot(workspace: Workspace, x: Tensor, out: Tensor, place: Place, 
 
 def launch_gather(workspace: Workspace, x: Tensor, out: Tensor, inner: int, phases: int = ALL_PHASES) -> None:
     """out [outer, size, inner] = x [outer, inner] of every rank; int32, contiguous, `inner` a multiple of 4."""
-    num, dependent, place = x.numel(), takes_part(x.device), workspace.place_of(x)
-    block = 256 if num <= 256 * PROGRAMS.slots else 2048
-    gather_kernel[(PROGRAMS.slots,)](
-        x, out, workspace.table, workspace.counters[0], num, inner, workspace.rank, workspace.layout.flags(0),
+    num, place = x.numel(), workspace.place_of(x)
+    channel = place.channel
+    dependent = not channel and takes_part(x.device)
+    programs = PROGRAMS.data if channel else PROGRAMS.slots
+    block = 256 if num <= 256 * programs else 2048
+    gather_kernel[(programs,)](
+        x, out, workspace.table, workspace.counters[channel], num, inner, workspace.rank, workspace.layout.flags(channel),
         place.at, place.other_at,
-        SIZE=workspace.layout.size, BLOCK=block, PHASES=phases, DEPENDENT=dependent,
+        SIZE=workspace.layout.size, BLOCK=block, MEETINGS=channel + 1, PHASES=phases, DEPENDENT=dependent,
         num_warps=max(1, min(16, block // 128)), **options(dependent),
     )  # fmt: skip
 
