@@ -6,7 +6,9 @@ Each phase of a kernel is run for every rank before the next one, as if the rank
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -48,8 +50,9 @@ def one_shot() -> None:
         assert all(space.counters[0][:PROGRAMS].eq(4).all() and space.counters[1].eq(0).all() for space in spaces)
 
 
-def large_one_shot() -> None:
-    for size, shape in ((2, (3, 8)), (4, (33, 264))):
+def over_data(launch: Callable[..., None], phases: tuple[int, ...]) -> None:
+    """A collective that meets twice over the place of large operands."""
+    for size, shape in ((2, (3, 8)), (4, (5, 1000)), (8, (33, 264))):
         spaces = workspaces(Layout(size, 0, LAYOUT_BYTES))
         for turn in range(3):
             x = operands(size, *shape)
@@ -57,8 +60,8 @@ def large_one_shot() -> None:
             if turn == 2:
                 rooms = [space.room(shape, x[0].dtype, space.layout.data) for space in spaces]
                 given = [room.copy_(each) for room, each in zip(rooms, x, strict=True)]
-            for phase, (space, mine, out) in product((1, 4), list(zip(spaces, given, outs, strict=True))):
-                launch_one_shot(space, mine, out, space.place_of(mine), phase)
+            for phase, (space, mine, out) in product(phases, list(zip(spaces, given, outs, strict=True))):
+                launch(space, mine, out, space.place_of(mine), phase)
             assert all(torch.equal(out, sum_of_ranks(torch.stack(x))) for out in outs), (size, shape, turn)
         assert all(space.counters[1][:PROGRAMS].eq(6).all() and space.counters[0].eq(0).all() for space in spaces)
 
@@ -73,21 +76,6 @@ def gather() -> None:
             for phase, (space, mine, out) in product((1, 4), list(zip(spaces, x, outs, strict=True))):
                 launch_gather(space, mine.view(-1).view(torch.int32), out.view(-1).view(torch.int32), inner, phase)
             assert all(torch.equal(out, right) for out in outs), (size, shape, dim)
-
-
-def two_shot() -> None:
-    for size, shape in ((2, (3, 8)), (4, (5, 1000)), (8, (33, 264))):
-        spaces = workspaces(Layout(size, 0, LAYOUT_BYTES))
-        for turn in range(3):
-            x = operands(size, *shape)
-            given, outs = list(x), [torch.full_like(each, torch.nan) for each in x]
-            if turn == 2:
-                rooms = [space.room(shape, x[0].dtype, space.layout.data) for space in spaces]
-                given = [room.copy_(each) for room, each in zip(rooms, x, strict=True)]
-            for phase, (space, mine, out) in product((1, 4, 8), list(zip(spaces, given, outs, strict=True))):
-                launch_two_shot(space, mine, out, space.data_of(mine), phase)
-            assert all(torch.equal(out, sum_of_ranks(torch.stack(x))) for out in outs), (size, shape, turn)
-        assert all(space.counters[1][:PROGRAMS].eq(6).all() for space in spaces)
 
 
 def norm() -> None:
@@ -135,7 +123,13 @@ def compare(out: Normed, right: Normed, quant: Quant | None) -> None:
         assert torch.equal(out.q.to(q.dtype).view(torch.uint8), q.view(torch.uint8))
 
 
-CHECKS = {"one_shot": one_shot, "large_one_shot": large_one_shot, "gather": gather, "two_shot": two_shot, "norm": norm}
+CHECKS = {
+    "one_shot": one_shot,
+    "large one_shot": partial(over_data, launch_one_shot, (1, 4)),
+    "two_shot": partial(over_data, launch_two_shot, (1, 4, 8)),
+    "gather": gather,
+    "norm": norm,
+}
 
 if __name__ == "__main__":
     symmetric_norm.PROGRAMS = symmetric_reduce.PROGRAMS = Programs(PROGRAMS, PROGRAMS)

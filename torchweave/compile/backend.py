@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
+from torchweave.collector import uncollected
 from torchweave.compile.assumptions import size_range
 from torchweave.compile.build import build_pieces
 from torchweave.compile.cache import CompileCache
 from torchweave.compile.capture import capture
-from torchweave.compile.collector import collector_waits
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.manager import PassManager
@@ -60,7 +60,7 @@ def weave(
         report.event("compile_after_ready", what=type(module).__name__)
     device = next(iter(inputs.values())).device
     table = table_for(device, cache, report)
-    with collector_waits():
+    with uncollected():
         with turn():
             graph = _captured(module, inputs, dynamic, config, cache, report)
         cut_to_stage(graph)

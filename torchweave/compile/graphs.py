@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchweave.compile.collector import collector_waits
+from torchweave.collector import uncollected
 from torchweave.compile.errors import InvariantError
 from torchweave.compile.forward import Boundary, Forward
 
@@ -76,7 +76,7 @@ class GraphPool:
         stream.wait_stream(current)
         try:
             with (
-                collector_waits(),
+                uncollected(),
                 torch.cuda.device(self.device),
                 torch.cuda.stream(stream),
                 warnings.catch_warnings(),
