@@ -10,8 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.compile.test_kernel_orders import Hopper
 from tests.ops.collective_cases import Mirror, mirrored
+from tests.ops.hopper import Hopper
 from tests.ops.symmetric_cases import workspaces
 from torchweave.compile.ahead import KernelsAhead, jobs_of
 from torchweave.compile.kernel_orders import Order, orders
@@ -26,7 +26,7 @@ from torchweave.ops.symmetric import Layout
 
 BF16, D, VOCAB = torch.bfloat16, 1024, 512
 ROW = LinearConfig("row", 4, 1024, 4, 4)
-RANGES = Ranges(slots=64 * 1024, one_shot=256 * 1024, norm=128 * 1024, two_shot=1 << 20)
+RANGES = Ranges(slots=64 * 1024, gather=64 * 1024, one_shot=256 * 1024, norm=128 * 1024, two_shot=1 << 20)
 ops = torch.ops.torchweave
 
 
