@@ -9,7 +9,7 @@ from torchweave.distributed import link as links
 from torchweave.distributed.crew import Crew
 from torchweave.distributed.follow import Follower
 from torchweave.distributed.link import Link
-from torchweave.distributed.local import start_local
+from torchweave.distributed.local import WaitingRanks
 
 WORK = "tests.distributed.light:work"
 
@@ -31,7 +31,7 @@ def work(link: Link, task: str) -> None:
 
 
 if __name__ == "__main__":
-    members = start_local(WORK, ["hang"])
+    members = WaitingRanks(WORK).give(["hang"])
     crew = Crew(members, rank_timeout=60.0)
     crew.wait_until_built()
     crew.send(links.STEP)

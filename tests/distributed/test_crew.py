@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from tests.distributed.light import WORK
 from torchweave.distributed import link as links
 from torchweave.distributed.crew import Crew, RankFailure
-from torchweave.distributed.local import LocalMember, WaitingRanks, start_local
+from torchweave.distributed.local import LocalMember, WaitingRanks
 from torchweave.distributed.world import World
 from torchweave.engine.lead import Lead
 
@@ -28,7 +28,7 @@ LIMIT = 10.0
 @contextmanager
 def crew_of(*tasks: str, rank_timeout: float = 30.0) -> Iterator[tuple[Crew, list[int]]]:
     """A crew, and the process of each member."""
-    members = start_local(WORK, tasks)
+    members = WaitingRanks(WORK).give(tasks)
     crew = Crew(members, rank_timeout)
     try:
         yield crew, [process_of(member) for member in members]

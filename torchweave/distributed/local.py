@@ -100,11 +100,6 @@ class WaitingRanks:
             raise
 
 
-def start_local(function: str, tasks: Sequence[Any]) -> list[LocalMember]:
-    """Start a process for each of `tasks`, of ranks 1, 2, ...; each calls `function` (`module:name`) with its link and task."""
-    return WaitingRanks(function).give(tasks)
-
-
 def _start(rank: int, function: str, gpu: int | None) -> LocalMember:
     ours, theirs = Pipe()
     code = _START.format(path=sys.path, fd=theirs.fileno(), function=function, gpu=gpu)
