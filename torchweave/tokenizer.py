@@ -44,6 +44,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._lengths: dict[tuple[int, bool], int] = {}  # of the texts of single tokens, in characters
 
     @classmethod
     def find(cls, folder: Path | None) -> Tokenizer | None:
@@ -78,6 +79,16 @@ class Tokenizer:
         return self.hugging_face.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    def length(self, ids: Sequence[int], skip_special_tokens: bool) -> int:
+        """Characters of the text of token ids."""
+        if len(ids) != 1:
+            return len(self.decode(ids, skip_special_tokens)) if ids else 0
+        key = ids[0], skip_special_tokens
+        found = self._lengths.get(key)
+        if found is None:
+            found = self._lengths[key] = len(self.decode(ids, skip_special_tokens))
+        return found
 
     @functools.cached_property
     def _backend(self) -> Any | None:
@@ -165,9 +176,10 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        self._length = functools.partial(tokenizer.length, skip_special_tokens=skip_special_tokens)
         self._window = list(prompt_ids[-self._CONTEXT :])
         self._settled = len(self._window)  # ids of the window whose text was given out and is certain
-        self._given = len(self._decode(self._window)) if self._window else 0  # characters of the window's text
+        self._given = self._length(self._window)  # characters of the window's text
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; empty while a character is still in the making."""
@@ -191,5 +203,5 @@ class TextStream:
         begin = self._settled if new or len(self._window) > _LONGEST_WINDOW else 0
         self._window = self._window[begin:]
         self._settled = len(self._window)
-        self._given = len(self._decode(self._window)) if self._window else 0
+        self._given = self._length(self._window)
         return new

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
@@ -12,27 +11,32 @@ import pytest
 from torchweave.serving.answers import Delta, Run
 from torchweave.serving.delivery import answer_stream, answer_whole
 from torchweave.serving.errors import ApiError
+from torchweave.serving.events import event
+from torchweave.serving.replies import ChatReply, CompletionReply
 
 
 class SlowRun:
     """Says one thing, and then nothing for ever."""
 
     closed = False
+    began = False
 
-    async def deltas(self) -> AsyncIterator[list[Delta]]:
-        yield [Delta(0, "a", [1], None, [])]
-        await asyncio.sleep(60)
+    async def next(self) -> list[Delta]:
+        if self.began:
+            await asyncio.sleep(60)
+        self.began = True
+        return [Delta(0, "a", [1], None, [])]
 
     async def whole(self) -> list[Delta]:
-        return [delta async for deltas in self.deltas() for delta in deltas]
+        return [*await self.next(), *await self.next()]
 
     def close(self) -> None:
         self.closed = True
 
 
 class PlainReply:
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        return [{"text": delta.text}]
+    def events(self, delta: Delta) -> bytes:
+        return event({"text": delta.text})
 
     def last_chunk(self) -> dict[str, Any]:
         return {"last": True}
@@ -86,3 +90,27 @@ def test_E1_who_leaves_ends_the_run() -> None:
     assert stream(run, 0, leaves) == ['{"text":"a"}'] and run.closed
     run = SlowRun()
     assert asyncio.run(answer_whole(cast(Run, run), PlainReply(), leaves, 0)).status_code == 499 and run.closed
+
+
+def test_E1_events_with_text_alone_are_like_all_others() -> None:
+    """They are written once with a gap for the text, which may hold anything."""
+    run = cast(Run, SlowRun())
+    completion = CompletionReply(
+        run, "a \0 model", None, logprobs=False, echoes=None, scores=False, num_drawn=2, num_kept=2
+    )
+    chat = ChatReply(
+        run, "m", None, num_top=None, scores=False, parser=None, first_call_only=False, calls_end=False, new_id=str
+    )
+    for reply in (completion, chat):
+        for index in (0, 1):
+            reply.events(Delta(index, "the first one may be another", [1], None, []))
+            for text in ("b", 'a "quote"\n', "\0text\0", "ü\u2028"):
+                short = body_of(reply.events(Delta(index, text, [1], None, [])))
+                last = body_of(reply.events(Delta(index, text, [1], "stop", [])))
+                assert short["choices"][0].pop("finish_reason") is None
+                assert last["choices"][0].pop("finish_reason") == "stop" and short == last
+
+
+def body_of(event: bytes) -> dict[str, Any]:
+    assert event.startswith(b"data: ") and event.endswith(b"\n\n") and event.count(b"\n\n") == 1
+    return json.loads(event[len(b"data: ") :])

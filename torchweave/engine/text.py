@@ -67,7 +67,8 @@ class Answer:
         self._logprobs: list[TokenLogprobs] = []
         self._shown = 0  # characters that `take` has returned
         self._taken = 0  # tokens that `take` has returned
-        self._hold = max((len(text) for text in params.stop_strings), default=1) - 1
+        self._stops = params.stop_strings
+        self._hold = max((len(text) for text in self._stops), default=1) - 1
 
     @property
     def finished(self) -> bool:
@@ -79,8 +80,8 @@ class Answer:
         """Take in new tokens. Returns True when a stop string ended the answer, so that the engine can be told."""
         if self.finished:
             return False
-        ids = [int(token) for token in token_ids]
-        self._logprobs.extend(logprobs)
+        ids = list(map(int, token_ids))
+        self._logprobs += logprobs
         silent = reason == "stop" and not self._params.include_stop_str_in_output  # a stop token is no text
         if self._detokenizer is not None and self._read(ids[:-1] if silent else ids):
             return True
@@ -95,18 +96,20 @@ class Answer:
     def _read(self, ids: list[int]) -> bool:
         """Add the text of `ids`; one by one where a stop string may end it, so that the tokens end there too."""
         assert self._detokenizer is not None
-        size = 1 if self._params.stop_strings else max(len(ids), 1)
-        for at in range(0, len(ids), size):
+        if not self._stops:
+            self.text += self._detokenizer.feed(ids)
+            return False
+        for at in range(len(ids)):
             start = max(len(self.text) - self._hold, 0)
-            self.text += self._detokenizer.feed(ids[at : at + size])
+            self.text += self._detokenizer.feed(ids[at : at + 1])
             if self._cut(start):
-                self.token_ids += ids[: at + size]
+                self.token_ids += ids[: at + 1]
                 return True
         return False
 
     def _cut(self, start: int) -> bool:
         """End the text at the first stop string found from `start` on: before it, or behind it where that is asked for."""
-        found = [(at, text) for text in self._params.stop_strings if (at := self.text.find(text, start)) >= 0]
+        found = [(at, text) for text in self._stops if (at := self.text.find(text, start)) >= 0]
         if not found:
             return False
         at, text = min(found, key=lambda each: (each[0], len(each[1])))

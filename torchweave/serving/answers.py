@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from torchweave.engine.request import SamplingParams, TokenLogprobs
+from torchweave.engine.responses import Response
 from torchweave.engine.text import Answer
 from torchweave.serving.flight import Flight
 from torchweave.serving.text import Codec
@@ -80,32 +81,36 @@ class Run:
         self._num_answers += 1
         return Growing(self._num_answers - 1, Answer(self._params, text, index))
 
-    async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """What is new, whenever something is, until all answers have ended.
+    async def next(self) -> list[Delta]:
+        """What is new, as soon as something is; nothing once all answers have ended.
 
         Raises:
             EngineGone: the engine ended before them.
             RequestFailed: one failed alone.
         """
-        async for responses in self.flight.responses():
-            told: dict[int, Growing] = {}
-            for response in responses:
-                output, answers = response.output, self._growing[response.id]
+        while responses := await self.flight.mail():
+            if found := self._read(responses):
+                return found
+        return []
+
+    def _read(self, responses: Sequence[Response]) -> list[Delta]:
+        told: dict[int, Growing] = {}
+        for response in responses:
+            output, answers = response.output, self._growing[response.id]
+            if output.prompt_logprobs:
                 answers[0].answer.prompt_logprobs += output.prompt_logprobs
-                for growing, said in zip(answers, output.beams or (output,), strict=False):
-                    if growing.add(said.token_ids.tolist(), said.finish_reason, said.logprobs):
-                        self.flight.stop(response.id)
-                    told[growing.index] = growing
-                if response.final:
-                    self._finished()
-            found = [growing.take() for growing in told.values() if not growing.told]
-            if found:
-                yield found
+            for growing, said in zip(answers, output.beams or (output,), strict=False):
+                if growing.add(said.token_ids.tolist(), said.finish_reason, said.logprobs):
+                    self.flight.stop(response.id)
+                told[growing.index] = growing
+            if response.final:
+                self._finished()
+        return [growing.take() for growing in told.values() if not growing.told]
 
     async def whole(self) -> list[Delta]:
         """The answers when all have ended, in their order."""
         parts: list[list[Delta]] = [[] for _ in range(self._num_answers)]
-        async for found in self.deltas():
+        while found := await self.next():
             for delta in found:
                 parts[delta.index].append(delta)
         return [_joined(index, deltas) for index, deltas in enumerate(parts)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -11,9 +11,11 @@ from fastapi.responses import Response
 
 from torchweave.serving.answers import Delta, Run
 from torchweave.serving.errors import ApiError, api_error
+from torchweave.serving.events import event
 
 Value = TypeVar("Value")
 Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
 _GONE = 499  # nginx's status for a client that left; nobody reads it but logs and metrics
 _DONE = b"data: [DONE]\n\n"
 
@@ -21,8 +23,8 @@ _DONE = b"data: [DONE]\n\n"
 class Reply(Protocol):
     """Turns the answers to one request into the bodies of its response."""
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """Events of a stream for what is new of an answer."""
+    def events(self, delta: Delta) -> bytes:
+        """Events of a stream for what is new of an answer; empty where there is nothing to tell."""
         ...
 
     def last_chunk(self) -> dict[str, Any]:
@@ -54,24 +56,27 @@ async def answer_whole(run: Run, reply: Reply, receive: Receive, seconds: float)
 
 def answer_stream(run: Run, reply: Reply, seconds: float, with_usage: bool) -> Response:
     """The answers as server-sent events, each as soon as it is there."""
-    return EventStream(_events(run, reply, seconds, with_usage), run.close)
+    return EventStream(run, reply, seconds, with_usage)
 
 
 class EventStream(Response):
-    """Server-sent events. `close` is called when the last one was sent, or the client has left."""
+    """Answers as server-sent events. The run is closed when the last one was sent, or the client has left.
+
+    A server of small models sends tens of thousands of events a second, so that nothing stands between an answer's token and its
+    bytes but the calls that make the one of the other.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+    def __init__(self, run: Run, reply: Reply, seconds: float, with_usage: bool) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
-        self._close = close
+        self._run, self._reply, self._seconds, self._with_usage = run, reply, seconds, with_usage
 
-    async def __call__(self, scope: Any, receive: Receive, send: Callable[[Any], Awaitable[None]]) -> None:
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         async def pump() -> bool:
-            async for events in self._events:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
+            last = await self._send_answers(send)
+            await send({"type": "http.response.body", "body": last + _DONE, "more_body": True})
             return True
 
         try:
@@ -79,26 +84,22 @@ class EventStream(Response):
             if await _while_heard(pump(), receive):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._close()
+            self._run.close()
 
-
-async def _events(run: Run, reply: Reply, seconds: float, with_usage: bool) -> AsyncIterator[bytes]:
-    """The bytes of all events; a fault on the way is an event too, since the status has been sent."""
-    try:
-        async with asyncio.timeout(seconds or None):
-            async for deltas in run.deltas():
-                events = [_event(chunk) for delta in deltas for chunk in reply.chunks(delta)]
-                if events:
-                    yield b"".join(events)
-        yield (_event(reply.last_chunk()) if with_usage else b"") + _DONE
-    except TimeoutError:
-        yield _event(_too_slow(seconds).body) + _DONE
-    except Exception as error:
-        yield _event(api_error(error).body) + _DONE
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+    async def _send_answers(self, send: Send) -> bytes:
+        """Returns the last event; a fault on the way is one too, since the status has been sent."""
+        run, events = self._run, self._reply.events
+        try:
+            async with asyncio.timeout(self._seconds or None):
+                while deltas := await run.next():
+                    body = events(deltas[0]) if len(deltas) == 1 else b"".join(map(events, deltas))
+                    if body:
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+            return event(self._reply.last_chunk()) if self._with_usage else b""
+        except TimeoutError:
+            return event(_too_slow(self._seconds).body)
+        except Exception as error:
+            return event(api_error(error).body)
 
 
 async def _in_time(work: Coroutine[Any, Any, Value], seconds: float) -> Value:

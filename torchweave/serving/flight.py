@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -46,7 +46,7 @@ class Flight:
         self._refusal = ""
         self._gone = ""  # why the engine is gone
         self._mail: list[Response] = []
-        self._arrived = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None
 
     def submit(
         self, prompt: np.ndarray, params: SamplingParams, streaming: bool, priority: int = 0, cache_salt: str = ""
@@ -75,24 +75,22 @@ class Flight:
         if self._refusal:
             raise ValueError(self._refusal)
 
-    async def responses(self) -> AsyncIterator[list[Response]]:
-        """All that came since the last time, whenever something did, until every request had its final response.
+    async def mail(self) -> list[Response]:
+        """All that came since the last time, as soon as something has; nothing once every request had its final response.
 
         Raises:
             EngineGone: the engine failed or was ended.
             RequestFailed: a request failed alone.
         """
-        while self._open or self._mail:
-            if not self._mail:
-                await self._wait()
-            mail, self._mail = self._mail, []
-            for response in mail:
-                if response.final:
-                    self._open.discard(response.id)
-                if response.error:
-                    raise EngineGone(response.error) if self._gone else RequestFailed(response.error)
-            if mail:
-                yield mail
+        while self._open and not self._mail:
+            await self._wait()
+        mail, self._mail = self._mail, []
+        for response in mail:
+            if response.final:
+                self._open.discard(response.id)
+            if response.error:
+                raise EngineGone(response.error) if self._gone else RequestFailed(response.error)
+        return mail
 
     def stop(self, request_id: int) -> None:
         """Stop one request; its final response still comes."""
@@ -105,8 +103,12 @@ class Flight:
         self._open.clear()
 
     async def _wait(self) -> None:
-        self._arrived.clear()
-        await self._arrived.wait()
+        self._waiting = asyncio.get_running_loop().create_future()  # an asyncio.Event takes three times as long
+        await self._waiting
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     # -- called by the client ------------------------------------------------------------------------------------------
 
@@ -116,7 +118,7 @@ class Flight:
         if refusal:
             self._open.discard(request_id)
             self._refusal = refusal
-        self._arrived.set()
+        self._wake()
 
     def hear(self, response: Response, gone: bool) -> None:
         """A response; `gone`: an error in it is that of the engine, which ends."""
@@ -124,7 +126,7 @@ class Flight:
             self._gone = response.error
         if response.id in self._open:
             self._mail.append(response)
-        self._arrived.set()
+        self._wake()
 
     def __enter__(self) -> Flight:
         return self

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchweave.serving.answers import Delta, Run
+from torchweave.serving.events import TextEvents, event
 from torchweave.serving.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from torchweave.serving.text import Codec
 from torchweave.serving.tools import Arguments, Call, CallParser, Piece, Text
@@ -48,9 +49,16 @@ class CompletionReply:
         self._echoes = echoes
         self._num_drawn, self._num_kept = num_drawn, num_kept
         self._lengths: dict[int, int] = {}  # characters of each answer that were told, the echo included
+        self._only_text = not logprobs and echoes is None and not scores
+        self._texts = TextEvents(lambda index, text: self._chunk(Delta(index, text, [], None, [])))
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        return [{**self._head, "choices": [self._choice(delta, delta.index)]}]
+    def events(self, delta: Delta) -> bytes:
+        if self._only_text and delta.finish_reason is None:
+            return self._texts.of(delta.index, delta.text)
+        return event(self._chunk(delta))
+
+    def _chunk(self, delta: Delta) -> dict[str, Any]:
+        return {**self._head, "choices": [self._choice(delta, delta.index)]}
 
     def last_chunk(self) -> dict[str, Any]:
         return {**self._head, "choices": [], "usage": usage(self._run)}
@@ -124,8 +132,15 @@ class ChatReply:
         self._parsers: dict[int, CallParser] = {}
         self._called: set[int] = set()  # answers with a call
         self._begun: set[int] = set()
+        self._texts = TextEvents(lambda index, text: self._chunk(index, {"content": text}))
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+    def events(self, delta: Delta) -> bytes:
+        only_text = self._parser is None and self._num_top is None
+        if only_text and delta.text and delta.finish_reason is None and delta.index in self._begun:
+            return self._texts.of(delta.index, delta.text)
+        return b"".join(map(event, self._chunks(delta)))
+
+    def _chunks(self, delta: Delta) -> list[dict[str, Any]]:
         found = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)

@@ -1,0 +1,35 @@
+"""Server-sent events: a JSON body each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+_encode = msgspec.json.encode
+_MARK = "\0text\0"
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One event."""
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+class TextEvents:
+    """Events that differ in an answer's text alone: written once, with a gap for the text.
+
+    Args:
+        body: of the event for an answer (by its number) and a text.
+    """
+
+    def __init__(self, body: Callable[[int, str], dict[str, Any]]) -> None:
+        self._body = body
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # by answer: what stands before and behind its text
+
+    def of(self, index: int, text: str) -> bytes:
+        around = self._around.get(index)
+        if around is None:
+            before, _, behind = event(self._body(index, _MARK)).partition(_encode(_MARK))
+            around = self._around[index] = before, behind
+        return around[0] + _encode(text) + around[1]
