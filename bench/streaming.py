@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave import collector
 from torchweave.config import EngineConfig, ServerConfig
 from torchweave.serving import wire
@@ -30,6 +29,7 @@ from torchweave.serving.app import create_app
 from torchweave.serving.engine_client import EngineClient
 from torchweave.serving.replicas import Replicas
 
+ROOT = Path(__file__).parents[1]
 TOKENS = np.arange(20, 100, dtype=np.int32)  # of the demo model's, with a text each
 CLIENT = """
 import selectors, socket, sys
