@@ -42,6 +42,20 @@ def test_experts_of_each_kind_are_run_once(name: str) -> None:
     assert all(x.shape[0] == 5 and index.shape == (5, 2) for x, index, *_ in experts)
 
 
+def test_the_stand_in_runs_beside_who_traces_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.fx catches calls of every module while it traces, those of other threads too."""
+    module = load("demo", load_format="dummy", quantization="fp8").module
+    stand_in = StandIn(module, module.attention_layers, module.vocab_size, torch.float32)
+    assert stand_in._fp8
+
+    def caught(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        raise NameError("module is not installed as a submodule")
+
+    monkeypatch.setattr(torch.nn.Module, "__call__", caught)
+    ids = torch.zeros(5, dtype=torch.int64)
+    assert stand_in(lambda op, args, kwargs: None, ids, ids, ids[:2]).shape == (2, module.vocab_size)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8, 32])
 def test_no_step_needs_an_attention_kernel_that_was_not_built_ahead(
     kv_heads: int, monkeypatch: pytest.MonkeyPatch

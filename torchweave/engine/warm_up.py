@@ -54,7 +54,8 @@ class StandIn:
         ids, _, index = inputs
         tokens, device = ids.shape[0], ids.device
         for quantized in self._fp8:
-            quantized(torch.zeros(tokens, quantized.in_features, dtype=self._dtype, device=device))
+            # Not by calling the module: whoever traces a graph in another thread catches calls of all modules.
+            quantized.forward(torch.zeros(tokens, quantized.in_features, dtype=self._dtype, device=device))
         launch_samples(self._module, tokens)
         for layer, number in self._layers.items():
             q, k, v = (
