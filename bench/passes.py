@@ -3,8 +3,9 @@
     python bench/passes.py --model shape:llama-1b --json bench/results/passes_llama-1b_h100_202611.json [--batch_sizes 1 8] [--fx]
 
 The first engine is the stack as it starts by default; then it is built again without each pass that found something, without any
-pass, and (`--fx`) without Inductor, with the passes and without. Weights are random, decoding is greedy, prompts have 128
-tokens: the protocol of `torchweave bench latency`, whose own code measures. A ratio above 1 is what the pass saves.
+pass, and (`--fx`) without Inductor, with the passes and without; or (`--passes`) without each of a few alone. Weights are random,
+decoding is greedy, prompts have 128 tokens: the protocol of `torchweave bench latency`, whose own code measures. A ratio above 1
+is what the pass saves.
 """
 
 from __future__ import annotations
@@ -46,9 +47,14 @@ def measure(config: EngineConfig, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def variants(every: TorchCompileConfig, found: dict[str, int], fx: bool) -> dict[str, TorchCompileConfig]:
+def variants(
+    every: TorchCompileConfig, found: dict[str, int], only: list[str] | None, fx: bool
+) -> dict[str, TorchCompileConfig]:
     """The engines beside the first: name -> what differs."""
-    without = {f"without {name}": replace(every, disabled_passes=(name,)) for name, count in found.items() if count}
+    asked = {name: count for name, count in found.items() if only is None or name in only}
+    without = {f"without {name}": replace(every, disabled_passes=(name,)) for name, count in asked.items() if count}
+    if only is not None:
+        return without
     none = replace(every, disabled_passes=tuple(found))
     chosen = {**without, "without any pass": none}
     if fx:
@@ -75,6 +81,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write every measurement; the table goes beside it")
     parser.add_argument("--batch_sizes", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--output_len", type=int, default=128)
+    parser.add_argument("--passes", nargs="+", help="leave out these alone, one at a time")
+    parser.add_argument("--quantization", help="of the engines, fp8 for instance")
     parser.add_argument("--fx", action="store_true", help="also without Inductor")
     parser.add_argument("--tensor_parallel_size", type=int, default=1)
     parser.add_argument("--num_kv_blocks", type=int, help="fixed, so that engines do not differ in it")
@@ -88,19 +96,21 @@ def main() -> None:
         num_kv_blocks=arguments.num_kv_blocks,
         tensor_parallel_size=arguments.tensor_parallel_size,
         enable_prefix_caching=False,
+        quantization=arguments.quantization,
         torch_compile_config=every,
     )
+    title = " ".join(filter(None, (arguments.model, arguments.quantization)))
     results = {"as by default": measure(config, sizes)}
-    for name, changed in variants(every, results["as by default"]["matches"], arguments.fx).items():
+    for name, changed in variants(every, results["as by default"]["matches"], arguments.passes, arguments.fx).items():
         results[name] = measure(replace(config, torch_compile_config=changed), sizes)
         print(f"{name}: {results[name]['ms']}", file=sys.stderr, flush=True)
     print(table(results))
     if arguments.json:
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
-        facts = {**environment(device), "command": "python " + " ".join(sys.argv), "model": arguments.model}
+        facts = {**environment(device), "command": "python " + " ".join(sys.argv), "model": title}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps({"environment": facts, "results": results}, indent=1) + "\n")
-        arguments.json.with_suffix(".md").write_text(f"# {arguments.model}, {facts['device']}\n\n{table(results)}\n")
+        arguments.json.with_suffix(".md").write_text(f"# {title}, {facts['device']}\n\n{table(results)}\n")
 
 
 if __name__ == "__main__":
