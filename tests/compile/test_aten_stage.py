@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+import torchweave.compile.lower as lower_module
 from tests.compile.test_fusion import FUSION, alone, first
 from tests.compile.toy import BOUNDARY, DYNAMIC, SIZES, example, step, toy
 from torchweave.compile import weave
@@ -244,12 +245,29 @@ def test_V8_ranges_come_from_the_cache_without_lowering(tmp_path: Path, monkeypa
     fusion = Fusion("scaled_add", alone, first, token_range=(None, 7))
     report = Report(show=False)
     woven_small(TorchCompileConfig(), report, CompileCache(tmp_path / "cache", report), passes=[fusion])
-    monkeypatch.setattr("torchweave.compile.build.lower", None)
+    monkeypatch.setattr("torchweave.compile.build.lowering", None)
     warm = Report(show=False)
     woven = woven_small(TorchCompileConfig(), warm, CompileCache(tmp_path / "cache", warm), passes=[fusion])
     assert [each["tokens"] for each in matched(warm)] == [each["tokens"] for each in matched(report)] == [[1, 7]]
     assert warm.select("piece")[0]["variants"][0]["built"] == "cache"
     for tokens in (1, 7, 8):
+        x = torch.randn(tokens, 8)
+        torch.testing.assert_close(woven(call_as_is, x), _small(x))
+
+
+def test_V9_a_piece_is_traced_once_whatever_its_ranges_and_they_share_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced, trace_once = [], lower_module.trace
+
+    def trace(*args: Any) -> fx.GraphModule:
+        traced.append(trace_once(*args))
+        return traced[-1]
+
+    monkeypatch.setattr("torchweave.compile.lower.trace", trace)
+    fusion, report = Fusion("scaled_add", alone, first, token_range=(None, 7)), Report(show=False)
+    woven = woven_small(FX, report, passes=[fusion])
+    assert report.select("piece")[0]["variants"][0]["tokens"] == [1, 7]
+    assert len(traced) == 1
+    for tokens in (7, 8):
         x = torch.randn(tokens, 8)
         torch.testing.assert_close(woven(call_as_is, x), _small(x))
 

@@ -16,7 +16,7 @@ from torchweave.compile.capture import capture
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.manager import PassManager
-from torchweave.compile.pieces import wake_inductor
+from torchweave.compile.pieces import inductor_waking
 from torchweave.compile.ranks import num_ranks, tell_exchanges
 from torchweave.compile.split import Piece, describe, split
 from torchweave.compile.stages import cut_to_stage
@@ -91,9 +91,9 @@ def _captured(
     graph = stored.load() if stored is not None else None
     source = "dynamo" if graph is None else "cache"
     if graph is None:
-        if config.enable_inductor:
-            wake_inductor(next(iter(inputs.values())).device)
-        graph = capture(module, inputs, dynamic, config.dynamic_shapes, report)
+        device = next(iter(inputs.values())).device
+        with inductor_waking(device) if config.enable_inductor else nullcontext():
+            graph = capture(module, inputs, dynamic, config.dynamic_shapes, report)
         if stored is not None:
             stored.store(graph)
     report.event("capture", seconds=time.monotonic() - begin, operations=graph.num_calls(), source=source)

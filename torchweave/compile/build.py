@@ -18,7 +18,7 @@ from torchweave.compile.ahead import KernelsAhead
 from torchweave.compile.cache import CompileCache
 from torchweave.compile.dump import graph_text
 from torchweave.compile.graph import CapturedGraph
-from torchweave.compile.lower import NotLowered, lower
+from torchweave.compile.lower import NotLowered, lower, lowering
 from torchweave.compile.passes.aten.reinplace import Reinplace
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.identity import stage_factors
@@ -119,7 +119,13 @@ class PieceBuilder:
         """The piece by ranges of the token count, lowest first, the last one open; one when no pass divides them."""
         ranges, factors = token_ranges(self.passes), stage_factors(self.passes)
         if len(ranges) == 1 or self.tokens is None:
-            return [Variant(1, None, self._stored(piece, lambda: self._rewrite(piece, self.passes), factors))]
+            return [
+                Variant(
+                    1,
+                    None,
+                    self._stored(piece, lambda: self._rewrite(piece, self.passes, lambda: lower(piece)), factors),
+                )
+            ]
         found = functools.cache(lambda: self._joined(piece, ranges))  # not at a start that only loads
         whole = self._stored(piece, lambda: found()[-1], factors)
         narrow = [
@@ -132,8 +138,9 @@ class PieceBuilder:
         """What the piece becomes in each range; ranges in which it becomes the same are one."""
         spans: list[TokenSpan] = []
         found: list[Rewritten] = []
+        lowered = functools.cache(lambda: lowering(piece))
         for low, high in ranges:
-            rewritten = self._rewrite(piece, within(self.passes, low, high))
+            rewritten = self._rewrite(piece, within(self.passes, low, high), lambda: lowered()())
             if found and _same(found[-1].piece, rewritten.piece):
                 spans[-1] = (spans[-1][0], high)
             else:
@@ -158,7 +165,8 @@ class PieceBuilder:
         passes, sizes = within(self.passes, size, size), {self.tokens: size}
         factors = {**stage_factors(passes), "token_count": size, "tuned_by_inductor": True}
         try:
-            made = self._stored(piece, lambda: self._rewrite(piece, passes, sizes).at(size, size), factors, tune=True)
+            fixed = lambda: self._rewrite(piece, passes, lambda: lower(piece, sizes), sizes).at(size, size)  # noqa: E731
+            made = self._stored(piece, fixed, factors, tune=True)
         except NotLowered:
             return None
         return Variant(size, size, made)
@@ -193,8 +201,18 @@ class PieceBuilder:
     def _kept(self) -> bool:
         return self.cache is not None and self.config.enable_inductor
 
-    def _rewrite(self, piece: Piece, passes: Sequence[Pass], sizes: Mapping[str, int] | None = None) -> Rewritten:
+    def _rewrite(
+        self,
+        piece: Piece,
+        passes: Sequence[Pass],
+        lowered: Callable[[], Piece],
+        sizes: Mapping[str, int] | None = None,
+    ) -> Rewritten:
         """The ATen stage: the piece lowered and rewritten, or as it is where no pass matches or it cannot be lowered.
+
+        Args:
+            lowered: the piece lowered, a graph of its own at each call.
+            sizes: that it is lowered for.
 
         Raises:
             NotLowered: sizes are to be fixed, and the piece cannot be lowered.
@@ -206,19 +224,19 @@ class PieceBuilder:
             return Rewritten(piece)
         with shapes_mode(self.config.dynamic_shapes):
             try:
-                lowered = lower(piece, sizes)
+                rewritten = lowered()
             except NotLowered as error:
                 self.report.event("lowering", piece=piece.digest, lowered=False, why=str(error))
                 if sizes:
                     raise
                 return Rewritten(piece)
-            facts = self.manager.rewrite(lowered, passes, self.report)
+            facts = self.manager.rewrite(rewritten, passes, self.report)
             if not sizes and not any(each["matches"] for each in facts):
                 return Rewritten(piece, facts)
-            facts += self.manager.rewrite(lowered, last, self.report)
+            facts += self.manager.rewrite(rewritten, last, self.report)
         name = "lowered" + "".join(f"-T{size}" for size in (sizes or {}).values())
-        self.report.artifact(f"pieces/{piece.digest}/{name}.py", lambda: graph_text(lowered.module))
-        return Rewritten(lowered, facts)
+        self.report.artifact(f"pieces/{piece.digest}/{name}.py", lambda: graph_text(rewritten.module))
+        return Rewritten(rewritten, facts)
 
     def _make(self, rewritten: Rewritten, tune: bool = False) -> BuiltPiece:
         piece = rewritten.piece

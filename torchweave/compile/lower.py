@@ -42,6 +42,15 @@ def lower(piece: Piece, sizes: Mapping[str, int] | None = None) -> Piece:
     Raises:
         NotLowered: it writes to an input that is also seen by another name, or tracing fails.
     """
+    return lowering(piece, sizes)()
+
+
+def lowering(piece: Piece, sizes: Mapping[str, int] | None = None) -> Callable[[], Piece]:
+    """What `lower` gives, a graph of its own at each call, traced once: passes of several ranges of the token count begin with it.
+
+    Raises:
+        NotLowered: as `lower`.
+    """
     _refuse_aliased_writes(piece)
     examples = [_fixed(each, sizes) for each in piece.examples()] if sizes else piece.examples()
     try:
@@ -49,7 +58,7 @@ def lower(piece: Piece, sizes: Mapping[str, int] | None = None) -> Piece:
     except Exception as error:  # tracing raises what an op's fake kernel raises
         raise NotLowered(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
     names = [str(node.target) for node in piece.module.graph.nodes if node.op == "placeholder"]
-    return replace(piece, module=_renamed(traced, names, examples))
+    return lambda: replace(piece, module=_renamed(traced, names, examples))
 
 
 def trace(function: Callable[..., Any], examples: Sequence[Any]) -> fx.GraphModule:

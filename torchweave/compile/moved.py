@@ -49,7 +49,7 @@ def moved(old: int, new: int) -> Iterator[None]:
     prepare = FxGraphCache.cache_hit_post_compile
 
     def prepare_moved(graph: Any, *rest: Any) -> Any:
-        _move(graph, old, new)
+        move(graph, old, new)
         return prepare(graph, *rest)
 
     FxGraphCache.cache_hit_post_compile = staticmethod(prepare_moved)  # type: ignore[method-assign]
@@ -59,7 +59,7 @@ def moved(old: int, new: int) -> Iterator[None]:
         FxGraphCache.cache_hit_post_compile = staticmethod(prepare)  # type: ignore[method-assign]
 
 
-def _move(graph: Any, old: int, new: int) -> None:
+def move(graph: Any, old: int, new: int) -> None:
     """A `CompiledFxGraph` that was read from bytes and not yet run: its code, its kernels, and the launchers of these."""
     code = on_device(graph.source_code, old, new)
     if graph._triton_bundle is not None:

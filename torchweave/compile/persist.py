@@ -16,12 +16,16 @@ from torch.utils import _pytree as pytree
 from torchweave.compile.cache import CODE_FOLDER
 from torchweave.compile.fakes import FakeStorages, geometry
 from torchweave.compile.flat import read_nodes, write_nodes
+from torchweave.compile.generated import dump_code, load_code
 from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size
 from torchweave.compile.moved import moved, rename_device
-from torchweave.compile.pieces import BuiltPiece, callable_of, generated_code
+from torchweave.compile.pieces import BuiltPiece, callable_of, generated_code, innermost
 from torchweave.compile.sources import SourceError, resolve
 from torchweave.compile.split import Piece
 from torchweave.compile.symbols import value
+
+_CODE = b"torchweave-code\n"
+"""Begins what is not an artifact of Inductor but its code."""
 
 
 class NotStorable(Exception):
@@ -143,11 +147,17 @@ def _bare(thing: Tensor) -> Tensor:
 
 
 def dump_piece(built: BuiltPiece) -> bytes:
-    """What Inductor made of a piece.
+    """What Inductor made of a piece: its code alone, or, where calls need what AOTAutograd has around it, its artifact.
 
     Raises:
         NotStorable: Inductor kept nothing that can be loaded again.
     """
+    inner = innermost(built.artifact)
+    if inner is not None and built.call is inner.current_callable:
+        try:
+            return _CODE + dump_code(inner)
+        except Exception as error:  # the pickler raises what it likes
+            raise NotStorable(f"{type(error).__name__}: {error}") from error
     with _scratch() as path:
         try:
             built.artifact.save(path=str(path), format="binary")
@@ -162,6 +172,9 @@ def load_piece(payload: bytes, piece: Piece, built_on: int = 0, runs_on: int = 0
     Args:
         built_on, runs_on: the GPUs' indices.
     """
+    if payload.startswith(_CODE):
+        code = load_code(payload.removeprefix(_CODE), built_on, runs_on)
+        return BuiltPiece(piece.digest, code.current_callable, "cache", 0.0, code=code.source_code)
     from torch._inductor.standalone_compile import CompiledArtifact
 
     with _scratch() as path, moved(built_on, runs_on):

@@ -85,13 +85,22 @@ def inductor_imported(wanted: bool = True) -> Iterator[None]:
         importing.result()
 
 
-def wake_inductor(device: torch.device) -> None:
-    """Start the processes in which Inductor builds kernels for a GPU. They take some seconds to be ready, and until then it builds
-    one after the other in this process."""
-    if device.type == "cuda":
-        from torch._inductor.async_compile import AsyncCompile
+@contextmanager
+def inductor_waking(device: torch.device) -> Iterator[None]:
+    """Start the processes in which Inductor builds kernels for a GPU; they are started at the end of this.
 
-        AsyncCompile.wakeup()
+    They take some seconds to be ready, and until then it builds one after the other in this process. To start them it first hashes
+    torch's source, 2500 files, which is mostly reading.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    from torch._inductor.async_compile import AsyncCompile
+
+    with ThreadPoolExecutor(1, "torchweave-waking") as pool:
+        waking = pool.submit(AsyncCompile.wakeup)
+        yield
+        waking.result()
 
 
 def build_fx(piece: Piece) -> BuiltPiece:
