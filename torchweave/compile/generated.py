@@ -59,8 +59,9 @@ def lean(code: str) -> str:
     lines = code.splitlines()
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for node in tree.body:
-        from_inductor = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch._inductor.")
-        if not from_inductor or node.lineno != node.end_lineno:
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("torch._inductor."):
+            continue
+        if node.lineno != node.end_lineno:
             continue
         names = [alias.asname or alias.name for alias in node.names]
         if used.isdisjoint(names):
