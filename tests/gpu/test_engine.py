@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import random
 from collections.abc import Iterator
@@ -166,3 +167,14 @@ def test_too_little_memory_is_said_in_one_sentence() -> None:
     with pytest.raises(ValueError, match="gpu_memory_utilization") as error:
         build(num_kv_blocks=None, gpu_memory_utilization=0.001)
     assert "GiB" in str(error.value)
+
+
+def test_the_memory_of_an_engine_is_free_for_the_next() -> None:
+    """Though it lies in cycles, and nothing is collected while an engine is built."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    with build() as llm:
+        first = torch.cuda.memory_allocated() - before
+    del llm
+    with build():
+        assert torch.cuda.memory_allocated() - before < 1.5 * first

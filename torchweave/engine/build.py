@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,6 +81,7 @@ def build(
     Raises:
         ValueError: the model or an option cannot be; the message says why and what to do.
     """
+    _collect_what_was()
     try:
         return _build(config, report, loaded, World.single() if world is None else world)
     except RuntimeError as error:
@@ -113,6 +115,13 @@ def tune(config: EngineConfig, report: Report, *, again: bool = False) -> Table:
         lambda each: weave_model(loaded.module, each, device, cache, Report(show=False)),
         compile_config, device, cache, report, again=again,
     )  # fmt: skip
+
+
+def _collect_what_was() -> None:
+    """An engine that ended in this process lies in cycles with its memory, and none are collected while the next one is built."""
+    if torch.cuda.is_initialized() and torch.cuda.memory_allocated():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _out_of_memory(error: RuntimeError) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from torchweave.engine.request import SamplingParams, TokenLogprobs
 from torchweave.engine.responses import Response
 from torchweave.engine.text import Answer
-from torchweave.serving.flight import Flight
+from torchweave.serving.flight import Flight, Mail
 from torchweave.serving.text import Codec
 
 
@@ -88,24 +88,33 @@ class Run:
             EngineGone: the engine ended before them.
             RequestFailed: one failed alone.
         """
-        while responses := await self.flight.mail():
-            if found := self._read(responses):
+        while mail := await self.flight.mail():
+            if found := self._read(mail):
                 return found
         return []
 
-    def _read(self, responses: Sequence[Response]) -> list[Delta]:
+    def _read(self, mail: Sequence[Mail]) -> list[Delta]:
         told: dict[int, Growing] = {}
-        for response in responses:
-            output, answers = response.output, self._growing[response.id]
-            if output.prompt_logprobs:
-                answers[0].answer.prompt_logprobs += output.prompt_logprobs
-            for growing, said in zip(answers, output.beams or (output,), strict=False):
-                if growing.add(said.token_ids.tolist(), said.finish_reason, said.logprobs):
-                    self.flight.stop(response.id)
+        for each in mail:
+            if isinstance(each, Response):
+                self._read_response(each, told)
+            else:
+                growing = self._growing[each[0]][0]
+                if growing.add(each[1:], None, ()):
+                    self.flight.stop(each[0])
                 told[growing.index] = growing
-            if response.final:
-                self._finished()
         return [growing.take() for growing in told.values() if not growing.told]
+
+    def _read_response(self, response: Response, told: dict[int, Growing]) -> None:
+        output, answers = response.output, self._growing[response.id]
+        if output.prompt_logprobs:
+            answers[0].answer.prompt_logprobs += output.prompt_logprobs
+        for growing, said in zip(answers, output.beams or (output,), strict=False):
+            if growing.add(said.token_ids.tolist(), said.finish_reason, said.logprobs):
+                self.flight.stop(response.id)
+            told[growing.index] = growing
+        if response.final:
+            self._finished()
 
     async def whole(self) -> list[Delta]:
         """The answers when all have ended, in their order."""

@@ -49,7 +49,7 @@ def create_app(client: Replicas, settings: ServerConfig, wait: bool = False) -> 
     app = FastAPI(title="Torchweave", version=torchweave.__version__, lifespan=lifespan, redoc_url=None)
     app.state.service = service
     add_error_handlers(app)
-    for each in (status, models, chat, completions, tokens, metrics, live):
+    for each in (chat, completions, status, models, tokens, metrics, live):  # looked for in this order
         app.include_router(each.router)
     describe(app)
     http = HttpCounts()

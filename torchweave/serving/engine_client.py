@@ -10,7 +10,7 @@ import multiprocessing
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Literal
@@ -245,6 +245,7 @@ class EngineClient:
     def _hear(self, message: msgspec.Struct) -> None:
         if isinstance(message, wire.Outputs):
             gone = message.failing or self.state != "ready"
+            self._deliver_tokens(message.new_tokens())
             for response in message.responses():
                 self._deliver(response, gone)
         elif isinstance(message, wire.Accepted):
@@ -263,6 +264,14 @@ class EngineClient:
             self._changed.set()
         elif isinstance(message, wire.Failed):
             self.failure, self.asked_too_much = message.why, message.asked
+
+    def _deliver_tokens(self, tokens: Iterable[tuple[int, int]]) -> None:
+        flights, answered = self._flights, self.traffic.answered
+        for token in tokens:
+            flight = flights.get(token[0])
+            if flight is not None:
+                answered(token[0], 1, None)
+                flight.hear(token)
 
     def _deliver(self, response: Response, gone: bool) -> None:
         flight = self._flights.get(response.id)

@@ -11,6 +11,9 @@ import numpy as np
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.responses import Response
 
+Mail = Response | tuple[int, int]
+"""What the engine says of a request: a response, or in short its number and one more token, for each stream in each step."""
+
 
 class EngineGone(RuntimeError):
     """The engine is not there: it is starting, it failed, or it was ended."""
@@ -45,7 +48,7 @@ class Flight:
         self._unheard: set[int] = set()  # of which the engine has not said whether it can run them
         self._refusal = ""
         self._gone = ""  # why the engine is gone
-        self._mail: list[Response] = []
+        self._mail: list[Mail] = []
         self._waiting: asyncio.Future[None] | None = None
 
     def submit(
@@ -75,7 +78,7 @@ class Flight:
         if self._refusal:
             raise ValueError(self._refusal)
 
-    async def mail(self) -> list[Response]:
+    async def mail(self) -> list[Mail]:
         """All that came since the last time, as soon as something has; nothing once every request had its final response.
 
         Raises:
@@ -85,11 +88,12 @@ class Flight:
         while self._open and not self._mail:
             await self._wait()
         mail, self._mail = self._mail, []
-        for response in mail:
-            if response.final:
-                self._open.discard(response.id)
-            if response.error:
-                raise EngineGone(response.error) if self._gone else RequestFailed(response.error)
+        for each in mail:
+            if isinstance(each, Response):
+                if each.final:
+                    self._open.discard(each.id)
+                if each.error:
+                    raise EngineGone(each.error) if self._gone else RequestFailed(each.error)
         return mail
 
     def stop(self, request_id: int) -> None:
@@ -120,12 +124,12 @@ class Flight:
             self._refusal = refusal
         self._wake()
 
-    def hear(self, response: Response, gone: bool) -> None:
-        """A response; `gone`: an error in it is that of the engine, which ends."""
-        if response.error and gone:
-            self._gone = response.error
-        if response.id in self._open:
-            self._mail.append(response)
+    def hear(self, mail: Mail, gone: bool = False) -> None:
+        """Something of a request; `gone`: an error in it is that of the engine, which ends."""
+        if gone and isinstance(mail, Response) and mail.error:
+            self._gone = mail.error
+        if mail[0] in self._open:
+            self._mail.append(mail)
         self._wake()
 
     def __enter__(self) -> Flight:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
 
 class Body(BaseModel):
@@ -25,7 +25,7 @@ class Body(BaseModel):
 
 
 def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def _prompt(value: Any) -> Any:
@@ -88,7 +88,9 @@ def _tool_choice(value: Any) -> Any:
 
 
 _NAMED = "()"  # behind the name of a function, so that one called `auto` is no mode
-Prompt = Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_prompt)]
+_Prompt = str | list[str] | list[int] | list[list[int]]
+Prompt = Annotated[_Prompt, PlainValidator(_prompt, json_schema_input_type=_Prompt)]
+"""Looked through once: pydantic would try a long list of tokens as each of the kinds, token by token."""
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 
 

@@ -145,10 +145,14 @@ class Outputs(msgspec.Struct, tag=True, array_like=True):
     others: list[Said]
     failing: bool = False
 
+    def new_tokens(self) -> Iterator[tuple[int, int]]:
+        """Requests with their one more token."""
+        return zip(
+            np.frombuffer(self.ids, np.uint64).tolist(), np.frombuffer(self.tokens, np.int32).tolist(), strict=True
+        )
+
     def responses(self) -> Iterator[Response]:
-        ids, tokens = np.frombuffer(self.ids, np.uint64).tolist(), np.frombuffer(self.tokens, np.int32)
-        for index, request_id in enumerate(ids):
-            yield Response(request_id, Output(tokens[index : index + 1]), False)
+        """All others."""
         for said in self.others:
             yield Response(said.id, said.output(), said.final, said.error)
 

@@ -6,9 +6,9 @@ more time than a decode step, because both read all weights once; a whole prompt
 
 from __future__ import annotations
 
-_SHARE = (
-    8  # of the prompt tokens that wait, one in so many is read at least: a queue of prompts shrinks as fast as it grows
-)
+_SHARE = 16
+"""Of the prompt tokens that wait, one in so many is read at least: a queue of prompts shrinks as fast as it grows. More in a step
+would empty a short queue a little sooner, and everyone who generates would wait for it."""
 
 
 def step_tokens(most: int, unit: int, num_generating: int, backlog: int) -> int:
