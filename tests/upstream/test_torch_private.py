@@ -127,6 +127,16 @@ def test_the_graph_pickler_keeps_symbols_and_custom_ops() -> None:
     ]
 
 
+def test_guards_ask_for_the_line_that_they_are_from() -> None:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from torchweave.compile.persist import _sizes_of_nowhere
+
+    assert ShapeEnv()._get_sloc().framework_loc is not None
+    sloc = _sizes_of_nowhere()._get_sloc()
+    assert sloc.framework_loc is None and sloc.maybe_user_loc is None
+
+
 def test_functional_calls_say_how_a_written_argument_looks_at_its_base() -> None:
     from torch._higher_order_ops import auto_functionalize as functional
 
