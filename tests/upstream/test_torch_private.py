@@ -14,7 +14,7 @@ from torchweave.compile.capture import capture
 from torchweave.compile.mutation import storage
 from torchweave.compile.passes.torch_ir.merge_linears import LINEAR
 from torchweave.compile.pieces import build_inductor, inductor_options, innermost
-from torchweave.compile.split import split
+from torchweave.compile.split import Piece, split
 from torchweave.compile.symbols import value
 from torchweave.config import TorchCompileConfig
 
@@ -127,14 +127,21 @@ def test_the_graph_pickler_keeps_symbols_and_custom_ops() -> None:
     ]
 
 
-def test_guards_ask_for_the_line_that_they_are_from() -> None:
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+def test_guards_of_a_graph_that_was_kept_say_so_and_its_pieces_can_be_built() -> None:
+    from torchweave.compile.persist import dump_graph, load_graph
 
-    from torchweave.compile.persist import _sizes_of_nowhere
-
-    assert ShapeEnv()._get_sloc().framework_loc is not None
-    sloc = _sizes_of_nowhere()._get_sloc()
-    assert sloc.framework_loc is None and sloc.maybe_user_loc is None
+    module = toy(1)
+    captured = capture(module, example(), DYNAMIC, "backed_size_oblivious")
+    graph = load_graph(dump_graph(captured), module, torch.device("cpu"))
+    graph.boundary_ops = frozenset(BOUNDARY)
+    shapes = graph.fake_mode.shape_env
+    sizes = [size for node in graph.placeholders() for size in value(node).shape if isinstance(size, torch.SymInt)]
+    assert sizes[0] < 1000, "which is a guard"
+    assert str(shapes.guards[-1].sloc) == "(a graph of the compile cache)"
+    piece = next(part for part in split(graph) if isinstance(part, Piece))
+    assert build_inductor(piece, TorchCompileConfig()).built == "inductor", (
+        "Inductor writes guards out, and where they are from"
+    )
 
 
 def test_functional_calls_say_how_a_written_argument_looks_at_its_base() -> None:

@@ -93,8 +93,8 @@ def _sizes_of_nowhere() -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     class Sizes(ShapeEnv):
-        def _get_user_frame(self) -> None:
-            return None
+        def _get_sloc(self, framework_loc: str | None = None) -> Any:
+            return super()._get_sloc(framework_loc or "a graph of the compile cache")
 
     return Sizes()
 
