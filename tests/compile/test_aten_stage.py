@@ -241,6 +241,14 @@ def test_S9_debug_takes_no_offence_at_strides_along_which_nobody_steps() -> None
         run_pass(Strides(12), graph, debug=True)
 
 
+def test_S9_pieces_of_most_layers_are_built_first_and_told_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, build, report = [], PieceBuilder.build, Report(show=False)
+    monkeypatch.setattr(PieceBuilder, "build", lambda self, piece: order.append(piece.index) or build(self, piece))
+    weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report)
+    told = {event["index"]: event["shared_by"] for event in report.select("piece")}
+    assert [told[index] for index in order] == [2, 1, 1] and order == [1, 0, 3] and list(told) == [0, 1, 3]
+
+
 def test_V8_ranges_come_from_the_cache_without_lowering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fusion = Fusion("scaled_add", alone, first, token_range=(None, 7))
     report = Report(show=False)

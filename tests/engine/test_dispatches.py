@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.compile.tape import TapePool
 from torchweave.config import EngineConfig, TorchCompileConfig
 from torchweave.engine.build import Engine, build
 from torchweave.engine.request import InferenceRequest, SamplingParams
@@ -81,3 +82,12 @@ def test_workers_of_the_builder_are_let_go() -> None:
         assert torch.ones(1 << 20).sum() == 1 << 20, "they come back"
     finally:
         torch.set_num_threads(before)
+
+
+def test_steps_are_recorded_in_the_mode_in_which_they_run(engine: Engine) -> None:
+    """Outside inference mode each call of an op of ours is four more calls of Python."""
+    try:
+        assert engine.runner.record_decode(2, TapePool()).output.is_inference()
+        assert engine.runner.record_mixed(8, TapePool()).output.is_inference()
+    finally:
+        engine.runner.forget_recordings()

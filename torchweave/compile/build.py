@@ -72,10 +72,13 @@ def build_pieces(
     builder = PieceBuilder(graph, manager, cache, device, report)
     folder = cache.folder if cache is not None else None
     with code_folder(folder, device), builder.ahead, report.progress("building pieces", len(distinct)) as advance:
-        for digest, same in distinct.items():
+        # Those of most layers first: the first and the last piece have most of the kernels that Inductor writes, and the processes
+        # that build these need some seconds to be ready.
+        for digest, same in sorted(distinct.items(), key=lambda item: -len(item[1])):
             built[digest] = builder.build(same[0])
-            _tell(same, built[digest], report)
             advance(1, digest)
+    for digest, same in distinct.items():
+        _tell(same, built[digest], report)
     return built
 
 

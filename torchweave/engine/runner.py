@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.compile.graphs import Boundary, Forward, GraphPool, Recording, record
+from torchweave.compile.graphs import Boundary, Forward, GraphPool, Recorder, Recording, record
 from torchweave.compile.woven import Woven
 from torchweave.engine.boundary import BEGIN, AttentionBoundary, boundary_of
 from torchweave.engine.buffers import Staging, StepBuffers, pack, packed_size
@@ -209,21 +209,29 @@ class Runner:
         self._decode_graphs.clear()
         self._mixed_graphs.clear()
 
-    def record_mixed(self, tokens: int, pool: GraphPool) -> Recording:
+    def record_mixed(self, tokens: int, pool: Recorder) -> Recording:
         rows, whole = self.rows_of(tokens), self.plan.whole_mixed_graphs
         self._clear_packed(rows, tokens)
         run, boundary = self._mixed_step(rows, tokens, self.plan.max_model_len)
-        recording = record(run, boundary, whole=whole, pool=pool, debug=self._debug, inputs=self._inputs())
+        recording = self._record(run, boundary, whole, pool)
         self._mixed_graphs[tokens] = recording
         self._tell("mixed", tokens, recording)
         return recording
 
-    def record_decode(self, rows: int, pool: GraphPool) -> Recording:
+    def record_decode(self, rows: int, pool: Recorder) -> Recording:
         run, boundary = self._decode_step(rows)
-        recording = record(run, boundary, whole=True, pool=pool, debug=self._debug, inputs=self._inputs())
+        recording = self._record(run, boundary, True, pool)
         self._decode_graphs[rows] = recording
         self._tell("decode", rows, recording)
         return recording
+
+    def _record(
+        self, run: Callable[[Boundary], Tensor], boundary: AttentionBoundary, whole: bool, pool: Recorder
+    ) -> Recording:
+        with (
+            torch.inference_mode()
+        ):  # as steps run; without it each op of ours goes through its part of autograd, in Python
+            return record(run, boundary, whole=whole, pool=pool, debug=self._debug, inputs=self._inputs())
 
     def _inputs(self) -> tuple[Tensor, ...]:
         """What a replay reads beside weights: its addresses are checked under `debug`."""
