@@ -117,12 +117,18 @@ class Answer:
         self.finish_reason = "stop"
         return True
 
+    def new(self) -> tuple[str, list[int]]:
+        """Text and tokens since the last call. Text that may be the beginning of a stop string is held back."""
+        begin, end = self._shown, len(self.text)
+        if self._hold and self.finish_reason is None:
+            end = max(end - self._hold, begin)
+        self._shown = end
+        first, self._taken = self._taken, len(self.token_ids)
+        return self.text[begin:end], self.token_ids[first:]
+
     def take(self) -> CompletionOutput:
-        """What is new since the last call. Text that may be the beginning of a stop string is held back."""
-        end = len(self.text) if self.finished else max(len(self.text) - self._hold, self._shown)
-        text, self._shown = self.text[self._shown : end], end
-        ids, self._taken = self.token_ids[self._taken :], len(self.token_ids)
-        return CompletionOutput(self.index, text, ids, self.finish_reason)
+        """The same as an output."""
+        return CompletionOutput(self.index, *self.new(), self.finish_reason)
 
     def result(self) -> CompletionOutput:
         """The whole answer."""

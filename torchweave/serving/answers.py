@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +14,7 @@ from torchweave.serving.flight import Flight, Mail
 from torchweave.serving.text import Codec
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """What is new of one answer."""
 
     index: int
@@ -40,11 +39,13 @@ class Growing:
         return self.answer.add(token_ids, reason, logprobs)  # type: ignore[arg-type]
 
     def take(self) -> Delta:
-        new = self.answer.take()
-        self.told = self.answer.finished
-        logprobs = self._logprobs[: len(new.token_ids)]
-        del self._logprobs[: len(logprobs)]
-        return Delta(self.index, new.text, new.token_ids, new.finish_reason, logprobs)
+        answer = self.answer
+        text, ids = answer.new()
+        self.told = answer.finish_reason is not None
+        logprobs: list[TokenLogprobs] = []
+        if self._logprobs:
+            logprobs, self._logprobs = self._logprobs[: len(ids)], self._logprobs[len(ids) :]
+        return Delta(self.index, text, ids, answer.finish_reason, logprobs)
 
 
 class Run:

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from torchweave.serving.answers import Delta, Run
 from torchweave.serving.errors import ApiError, api_error
 from torchweave.serving.events import event
+from torchweave.serving.metrics import STREAM_SEND
 
 Value = TypeVar("Value")
 Receive = Callable[[], Awaitable[Any]]
@@ -74,9 +75,11 @@ class EventStream(Response):
         self._run, self._reply, self._seconds, self._with_usage = run, reply, seconds, with_usage
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        send_part = scope.get(STREAM_SEND, send)
+
         async def pump() -> bool:
-            last = await self._send_answers(send)
-            await send({"type": "http.response.body", "body": last + _DONE, "more_body": True})
+            last = await self._send_answers(send_part)
+            await send_part({"type": "http.response.body", "body": last + _DONE, "more_body": True})
             return True
 
         try:

@@ -113,6 +113,10 @@ class HttpCounts:
         self.requests[str(scope["method"]), path, str(status)] += 1
 
 
+STREAM_SEND = "torchweave.send"
+"""In a scope: where the parts of a body may go once an answer has begun, past the layers that look for its beginning."""
+
+
 class HttpMeter:
     """ASGI middleware around an application: counts each request once it is over. 499 (nginx's number): the client left before
     there was an answer."""
@@ -126,6 +130,7 @@ class HttpMeter:
             await self._app(scope, receive, send)
             return
         status = _CLIENT_LEFT
+        scope[STREAM_SEND] = send
 
         async def sent(message: dict[str, Any]) -> None:
             nonlocal status
