@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from torchweave.serving.flight import Flight, Mail
 from torchweave.serving.text import Codec
 
 
-class Delta(NamedTuple):
+@dataclass(slots=True)  # not frozen: there is one for each token of each stream
+class Delta:
     """What is new of one answer."""
 
     index: int
