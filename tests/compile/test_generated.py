@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+import json
+from pathlib import Path
 
-from torchweave.compile.generated import lean
+import torch
+from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+from torch.compiler._cache import CacheArtifactManager
+
+from torchweave.compile.generated import dump_code, lean, load_code
 
 CODE = """\
 # AOT ID: ['0_inference']
@@ -52,3 +57,27 @@ def test_other_extern_kernels_are_imported_from_inductor() -> None:
     for call in ("extern_kernels.bias_addmm(*args)", "extern_kernels.mm(bias_addmm(*args))", "f(extern_kernels)"):
         other = call.replace("mm(bias", "mm(extern_kernels.bias")
         assert imported in lean(CODE.replace("{call}", other))
+
+
+class Made:
+    """Stands for Inductor's compiled graph, which is not run here."""
+
+    source_code, cache_key, _triton_bundle = "import torch\n", "key", None
+
+    def prepare_for_serialization(self) -> None: ...
+
+    def after_deserialization(self, constants: object) -> None: ...
+
+    def post_compile(self, inputs: object, constants: object, options: object) -> None: ...
+
+
+def test_what_kernels_were_tuned_to_is_kept_with_them(tmp_path: Path) -> None:
+    """Else a start in a folder that Inductor does not know would try each kernel's configurations again."""
+    with CacheArtifactManager.with_fresh_cache():
+        CacheArtifactManager.record_artifact("autotune", "ab/kernel.best_config", {"XBLOCK": 64})
+        made = CacheArtifactManager.serialize()
+    assert made is not None
+    payload = dump_code(Made(), made[0])
+    with temporary_cache_dir(str(tmp_path)):
+        assert load_code(payload).cache_key == "key_lean"
+    assert json.loads((tmp_path / "ab" / "kernel.best_config").read_bytes()) == {"XBLOCK": 64}

@@ -20,13 +20,19 @@ _EXTERN = "extern_kernels"
 """What generated code calls torch's own kernels by; to import it is to import every lowering."""
 
 
-def dump_code(graph: Any) -> bytes:
-    """A `CompiledFxGraph`, with its kernels where it has any. Raises what pickling raises."""
+def dump_code(graph: Any, artifacts: bytes | None = None) -> bytes:
+    """A `CompiledFxGraph`, with its kernels where it has any, and the configurations that these were tuned to.
+
+    Args:
+        artifacts: what Inductor kept while it made the graph.
+
+    Raises what pickling raises.
+    """
     kept = copy(graph)
     kept.prepare_for_serialization()
     kept.source_code = lean(graph.source_code)
     kept.cache_key = f"{graph.cache_key}_lean"  # names the file that the code is run from
-    return pickle.dumps(kept)
+    return pickle.dumps((_tuned(artifacts) if artifacts else [], kept))
 
 
 def load_code(payload: bytes, built_on: int = 0, runs_on: int = 0) -> Any:
@@ -36,10 +42,13 @@ def load_code(payload: bytes, built_on: int = 0, runs_on: int = 0) -> Any:
         built_on, runs_on: the GPUs' indices.
     """
     from torch._inductor.output_code import CompiledFxGraphConstants
+    from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
     from torch._inductor.triton_bundler import TritonBundler
     from torch._inductor.utils import BoxedBool
 
-    graph = pickle.loads(payload)
+    tuned, graph = pickle.loads(payload)
+    for name, configuration in tuned:
+        AutotuneCacheArtifact(name, configuration).populate_cache()
     if built_on != runs_on:
         move(graph, built_on, runs_on)
     if graph._triton_bundle is not None:
@@ -48,6 +57,14 @@ def load_code(payload: bytes, built_on: int = 0, runs_on: int = 0) -> Any:
     graph.after_deserialization(constants)
     graph.post_compile((), constants, {"cudagraphs": BoxedBool(False), "is_backward": False})
     return graph
+
+
+def _tuned(artifacts: bytes) -> list[tuple[str, bytes]]:
+    """Files of Inductor's folder that say which configuration of a kernel was the fastest: their names and contents."""
+    from torch.compiler._cache import CacheArtifactManager
+
+    found = CacheArtifactManager.deserialize(artifacts) or {}
+    return [(each.key, each.content) for each in found.get("autotune", ())]
 
 
 def lean(code: str) -> str:

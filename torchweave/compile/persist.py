@@ -166,7 +166,8 @@ def dump_piece(built: BuiltPiece) -> bytes:
     inner = innermost(built.artifact)
     if inner is not None and built.call is inner.current_callable:
         try:
-            return _CODE + dump_code(inner)
+            kept, _ = built.artifact._artifacts or (None, None)
+            return _CODE + dump_code(inner, kept)
         except Exception as error:  # the pickler raises what it likes
             raise NotStorable(f"{type(error).__name__}: {error}") from error
     with _scratch() as path:
