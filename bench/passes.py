@@ -104,13 +104,18 @@ def main() -> None:
     for name, changed in variants(every, results["as by default"]["matches"], arguments.passes, arguments.fx).items():
         results[name] = measure(replace(config, torch_compile_config=changed), sizes)
         print(f"{name}: {results[name]['ms']}", file=sys.stderr, flush=True)
+        if arguments.json:  # each time: what was measured is kept where this is ended before the last
+            write(arguments.json, title, results)
     print(table(results))
-    if arguments.json:
-        device = "cuda:0" if torch.cuda.is_available() else "cpu"
-        facts = {**environment(device), "command": "python " + " ".join(sys.argv), "model": title}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"environment": facts, "results": results}, indent=1) + "\n")
-        arguments.json.with_suffix(".md").write_text(f"# {title}, {facts['device']}\n\n{table(results)}\n")
+
+
+def write(path: Path, title: str, results: dict[str, dict[str, Any]]) -> None:
+    """The measurements as JSON, and the table beside them."""
+    facts = {**environment("cuda:0" if torch.cuda.is_available() else "cpu"), "model": title}
+    facts["command"] = "python " + " ".join(sys.argv)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": facts, "results": results}, indent=1) + "\n")
+    path.with_suffix(".md").write_text(f"# {title}, {facts['device']}\n\n{table(results)}\n")
 
 
 if __name__ == "__main__":
