@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from torchweave.serving.answers import Delta, Run
-from torchweave.serving.delivery import answer_stream, answer_whole
+from torchweave.serving.delivery import EventStream, answer_whole
 from torchweave.serving.errors import ApiError
 from torchweave.serving.events import event
 from torchweave.serving.replies import ChatReply, CompletionReply
@@ -63,7 +63,7 @@ def stream(run: SlowRun, seconds: float, receive: Any) -> list[str]:
         sent.append(message.get("body", b""))
 
     async def go() -> None:
-        await answer_stream(cast(Run, run), PlainReply(), seconds, with_usage=True)(
+        await EventStream(cast(Run, run), PlainReply(), seconds, with_usage=True)(
             {"type": "http"}, receive, cast(Any, send)
         )
 

@@ -55,16 +55,14 @@ async def answer_whole(run: Run, reply: Reply, receive: Receive, seconds: float)
     return Response(status_code=_GONE) if answers is None else as_response(reply.whole(answers))
 
 
-def answer_stream(run: Run, reply: Reply, seconds: float, with_usage: bool) -> Response:
-    """The answers as server-sent events, each as soon as it is there."""
-    return EventStream(run, reply, seconds, with_usage)
-
-
 class EventStream(Response):
-    """Answers as server-sent events. The run is closed when the last one was sent, or the client has left.
+    """The answers as server-sent events, each as soon as it is there. The run is closed with the last, or when the client has left.
 
-    A server of small models sends tens of thousands of events a second, so that nothing stands between an answer's token and its
-    bytes but the calls that make the one of the other.
+    A server of a small model sends tens of thousands of events a second: what is done for each of them is kept short.
+
+    Args:
+        seconds: in which all answers must have ended; 0: any time.
+        with_usage: the last event holds the number of tokens.
     """
 
     media_type = "text/event-stream"

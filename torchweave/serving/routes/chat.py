@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from torchweave.serving.conversation import calling, encode
-from torchweave.serving.delivery import answer_stream, answer_whole
+from torchweave.serving.delivery import EventStream, answer_whole
 from torchweave.serving.protocol import ChatRequest
 from torchweave.serving.replies import ChatReply
 from torchweave.serving.routes.shared import service_of, wants_usage
@@ -37,5 +37,5 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     )
     seconds = service.settings.request_timeout
     if body.stream:
-        return answer_stream(run, reply, seconds, with_usage)
+        return EventStream(run, reply, seconds, with_usage)
     return await answer_whole(run, reply, request.receive, seconds)

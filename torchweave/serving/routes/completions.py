@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from torchweave.serving.delivery import answer_stream, answer_whole
+from torchweave.serving.delivery import EventStream, answer_whole
 from torchweave.serving.errors import ApiError
 from torchweave.serving.protocol import CompletionRequest
 from torchweave.serving.replies import CompletionReply
@@ -40,7 +40,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     )
     seconds = service.settings.request_timeout
     if body.stream:
-        return answer_stream(run, reply, seconds, with_usage)
+        return EventStream(run, reply, seconds, with_usage)
     return await answer_whole(run, reply, request.receive, seconds)
 
 
