@@ -3,9 +3,9 @@
     python bench/passes.py --model shape:llama-1b --json bench/results/passes_llama-1b_h100_202611.json [--batch_sizes 1 8] [--fx]
 
 The first engine is the stack as it starts by default; then it is built again without each pass that found something, without any
-pass, and (`--fx`) without Inductor, with the passes and without; or (`--passes`) without each of a few alone. Weights are random,
-decoding is greedy, prompts have 128 tokens: the protocol of `torchweave bench latency`, whose own code measures. A ratio above 1
-is what the pass saves.
+pass, and (`--fx`) without Inductor, with the passes and without. Or (`--passes`) without each of a few alone, and then (`--fx`) all
+of them without Inductor. Weights are random, decoding is greedy, prompts have 128 tokens: the protocol of `torchweave bench
+latency`, whose own code measures. A ratio above 1 is what the pass saves.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def main() -> None:
     parser.add_argument("--num_kv_blocks", type=int, help="fixed, so that engines do not differ in it")
     arguments = parser.parse_args()
     sizes = Sizes(batch_sizes=tuple(arguments.batch_sizes), output_len=arguments.output_len)
-    every = TorchCompileConfig(enable_piecewise_cuda_graph=False)
+    only_fx = arguments.fx and arguments.passes is not None
+    every = TorchCompileConfig(enable_piecewise_cuda_graph=False, enable_inductor=not only_fx)
     config = EngineConfig(
         model=arguments.model,
         load_format="dummy" if arguments.model.startswith("shape:") else "auto",
@@ -99,7 +100,7 @@ def main() -> None:
         quantization=arguments.quantization,
         torch_compile_config=every,
     )
-    title = " ".join(filter(None, (arguments.model, arguments.quantization)))
+    title = " ".join(filter(None, (arguments.model, arguments.quantization, "as FX code" * only_fx)))
     results = {"as by default": measure(config, sizes)}
     for name, changed in variants(every, results["as by default"]["matches"], arguments.passes, arguments.fx).items():
         results[name] = measure(replace(config, torch_compile_config=changed), sizes)
