@@ -166,10 +166,15 @@ def test_an_interrupt_while_generate_waits_stops_all_requests(llm: LLM) -> None:
         signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["copy: "] * 12, LONG)
-    thread.join()
+    # Python leaves Ctrl-C ignored where it was started so, as a shell starts what runs in its background.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["copy: "] * 12, LONG)
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert wait_until(lambda: is_empty(llm))
     assert steps(llm) - before < 200
     assert llm.generate("12+30=", GREEDY)[0].outputs[0].text == "42"
