@@ -101,12 +101,18 @@ def main() -> None:
         torch_compile_config=every,
     )
     title = " ".join(filter(None, (arguments.model, arguments.quantization, "as FX code" * only_fx)))
-    results = {"as by default": measure(config, sizes)}
-    for name, changed in variants(every, results["as by default"]["matches"], arguments.passes, arguments.fx).items():
+    results: dict[str, dict[str, Any]] = {}
+
+    def keep(name: str, changed: TorchCompileConfig) -> None:
         results[name] = measure(replace(config, torch_compile_config=changed), sizes)
         print(f"{name}: {results[name]['ms']}", file=sys.stderr, flush=True)
         if arguments.json:  # each time: what was measured is kept where this is ended before the last
             write(arguments.json, title, results)
+
+    keep("as by default", every)
+    found = results["as by default"]["matches"]
+    for name, changed in variants(every, found, arguments.passes, arguments.fx).items():
+        keep(name, changed)
     print(table(results))
 
 

@@ -228,9 +228,8 @@ class Runner:
     def _record(
         self, run: Callable[[Boundary], Tensor], boundary: AttentionBoundary, whole: bool, pool: Recorder
     ) -> Recording:
-        with (
-            torch.inference_mode()
-        ):  # as steps run; without it each op of ours goes through its part of autograd, in Python
+        # As steps run: without it each op of ours goes through its part of autograd, in Python.
+        with torch.inference_mode():
             return record(run, boundary, whole=whole, pool=pool, debug=self._debug, inputs=self._inputs())
 
     def _inputs(self) -> tuple[Tensor, ...]:
