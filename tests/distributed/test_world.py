@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from torchweave.distributed.pipeline import Pipeline
-from torchweave.distributed.world import World, init_world
+from torchweave.distributed.world import World, abort_groups, init_world
 
 
 def _look(world: World) -> tuple:
@@ -33,6 +35,40 @@ def test_tensor_groups_are_neighbours_and_pipelines_cross_them():
         (2, 0, 0, {"tp": 0b1100, "pp": 0b0101, "pp_behind": 0b0101}, 7),
         (3, 1, 0, {"tp": 0b1100, "pp": 0b1010, "pp_behind": 0b1010}, 7),
     ]
+
+
+def test_there_are_no_groups_of_one_rank():
+    assert [set(sums) for _, _, _, sums, _ in run_ranks(_look, 2)] == [{"tp"}] * 2
+    assert [set(sums) for _, _, _, sums, _ in run_ranks(_look, 2, pipeline_parallel_size=2)] == [
+        {"pp", "pp_before"},
+        {"pp", "pp_behind"},
+    ]
+
+
+class _Group:
+    """Of NCCL, with a kernel on the GPU that ends when it is aborted; who aborts one waits for all kernels of the GPU."""
+
+    def __init__(self, running: list[threading.Event]) -> None:
+        self.over = threading.Event()
+        self.running = running
+        running.append(self.over)
+
+    def name(self) -> str:
+        return "nccl"
+
+    def abort(self) -> None:
+        self.over.set()
+        assert all(over.wait(5) for over in self.running), "another group's kernel still waits for who is gone"
+        self.running.append(self.over)
+
+
+def test_groups_are_given_up_together():
+    running: list[threading.Event] = []
+    both = _Group(running), _Group(running)
+    begin = time.monotonic()
+    abort_groups(World(size=4, groups={"tp": both[0], "pp": both[1], "pp_before": both[1]}))
+    assert time.monotonic() - begin < 4
+    assert len(running) == 4, "each was aborted once, to its end"
 
 
 def _hand_over(world: World) -> tuple[list[float], list[int]]:

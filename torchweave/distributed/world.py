@@ -52,8 +52,8 @@ class World:
         tensor_parallel_size: ranks that share each layer.
         pipeline_parallel_size: stages that the layers are divided into.
         device: of this rank: `cpu` or `cuda:N`.
-        groups: process groups by name: `tp`, `pp` (this rank's own ones), for tensors on its device; also `pp_before` and
-            `pp_behind`, of this stage and a neighbour.
+        groups: process groups by name: `tp`, `pp` (this rank's own ones, where they have several ranks), for tensors on its
+            device; also `pp_before` and `pp_behind`, of this stage and a neighbour.
         host: a gloo group of all ranks, for what the host has to tell; None in a world of one rank.
     """
 
@@ -148,7 +148,7 @@ def init_world(
         (TENSOR, _tensor_groups(tensor_parallel_size, size)),
         (PIPELINE, _pipeline_groups(tensor_parallel_size, size)),
     ):
-        for ranks in members:  # every rank takes part in making every group
+        for ranks in members if len(members[0]) > 1 else ():  # every rank takes part in making every group
             group = _new_group(ranks, device, limit)
             if rank in ranks:
                 groups[name] = group
@@ -181,16 +181,20 @@ def close_world(world: World, abort: bool = False) -> None:
     leaving.start()
     leaving.join(_ABORT_SECONDS if abort else _LEAVE_SECONDS)
     if leaving.is_alive():
-        _log.warning("Process groups were not left in time: a CUDA graph with a collective of theirs is still alive.")
+        _log.warning("Process groups were not left in time: a CUDA graph or a kernel with a collective of theirs is still there.")
 
 
 def abort_groups(world: World) -> None:
     """Give up what is under way on GPUs between ranks, of which some are gone: kernels that wait for them end."""
     if (found := registered(TENSOR)) is not None:
         found.abort()
-    for group in {id(group): group for group in world.groups.values()}.values():  # two names may be one group
-        if group.name() == "nccl":
-            group.abort()
+    # At the same moment: to abort one NCCL waits for the whole GPU, where a kernel of another group may wait for who is gone.
+    groups = {id(group): group for group in world.groups.values() if group.name() == "nccl"}  # two names may be one group
+    threads = [threading.Thread(target=group.abort, name="torchweave-abort", daemon=True) for group in groups.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _new_group(ranks: list[int], device: str, limit: datetime.timedelta) -> ProcessGroup | None:

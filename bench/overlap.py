@@ -1,0 +1,185 @@
+"""What it buys to send one part of a product over ranks while the next part is computed: a layer's down projection, sum and norm.
+
+    python bench/overlap.py --json bench/results/overlap-2x_h200_202611.json
+
+Starts a process for each of two GPUs. A CUDA graph holds six layers; graphs are replayed in turn, and a time is the median over
+rounds of the slowest rank's, in microseconds a layer. `serial` is how the engine runs it: the product, then sum, residual and norm
+in one launch. `chunks`: rows are divided, and sums run on a second stream, each when its part of the product is there. `copies`:
+the second stream only copies parts into the other rank's memory, which takes no multiprocessors; both add what they got at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm
+import torch.multiprocessing as mp
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from torchweave.distributed.communicator import ProcessGroupCommunicator
+from torchweave.distributed.symmetric import Ranges, open_symmetric
+from torchweave.distributed.world import World, close_world, init_world, join_meeting_point, open_meeting_point
+from torchweave.ops.collectives_fused import Norm, norm_of, reduced_norm
+
+HIDDEN, INNER = 4096, 14336
+LAYERS, ROUNDS, REPLAYS = 6, 10, 3
+TOKENS = (512, 1024, 2048, 4096, 8192)
+LARGE_BYTES = 64 << 20
+
+
+class Layers:
+    """The ways, over operands of T tokens; `x[i] [T, INNER / 2]` is what layer i projects."""
+
+    def __init__(self, world: World, tokens: int) -> None:
+        device, group = torch.device(world.device), world.groups["tp"]
+        self.nccl = ProcessGroupCommunicator(group)
+        self.own = open_symmetric(group, device, Ranges(0, LARGE_BYTES, LARGE_BYTES, LARGE_BYTES, 0))
+        options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+        inner = INNER // world.size
+        self.x = [torch.randn(tokens, inner, **options) for _ in range(LAYERS)]
+        self.weights = [torch.randn(HIDDEN, inner, **options) * 0.01 for _ in range(LAYERS)]
+        self.residual, self.scale = torch.randn(tokens, HIDDEN, **options), torch.rand(HIDDEN, **options)
+        self.side = torch.cuda.Stream(device)
+        self.shared = symm.empty(2, tokens, HIDDEN, **options)
+        self.handle = symm.rendezvous(self.shared, group)
+        self.peer = self.handle.get_buffer(1 - world.rank, self.shared.shape, torch.bfloat16)
+
+    def norm(self, residual: Tensor) -> Norm:
+        return Norm(residual, self.scale, 1e-5)
+
+    @contextmanager
+    def beside(self) -> Any:
+        """On the second stream, behind what the first one has done so far."""
+        ready = torch.cuda.Event()
+        ready.record()
+        with torch.cuda.stream(self.side):
+            self.side.wait_event(ready)
+            yield
+
+    def join(self) -> None:
+        done = torch.cuda.Event()
+        done.record(self.side)
+        torch.cuda.current_stream().wait_event(done)
+
+    def products(self) -> None:
+        for x, weight in zip(self.x, self.weights, strict=True):
+            x @ weight.T
+
+    def serial(self, ranks: Any) -> None:
+        for x, weight in zip(self.x, self.weights, strict=True):
+            reduced_norm(ranks, x @ weight.T, self.norm(self.residual))
+
+    def chunks(self, ranks: Any, parts: int) -> None:
+        for x, weight in zip(self.x, self.weights, strict=True):
+            for rows, residual in zip(x.chunk(parts), self.residual.chunk(parts), strict=True):
+                y = rows @ weight.T
+                with self.beside():
+                    reduced_norm(ranks, y, self.norm(residual))
+            self.join()
+
+    def copies(self, parts: int) -> None:
+        for layer, (x, weight) in enumerate(zip(self.x, self.weights, strict=True)):
+            there, here = self.peer[layer % 2], self.shared[layer % 2]
+            found = []
+            for rows, place in zip(x.chunk(parts), there.chunk(parts), strict=True):
+                found.append(rows @ weight.T)
+                with self.beside():
+                    place.copy_(found[-1])
+            self.join()
+            self.handle.barrier(channel=0)
+            norm_of(torch.cat(found) + here, self.norm(self.residual))
+
+    def ways(self) -> dict[str, Callable[[], None]]:
+        found: dict[str, Callable[[], None]] = {"products alone": self.products}
+        for name, ranks in (("", self.own), (", NCCL", self.nccl)):
+            found[f"serial{name}"] = lambda ranks=ranks: self.serial(ranks)
+            for parts in (2, 4):
+                found[f"{parts} chunks{name}"] = lambda ranks=ranks, parts=parts: self.chunks(ranks, parts)
+        return found | {f"{parts} copies": lambda parts=parts: self.copies(parts) for parts in (2, 4)}
+
+
+def record(way: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        way()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        way()
+    return graph
+
+
+def measure(world: World, tokens: int) -> dict[str, float]:
+    """Microseconds a layer of every way, by the slowest rank of each round."""
+    graphs = {name: record(way) for name, way in Layers(world, tokens).ways().items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            world.barrier()
+            graph.replay()  # the first one brings the ranks together
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(REPLAYS):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end) * 1e3 / (REPLAYS * LAYERS))
+    every = torch.tensor(list(times.values()))
+    dist.all_reduce(every, op=dist.ReduceOp.MAX, group=world.host)
+    return {name: round(statistics.median(row), 1) for name, row in zip(times, every.tolist(), strict=True)}
+
+
+def rank_main(rank: int, address: tuple[str, int], tokens: list[int], out: str) -> None:
+    torch.cuda.set_device(rank)
+    world = init_world(rank, 2, 1, f"cuda:{rank}", join_meeting_point(address))
+    found = []
+    for count in tokens:
+        found.append({"tokens": count, **measure(world, count)})
+        if rank == 0:
+            print(json.dumps(found[-1]), flush=True)
+    if rank == 0:
+        Path(out).write_text(json.dumps(found))
+    world.barrier()
+    close_world(world)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--json", type=Path, help="where to write every measurement")
+    arguments = parser.parse_args()
+    if torch.cuda.device_count() < 2:
+        sys.exit(f"this benchmark needs 2 GPUs; there are {torch.cuda.device_count()}")
+    _store, address = open_meeting_point("127.0.0.1")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "results.json"
+        mp.spawn(rank_main, (address, arguments.tokens, str(out)), nprocs=2)
+        results = json.loads(out.read_text())
+    if arguments.json:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout
+        facts = {
+            "command": " ".join(["python", *sys.argv]),
+            "commit": commit.strip(),
+            "gpu": f"2 x {torch.cuda.get_device_name()}",
+            "torch": torch.__version__,
+        }
+        arguments.json.write_text(json.dumps(facts | {"microseconds a layer": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
