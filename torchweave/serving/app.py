@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 import torchweave
 from torchweave.config import ServerConfig
+from torchweave.serving.direct import Direct
 from torchweave.serving.errors import add_error_handlers
 from torchweave.serving.guard import Guard, read_keys
 from torchweave.serving.live import Live
@@ -55,6 +56,7 @@ def create_app(client: Replicas, settings: ServerConfig, wait: bool = False) -> 
     http = HttpCounts()
     app.state.metrics = Metrics(client.engines, http, service.names[0])
     app.state.live = Live(service)
-    app.add_middleware(Guard, settings=settings, keys=keys)  # type: ignore[arg-type]
+    app.add_middleware(Direct, routers=(chat.router, completions.router))  # type: ignore[arg-type]
+    app.add_middleware(Guard, settings=settings, keys=keys, turns=client.turns)  # type: ignore[arg-type]
     app.add_middleware(HttpMeter, counts=http)  # around the guard: what it refuses is counted too
     return app

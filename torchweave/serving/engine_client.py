@@ -28,6 +28,7 @@ from torchweave.engine.waiting import waiting_ranks
 from torchweave.serving import wire
 from torchweave.serving.flight import EngineGone, Flight
 from torchweave.serving.traffic import Traffic
+from torchweave.serving.turns import Turns
 
 State = Literal["starting", "ready", "failed", "stopped"]
 Listener = Callable[[str, dict[str, Any]], None]
@@ -43,6 +44,7 @@ class EngineClient:
         restart: start the engine again when it fails after it was ready.
         place: which of the engines behind the server it is. Its requests have the numbers `index`, `index + count`, ...
         changed: set whenever something about `state` or `num_in_flight` has changed.
+        turns: of requests, which hear of tokens that were given out.
 
     Attributes:
         state: `starting`, `ready`, `failed` or `stopped`.
@@ -60,6 +62,7 @@ class EngineClient:
         restart: bool = False,
         place: wire.Place = wire.Place(),  # noqa: B008
         changed: asyncio.Event | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.config = config
         self.place = place
@@ -78,6 +81,7 @@ class EngineClient:
         self._listeners: list[Listener] = []
         self._stats: dict[str, Any] = {}
         self._changed = asyncio.Event() if changed is None else changed
+        self._turns = Turns() if turns is None else turns
         self._task: asyncio.Task[None] | None = None
         self._process: SpawnProcess | None = None
         self._to_engine: zmq.Socket[bytes] | None = None
@@ -248,6 +252,7 @@ class EngineClient:
             self._deliver_tokens(message.new_tokens())
             for response in message.responses():
                 self._deliver(response, gone)
+            self._turns.tokens_passed()
         elif isinstance(message, wire.Accepted):
             self._settle(message.id, message.refusal)
         elif isinstance(message, wire.Moved):

@@ -11,6 +11,7 @@ from typing import Any
 
 from torchweave.config import ServerConfig
 from torchweave.serving.errors import ApiError
+from torchweave.serving.turns import Turns
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -48,10 +49,12 @@ class Guard:
 
     Args:
         keys: any of these opens what is not in `OPEN_PATHS`; none: everything is open.
+        turns: in which requests with a body are let through.
     """
 
-    def __init__(self, app: App, settings: ServerConfig, keys: list[str]) -> None:
+    def __init__(self, app: App, settings: ServerConfig, keys: list[str], turns: Turns) -> None:
         self._app = app
+        self._turns = turns
         self._settings = settings
         self._digests = [_digest(key.encode()) for key in keys]
 
@@ -70,12 +73,13 @@ class Guard:
         if body is None:
             await self._app(scope, receive, send)
             return
-        await self._app(scope, _replay(body, receive), send)
+        await self._turns.wait()
+        await self._app(scope, replay(body, receive), send)
 
     def _check_key(self, scope: Any) -> None:
         if not self._digests or scope["path"] in OPEN_PATHS:
             return
-        given = _header(scope, b"authorization")
+        given = header(scope, b"authorization")
         scheme, _, key = given.partition(b" ")
         digest = _digest(key.strip())
         # Every key is compared, in a time that does not depend on where the first difference is.
@@ -91,7 +95,7 @@ class Guard:
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return None
         most = self._settings.max_body_bytes
-        length = _header(scope, b"content-length")
+        length = header(scope, b"content-length")
         if length.isdigit() and int(length[:20]) > most:
             raise _too_long(most)
         parts, size = [], 0
@@ -116,7 +120,7 @@ class _Left(Exception):
     """The client is gone."""
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def replay(body: bytes, receive: Receive) -> Receive:
     """`receive` of an application that reads the body again."""
     left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -131,7 +135,8 @@ def _too_long(most: int) -> ApiError:
     return ApiError(413, sentence, headers={"Connection": "close"})
 
 
-def _header(scope: Any, name: bytes) -> bytes:
+def header(scope: Any, name: bytes) -> bytes:
+    """The value of a header by its lower-case name; empty where there is none."""
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 

@@ -18,6 +18,7 @@ from torchweave.engine.request import SamplingParams
 from torchweave.serving.engine_client import EngineClient, Listener, State
 from torchweave.serving.flight import EngineGone, Flight
 from torchweave.serving.routing import Load, Router
+from torchweave.serving.turns import Turns
 from torchweave.serving.wire import ModelCard, Place
 
 
@@ -31,13 +32,15 @@ class Replicas:
 
     Attributes:
         engines: by number.
+        turns: of requests, between tokens of the engines.
     """
 
     def __init__(self, config: EngineConfig, count: int = 1, restart: bool = False) -> None:
         self.config = config
         self._changed = asyncio.Event()
+        self.turns = Turns()
         self.engines = tuple(
-            EngineClient(config, restart, Place(index, count), self._changed) for index in range(count)
+            EngineClient(config, restart, Place(index, count), self._changed, self.turns) for index in range(count)
         )
         self._router = Router(config.enable_prefix_caching)
         self._opened = False

@@ -1,0 +1,75 @@
+"""Requests that go past FastAPI's routing are answered, refused and counted as those that go through it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serving.running import Running
+
+SMALL: dict[str, Any] = {"model": "demo", "prompt": "12+30=", "max_tokens": 4, "temperature": 0}
+TALK: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "12+30="}],
+    "max_tokens": 4,
+    "temperature": 0,
+}
+ONE = {"stream": True, "max_tokens": 1}
+"""A stream of one token: of several, some may come together."""
+BODIES = {
+    "answer": json.dumps(SMALL),
+    "two answers": json.dumps(SMALL | {"prompt": ["1+1=", "2+2="], "n": 2, "temperature": 1, "seed": 3}),
+    "stream": json.dumps(SMALL | ONE | {"stream_options": {"include_usage": True}}),
+    "unknown field": json.dumps(SMALL | {"max_token": 4}),
+    "wrong type": json.dumps(SMALL | {"max_tokens": "4"}),
+    "refused by the endpoint": json.dumps(SMALL | {"stream_options": {"include_usage": True}}),
+    "refused by the engine": json.dumps(SMALL | {"prompt": [20] * 100_000}),
+    "unknown model": json.dumps(SMALL | {"model": "other"}),
+    "token beyond the vocabulary": json.dumps(SMALL | {"prompt": [10**30]}),
+    "cut off": json.dumps(SMALL)[:-3],
+    "a list": "[1, 2]",
+    "nothing": "",
+    "no text": b"\xff\xfe\x00",
+    "half a surrogate": '{"model": "demo", "prompt": "\\ud800"}',
+    "nested": "[" * 100_000,
+}
+
+
+def _ask(server: Running, path: str, body: str | bytes, kind: str) -> tuple[int, str, str]:
+    answer = httpx.post(server.url + path, content=body, headers={"Content-Type": kind}, timeout=30)
+    text = re.sub(r'"(id|created)":("[^"]*"|\d+)', r'"\1":0', answer.text)
+    return answer.status_code, answer.headers["content-type"], text
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_both_ways_say_the_same(server: Running, name: str):
+    direct = _ask(server, "/v1/completions", BODIES[name], "application/json; charset=utf-8")
+    routed = _ask(server, "/v1/completions", BODIES[name], "application/vnd.api+json")  # JSON for FastAPI alone
+    assert direct == routed
+    assert (direct[0] == 200) == (name in ("answer", "two answers", "stream")), direct
+
+
+@pytest.mark.parametrize("more", [{}, ONE, {"messages": []}, {"top_logprobs": 3}])
+def test_conversations_too(server: Running, more: dict[str, Any]):
+    body = json.dumps(TALK | more)
+    direct = _ask(server, "/v1/chat/completions", body, "application/json")
+    assert direct == _ask(server, "/v1/chat/completions", body, "application/vnd.api+json")
+
+
+def test_other_methods_and_kinds_are_left_to_fastapi(server: Running):
+    assert httpx.get(f"{server.url}/v1/completions", timeout=30).status_code == 405
+    assert _ask(server, "/v1/completions", BODIES["answer"], "text/plain")[0] == 400
+
+
+def test_they_are_counted_under_their_address(server: Running):
+    def count() -> float:
+        lines = [line for line in server.get("/metrics").text.splitlines() if "requests_total" in line]
+        return sum(float(line.split()[-1]) for line in lines if '"/v1/completions"' in line and '"200"' in line)
+
+    before = count()
+    _ask(server, "/v1/completions", BODIES["answer"], "application/json")
+    assert count() == before + 1

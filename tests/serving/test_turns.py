@@ -1,0 +1,82 @@
+"""Requests come in at once while nobody is answered, and one by one between tokens while somebody is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from torchweave.serving.turns import Turns
+
+
+async def _come(turns: Turns, count: int) -> tuple[list[int], list[asyncio.Task[None]]]:
+    """Requests that come at the same moment; the numbers of those that are in, as they get in."""
+    inside: list[int] = []
+
+    async def come(number: int) -> None:
+        await turns.wait()
+        inside.append(number)
+
+    tasks = [asyncio.create_task(come(number)) for number in range(count)]
+    await _pass()
+    return inside, tasks
+
+
+async def _pass() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_while_no_tokens_flow_nobody_waits():
+    async def look() -> None:
+        inside, _ = await _come(Turns(), 5)
+        assert inside == [0, 1, 2, 3, 4]
+
+    asyncio.run(look())
+
+
+def test_one_comes_in_behind_the_tokens_of_each_step():
+    async def look() -> None:
+        turns = Turns()
+        turns.tokens_passed()
+        inside, tasks = await _come(turns, 4)
+        assert inside == [0]
+        turns.tokens_passed()
+        await _pass()
+        assert inside == [0, 1]
+        later, more = await _come(turns, 1)
+        assert not later, "who came first is first"
+        for _ in range(3):
+            turns.tokens_passed()
+            await _pass()
+        await asyncio.gather(*tasks, *more)
+        assert inside == [0, 1, 2, 3]
+
+    asyncio.run(look())
+
+
+def test_the_line_goes_on_where_tokens_stay_away():
+    async def look() -> None:
+        turns = Turns()
+        turns.tokens_passed()
+        inside, tasks = await _come(turns, 200)
+        assert inside == [0]
+        await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        assert inside == list(range(200))
+        await turns.wait()
+
+    asyncio.run(look())
+
+
+def test_who_has_left_takes_no_turn():
+    async def look() -> None:
+        turns = Turns()
+        turns.tokens_passed()
+        inside, tasks = await _come(turns, 3)
+        tasks[1].cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await tasks[1]
+        turns.tokens_passed()
+        await asyncio.wait_for(tasks[2], 5)
+        assert inside == [0, 2]
+
+    asyncio.run(look())
