@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 
@@ -45,3 +46,43 @@ def test_what_exists_before_an_engine_runs_is_left_alone_while_it_does() -> None
         del made
         assert gc.collect() > 0
     assert gc.get_freeze_count() == 0
+
+
+def test_by_turns_it_collects_when_it_is_told() -> None:
+    usual = gc.get_threshold()
+    with collector.at_rest_by_turns():
+        assert gc.get_threshold()[0] > 10 * usual[0], "by itself only where nobody tells it"
+        gc.collect()
+        loops = []
+        for _ in range(2000):
+            loops.append([])
+            loops[-1].append(loops[-1])
+        loops.clear()
+        assert gc.get_count()[0] >= 2000
+        collector.collect_if_due()
+        assert gc.get_count()[0] < 700
+        count = gc.get_count()
+        collector.collect_if_due()
+        assert gc.get_count()[1] == count[1], "nothing was due"
+    assert gc.get_threshold() == usual
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_by_turns_what_is_old_is_collected_too() -> None:
+    with collector.at_rest_by_turns():
+        made = _Cycle()
+        alive = weakref.ref(made)
+        for _ in range(2):
+            gc.collect(1)  # it is old now
+        del made
+        gc.collect(1)
+        assert alive() is not None
+        for _ in range(200):
+            some = [[] for _ in range(1000)]
+            collector.collect_if_due()
+            del some
+        assert alive() is None

@@ -6,6 +6,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_BACKSTOP = 50_000
+"""New objects after which the interpreter collects by itself, where nobody calls `collect_if_due` for so long."""
+_YOUNG, _OLDER = 700, 10  # the interpreter's own: new objects, and collections of what is younger
+
 
 @contextmanager
 def uncollected() -> Iterator[None]:
@@ -41,3 +45,22 @@ def at_rest() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def at_rest_by_turns() -> Iterator[None]:
+    """As `at_rest`; and what is made in here is collected when somebody calls `collect_if_due`."""
+    usual = gc.get_threshold()
+    with at_rest():
+        gc.set_threshold(_BACKSTOP, *usual[1:])
+        try:
+            yield
+        finally:
+            gc.set_threshold(*usual)
+
+
+def collect_if_due() -> None:
+    """Collect what the interpreter would have collected by now, at a moment when nobody waits: 1 to 9 ms."""
+    young, middle, old = gc.get_count()
+    if young > _YOUNG:
+        gc.collect(2 if old > _OLDER else 1 if middle > _OLDER else 0)

@@ -38,18 +38,40 @@ def test_one_comes_in_behind_the_tokens_of_each_step():
     async def look() -> None:
         turns = Turns()
         turns.tokens_passed()
-        inside, tasks = await _come(turns, 4)
-        assert inside == [0]
+        inside, tasks = await _come(turns, 3)
+        assert not inside, "the next tokens may come at any moment"
         turns.tokens_passed()
         await _pass()
-        assert inside == [0, 1]
+        assert inside == [0]
         later, more = await _come(turns, 1)
         assert not later, "who came first is first"
         for _ in range(3):
             turns.tokens_passed()
             await _pass()
         await asyncio.gather(*tasks, *more)
-        assert inside == [0, 1, 2, 3]
+        assert inside == [0, 1, 2]
+
+    asyncio.run(look())
+
+
+def test_those_whom_tokens_wake_go_first():
+    async def look() -> None:
+        turns = Turns()
+        turns.tokens_passed()
+        order, _ = await _come(turns, 1)
+        token = asyncio.get_running_loop().create_future()
+
+        async def stream() -> None:
+            await token
+            order.append(-1)
+
+        streaming = asyncio.create_task(stream())
+        await asyncio.sleep(0)
+        token.set_result(None)
+        turns.tokens_passed()
+        await _pass()
+        await streaming
+        assert order == [-1, 0]
 
     asyncio.run(look())
 
@@ -59,10 +81,8 @@ def test_the_line_goes_on_where_tokens_stay_away():
         turns = Turns()
         turns.tokens_passed()
         inside, tasks = await _come(turns, 200)
-        assert inside == [0]
-        await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        await asyncio.wait_for(asyncio.gather(*tasks), 2)
         assert inside == list(range(200))
-        await turns.wait()
 
     asyncio.run(look())
 
@@ -71,12 +91,12 @@ def test_who_has_left_takes_no_turn():
     async def look() -> None:
         turns = Turns()
         turns.tokens_passed()
-        inside, tasks = await _come(turns, 3)
-        tasks[1].cancel()
+        inside, tasks = await _come(turns, 2)
+        tasks[0].cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await tasks[1]
+            await tasks[0]
         turns.tokens_passed()
-        await asyncio.wait_for(tasks[2], 5)
-        assert inside == [0, 2]
+        await _pass()
+        assert inside == [1]
 
     asyncio.run(look())

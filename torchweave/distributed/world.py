@@ -181,7 +181,9 @@ def close_world(world: World, abort: bool = False) -> None:
     leaving.start()
     leaving.join(_ABORT_SECONDS if abort else _LEAVE_SECONDS)
     if leaving.is_alive():
-        _log.warning("Process groups were not left in time: a CUDA graph or a kernel with a collective of theirs is still there.")
+        _log.warning(
+            "Process groups were not left in time: a CUDA graph or a kernel with a collective of theirs is still there."
+        )
 
 
 def abort_groups(world: World) -> None:
@@ -189,7 +191,9 @@ def abort_groups(world: World) -> None:
     if (found := registered(TENSOR)) is not None:
         found.abort()
     # At the same moment: to abort one NCCL waits for the whole GPU, where a kernel of another group may wait for who is gone.
-    groups = {id(group): group for group in world.groups.values() if group.name() == "nccl"}  # two names may be one group
+    groups = {
+        id(group): group for group in world.groups.values() if group.name() == "nccl"
+    }  # two names may be one group
     threads = [threading.Thread(target=group.abort, name="torchweave-abort", daemon=True) for group in groups.values()]
     for thread in threads:
         thread.start()

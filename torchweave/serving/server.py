@@ -98,7 +98,7 @@ class Server:
             self._on_ready(self)
         else:
             self._uvicorn.should_exit = True
-        with collector.at_rest():
+        with collector.at_rest_by_turns():
             await self.client.wait_for(lambda: not self.client.alive)
         if self.client.state == "failed":
             await asyncio.sleep(_FAILED_SECONDS)
