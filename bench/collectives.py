@@ -39,7 +39,10 @@ SUMS = ("nccl", "one_shot", "large one_shot", "two_shot")
 NORMS = tuple(f"{name} + norm" for name in SUMS) + tuple(
     f"{size}norm in one{where}" for size in ("", "large ") for where in ("", ", user buffer")
 )
-FP8 = (*(f"{name} + norm fp8" for name in SUMS), "norm fp8 in one", "large norm fp8 in one")
+FP8, FP4 = (
+    (*(f"{name} + norm {kind}" for name in SUMS), f"norm {kind} in one", f"large norm {kind} in one")
+    for kind in ("fp8", "fp4")
+)
 GATHERS = ("nccl gather", "gather", "large gather")
 Call = Callable[[Tensor], Any]
 
@@ -57,7 +60,7 @@ def ways(world: World, width: int) -> dict[str, Call]:
     }  # fmt: skip
     for name, each in zip(GATHERS, (nccl, one, large), strict=True):  # of columns, as logits are gathered
         found[name] = lambda x, each=each: each.all_gather(x, 1)
-    slot = [0]
+    slot, fp4 = [0], Quant("fp4", scale=torch.ones(1, device=device))
 
     def norm(x: Tensor, quant: Quant | None) -> Norm:
         return Norm(x, weight, 1e-5, quant=quant, keep_norm=quant is None)
@@ -68,11 +71,11 @@ def ways(world: World, width: int) -> dict[str, Call]:
         assert room is not None
         return ranks.reduced_norm(room, norm(x, None))
 
-    for names, quant in ((NORMS, None), (FP8, Quant("fp8"))):
+    for names, quant in ((NORMS, None), (FP8, Quant("fp8")), (FP4, fp4)):
         for name, total in zip(names, [found[name] for name in SUMS], strict=False):
             found[name] = lambda x, total=total, quant=quant: norm_of(total(x), norm(x, quant))
     for prefix, ranks in (("", one), ("large ", large)):
-        for title, quant in (("norm in one", None), ("norm fp8 in one", Quant("fp8"))):
+        for title, quant in (("norm in one", None), ("norm fp8 in one", Quant("fp8")), ("norm fp4 in one", fp4)):
             found[prefix + title] = lambda x, ranks=ranks, quant=quant: ranks.reduced_norm(x, norm(x, quant))
         found[f"{prefix}norm in one, user buffer"] = lambda x, ranks=ranks: from_buffer(ranks, x)
     return found
@@ -194,7 +197,7 @@ def main() -> None:
         )
         results = json.loads(out.read_text())
     ranges = ranges_of(results)
-    parts = [table(results, names) for names in (SUMS, NORMS, FP8, GATHERS)]
+    parts = [table(results, names) for names in (SUMS, NORMS, FP8, FP4, GATHERS)]
     text = "\n\n".join([*parts, f"Ranges that follow, in bytes: {ranges}"])
     print(text)
     if arguments.json:

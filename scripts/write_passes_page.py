@@ -29,6 +29,7 @@ OPS = {"small_linears": "linear"}
 SUMS = {
     "all_reduce_norm": ("nccl + norm", "norm in one"),
     "all_reduce_norm_fp8": ("nccl + norm fp8", "norm fp8 in one"),
+    "all_reduce_norm_fp4": ("nccl + norm fp4", "norm fp4 in one"),
     "userbuffers_prologue": ("norm in one", "norm in one, user buffer"),
 }
 """What bench/collectives.py calls the ways without and with a pass."""
