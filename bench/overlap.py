@@ -124,7 +124,8 @@ def record(way: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 def measure(world: World, tokens: int) -> dict[str, float]:
     """Microseconds a layer of every way, by the slowest rank of each round."""
-    graphs = {name: record(way) for name, way in Layers(world, tokens).ways().items()}
+    layers = Layers(world, tokens)  # graphs read its tensors
+    graphs = {name: record(way) for name, way in layers.ways().items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS):
         for name, graph in graphs.items():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.ops.fusion_cases import DIALECTS, norm64
 from tests.ranks import run_ranks
+from torchweave.distributed import symmetric
 from torchweave.distributed.communicator import ProcessGroupCommunicator, sum_of_ranks
 from torchweave.distributed.world import World
 from torchweave.ops.collectives import (
@@ -96,3 +97,17 @@ def test_sums_are_rounded_once() -> None:
     parts = torch.tensor([[1.0], [2.0**-8], [2.0**-8]], dtype=torch.bfloat16)
     assert (parts[0] + parts[1] + parts[2]).item() == 1.0, "rounding twice must show"
     assert sum_of_ranks(parts).item() == 1 + 2**-7
+
+
+def _again(world: World) -> tuple[str, str]:
+    group = world.groups["tp"]
+    first = symmetric.agreed_refusal(group)
+    if world.rank == 1:  # its process had an engine before
+        symmetric._sharing.add(group.group_name)
+    return first, symmetric.agreed_refusal(group)
+
+
+def test_ranks_agree_that_a_second_engine_of_a_process_leaves_sums_to_nccl():
+    found = run_ranks(_again, 2)
+    assert found[0] == found[1]
+    assert found[0][0] == "" and "before" in found[0][1]

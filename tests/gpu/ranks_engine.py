@@ -1,6 +1,6 @@
 """An engine over two GPUs from start to the death of a rank; prints what was seen as one line of JSON.
 
-python -m tests.gpu.ranks_engine FOLDER_OF_THE_COMPILE_CACHE [pipeline_parallel_size]
+python -m tests.gpu.ranks_engine FOLDER_OF_THE_COMPILE_CACHE [pipeline_parallel_size | twice]
 """
 
 from __future__ import annotations
@@ -67,6 +67,15 @@ def main(cache: str, divided: str = "tensor_parallel_size") -> None:
     print(json.dumps(seen), flush=True)
 
 
+def twice(cache: str) -> None:
+    """Prints whether a second engine of the same process answers as the first."""
+    found = []
+    for _ in range(2):
+        with LLM("demo", tensor_parallel_size=2, **options(cache)) as llm:
+            found.append((answers(llm), llm.report.select("symmetric_memory")[0]["used"]))
+    print(json.dumps({"same": found[0][0] == found[1][0], "shared": [used for _, used in found]}), flush=True)
+
+
 def check_life(folder: str, *option: str) -> dict[str, Any]:
     """Run this file over two GPUs: answers of one GPU, whole graphs, and an end of all within seconds. What was seen."""
     with LLM("demo", **options(folder)) as alone:
@@ -87,4 +96,7 @@ def check_life(folder: str, *option: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[2:] == ["twice"]:
+        twice(sys.argv[1])
+    else:
+        main(*sys.argv[1:])

@@ -183,12 +183,27 @@ def connect(world: World, report: Report) -> None:
         refusal = f"the kernels are built for {', '.join(map(str, SIZES))} ranks"
     else:
         refusal = "" if _sees_all(group, device) else "not every GPU can read every other's memory"
+        refusal = refusal or agreed_refusal(group)
     if ranges is None or refusal:
         report.event("symmetric_memory", used=False, reason=refusal)
         return
     communicator = open_symmetric(group, device, ranges)
+    _sharing.add(group.group_name)
     register_communicator(world.tensor_group, communicator)
     report.event("symmetric_memory", used=True, bytes=communicator.workspace.layout.bytes, **asdict(ranges))
+
+
+_sharing: set[str] = set()
+"""Names of the groups with which this process has shared memory. torch remembers them as well, with where their ranks met and how
+often: a group of a later engine has the same name, and its ranks would wait for each other for ever."""
+
+
+def agreed_refusal(group: dist.ProcessGroup) -> str:
+    """Why the ranks of a group cannot share memory, though their GPUs could; empty where they can. The same on all ranks."""
+    own = "an engine over several GPUs ran in this process before" if group.group_name in _sharing else ""
+    every = [""] * group.size()
+    dist.all_gather_object(every, own, group=group)
+    return next(filter(None, every), "")
 
 
 def _sees_all(group: dist.ProcessGroup, device: torch.device) -> bool:
