@@ -4,8 +4,8 @@ python scripts/write_passes_page.py [--output docs/passes.md]
 
 Measurements are read where they are kept: `bench/results/passes_*.json`, what a whole engine gains by each pass (bench/passes.py);
 `fusions_*.json`, the operations of a pattern alone (bench/fusions.py); `rank_passes_*.json`, `collectives-*.json`, layers and sums
-over several GPUs (bench/rank_passes.py, bench/collectives.py); and the tables that the package ships (bench/linear.py, the tuner),
-whose entries name a pass, or the op that it puts in, as `subject`.
+over several GPUs (bench/rank_passes.py, bench/collectives.py); `reinplace_*.json` (bench/reinplace.py); and the tables that the
+package ships (bench/linear.py, the tuner), whose entries name a pass, or the op that it puts in, as `subject`.
 """
 
 from __future__ import annotations
@@ -173,7 +173,14 @@ def _field(text: str) -> str:
 def _measured(each: Pass) -> list[str]:
     """A table of measurements: one row for each thing that was measured, the token counts side by side."""
     groups: dict[tuple[str, str], list[Row]] = {}
-    for row in (*_results(each), *_fusions(each), *_ranks(each), *_collectives(each), *_tables(each)):
+    for row in (
+        *_results(each),
+        *_fusions(each),
+        *_ranks(each),
+        *_collectives(each),
+        *_reinplace(each),
+        *_tables(each),
+    ):
         groups.setdefault((row.what, row.source), []).append(row)
     if not groups:
         return ["", "Measured: not yet."]
@@ -244,6 +251,14 @@ def _ranks(each: Pass) -> Iterator[Row]:
         for row in result["results"] if name in result["results"][0] else ():
             what = f"a layer of {result['shape']}, {result['gpu']}"
             yield Row(what, source, row["tokens"], row[before.get(name, "userbuffers_prologue")], row[name])
+
+
+def _reinplace(each: Pass) -> Iterator[Row]:
+    """What bench/reinplace.py measured: a graph with two ops that write into one tensor."""
+    for source, result in _read(RESULTS, "reinplace_*.json") if each.name == "reinplace" else ():
+        for row in result["results"]:
+            what = f"two ops that write into one T x {result['width']}, {result['device']}"
+            yield Row(what, source, row["tokens"], row["without"], row["with"])
 
 
 def _tables(each: Pass) -> Iterator[Row]:
