@@ -13,6 +13,7 @@ from torchweave.cli.benchmarks.serving.figures import details, figures
 from torchweave.cli.benchmarks.serving.http import Http
 from torchweave.cli.benchmarks.serving.request import Seen, ask
 from torchweave.cli.benchmarks.serving.workload import Lengths, Prompt, Vocabulary, arrivals, prompts, text_ids
+from torchweave.collector import uncollected
 
 Advance = Callable[..., None]
 
@@ -70,7 +71,8 @@ async def _run(plan: Run, advance: Advance) -> tuple[dict[str, Any], dict[str, A
             if not seen.success:
                 raise ValueError(f"the server does not answer as it should: {seen.error}")
         begin = time.perf_counter()
-        all_seen = await _send_all(http, plan, measured, advance)
+        with uncollected():  # a pause here would be seen as one of the server
+            all_seen = await _send_all(http, plan, measured, advance)
         duration = time.perf_counter() - begin
     finally:
         http.close()
