@@ -14,7 +14,9 @@ import argparse
 import gc
 import json
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,12 @@ def measure(config: EngineConfig, sizes: Sizes) -> dict[str, Any]:
         "matches": matches,
         "startup_s": sum(event["seconds"] for event in report.select("stage") if event["name"] == "weaving"),
     }
+
+
+def measure_apart(config: EngineConfig, sizes: Sizes) -> dict[str, Any]:
+    """The same in a process of its own: over several GPUs only the first engine of a process shares their memory."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure, config, sizes).result()
 
 
 def variants(
@@ -104,7 +112,8 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
 
     def keep(name: str, changed: TorchCompileConfig) -> None:
-        results[name] = measure(replace(config, torch_compile_config=changed), sizes)
+        how = measure if config.tensor_parallel_size == 1 else measure_apart
+        results[name] = how(replace(config, torch_compile_config=changed), sizes)
         print(f"{name}: {results[name]['ms']}", file=sys.stderr, flush=True)
         if arguments.json:  # each time: what was measured is kept where this is ended before the last
             write(arguments.json, title, results)
