@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import APIRouter, Request, Response
 
 from tests.serving.running import Running
+from torchweave.serving.direct import Direct
+from torchweave.serving.protocol import CompletionRequest
 
 SMALL: dict[str, Any] = {"model": "demo", "prompt": "12+30=", "max_tokens": 4, "temperature": 0}
 TALK: dict[str, Any] = {
@@ -73,3 +77,38 @@ def test_they_are_counted_under_their_address(server: Running):
     before = count()
     _ask(server, "/v1/completions", BODIES["answer"], "application/json")
     assert count() == before + 1
+
+
+def test_what_is_meant_for_it_does_not_reach_fastapi():
+    """Else both ways would be one, and the comparisons above would say nothing."""
+    router, reached = APIRouter(), list[str]()
+
+    async def answer(body: CompletionRequest, request: Request) -> Response:
+        return Response(f"{body.max_tokens}")
+
+    router.add_api_route("/v1/completions", answer, methods=["POST"])
+
+    async def fastapi(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["path"])
+        await Response("routed")(scope, receive, send)
+
+    def said(path: str, body: bytes) -> bytes:
+        parts: list[bytes] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Any) -> None:
+            parts.append(message.get("body", b""))
+
+        headers = [(b"content-type", b"application/json")]
+        asyncio.run(
+            Direct(fastapi, [router])(
+                {"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send
+            )
+        )
+        return b"".join(parts)
+
+    assert said("/v1/completions", b'{"prompt": "1+1=", "max_tokens": 7}') == b"7" and not reached
+    assert said("/v1/completions", b'{"prompt": 1}') == b"routed" and said("/v1/models", b"{}") == b"routed"
+    assert reached == ["/v1/completions", "/v1/models"]
