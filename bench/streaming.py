@@ -26,7 +26,7 @@ from torchweave import collector
 from torchweave.config import EngineConfig, ServerConfig
 from torchweave.serving import wire
 from torchweave.serving.app import create_app
-from torchweave.serving.engine_client import EngineClient
+from torchweave.serving.engine_client import EngineClient, Side
 from torchweave.serving.replicas import Replicas
 
 ROOT = Path(__file__).parents[1]
@@ -78,9 +78,10 @@ class Speaker(EngineClient):
 
 
 async def measure(streams: int, tokens: int) -> dict[str, Any]:
-    engines = Replicas(EngineConfig(model="demo"))
-    speaker = Speaker(engines.config, changed=engines._changed)
-    engines.engines, speaker.state = (speaker,), "starting"
+    side = Side()
+    speaker = Speaker(wire.Place(), side)
+    speaker.state = "starting"
+    engines = Replicas(EngineConfig(model="demo"), [speaker], side)
     app = create_app(engines, ServerConfig(served_model_name=("m",), max_waiting_requests=streams), wait=True)
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, http="httptools", ws="none", log_level="warning", access_log=False)

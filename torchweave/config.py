@@ -219,6 +219,8 @@ class ServerConfig:
             exit code 1 when none is.
         data_parallel_size: replicas: engines of the whole model behind the one server, each with a GPU of its own for each of its
             ranks (of R ranks, replica i takes those from i * R on), or a process of a CPU.
+        api_server_count: HTTP processes that read requests and write answers; a small model with many streams keeps more than one
+            busy. None: one for each four cores, four at the most.
     """
 
     host: str = "127.0.0.1"
@@ -236,6 +238,7 @@ class ServerConfig:
     drain_timeout: float = 30.0
     restart_engine: bool = False
     data_parallel_size: int = 1
+    api_server_count: int | None = None
 
 
 def cache_dir(configured: str | None) -> Path:

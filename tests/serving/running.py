@@ -44,12 +44,13 @@ class Running:
         return httpx.post(self.url + path, content=json.dumps(body), headers=headers, timeout=30, **options)
 
     def engine_pid(self) -> int:
-        """The engine process."""
-        for child in children(self.process.pid):
-            command = Path(f"/proc/{child}/cmdline").read_bytes().decode()
-            if "spawn_main" in command:
-                return child
-        raise LookupError("there is no engine process")
+        """The engine process; of one that has just been started as soon as it has its name."""
+        wait_until(lambda: any(name(child).startswith("tw-engine-") for child in children(self.process.pid)))
+        return self.pids("tw-engine-")[0]
+
+    def pids(self, beginning: str) -> list[int]:
+        """The server's processes whose names begin so, the oldest first."""
+        return sorted(child for child in children(self.process.pid) if name(child).startswith(beginning))
 
 
 def read_while_killed(streams: Sequence[Any], victim: int) -> list[tuple[str, float]]:
@@ -66,6 +67,10 @@ def read_while_killed(streams: Sequence[Any], victim: int) -> list[tuple[str, fl
         reading = [pool.submit(rest, stream) for stream in streams]
         os.kill(victim, signal.SIGKILL)
         return [each.result() for each in reading]
+
+
+def name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text()
 
 
 def children(pid: int) -> list[int]:

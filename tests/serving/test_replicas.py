@@ -1,4 +1,4 @@
-"""Two replicas behind one server, asked over HTTP."""
+"""Two replicas behind one server of two HTTP processes."""
 
 from __future__ import annotations
 
@@ -16,27 +16,25 @@ import openai
 import pytest
 import torch
 
-from tests.serving.running import SHORTER, Running, children, read_while_killed, serving, wait_until
+from tests.serving.running import SHORTER, Running, read_while_killed, serving, wait_until
 from tests.serving.test_metrics import Values, values_of
 from tests.serving.watched import STATS, asking, some_traffic, watched_replicas
 from torchweave.config import EngineConfig, ServerConfig, TorchCompileConfig
 from torchweave.engine.replica import config_of_replica
-from torchweave.plan.check import check_replicas
+from torchweave.plan.check import check_server
 
 PROMPTS = [f"{left}+{right}=" for left in (11, 12, 13, 14) for right in range(20, 28)]
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Running]:
-    with serving("--dp", "2", "--restart_engine", "--max_batch_size", "16") as running:
+    with serving("--dp", "2", "--api_server_count", "2", "--restart_engine", "--max_batch_size", "16") as running:
         yield running
 
 
 def engines(running: Running) -> list[int]:
     """The engine processes, the oldest first."""
-    return sorted(
-        pid for pid in children(running.process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
+    return running.pids("tw-engine-")
 
 
 def metrics(running: Running) -> Values:
@@ -224,6 +222,6 @@ def test_each_has_gpus_and_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ValueError, match="data_parallel_size=0 must be at least 1"):
-        check_replicas(EngineConfig("demo"), ServerConfig(data_parallel_size=0))
+        check_server(EngineConfig("demo"), ServerConfig(data_parallel_size=0))
     with pytest.raises(ValueError, match="cannot be had with executor=ray"):
-        check_replicas(EngineConfig("demo", tensor_parallel_size=2, executor="ray"), ServerConfig(data_parallel_size=2))
+        check_server(EngineConfig("demo", tensor_parallel_size=2, executor="ray"), ServerConfig(data_parallel_size=2))

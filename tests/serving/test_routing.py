@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchweave.serving.routing import REQUEST_TOKENS, SPAN, Beginnings, Load, Router, spans_of
+from torchweave.serving.routing import REQUEST_TOKENS, SPAN, Beginnings, Load, Router, Sent, spans_of
 
 CACHE = 100 * SPAN
 
@@ -71,3 +71,14 @@ def test_what_a_cache_cannot_hold_is_forgotten_from_its_end() -> None:
     assert read.longest(spans) == 2
     read.add(spans, room=0)
     assert read.longest(spans) == 0
+
+
+def test_routers_of_other_processes_learn_what_one_has_sent() -> None:
+    sent: list[Sent] = []
+    here, there = Router(announce=sent.append), Router()
+    words = prompt(6, 3 * SPAN)
+    assert here.choose(words, "salt", [load(1)]) == (1, 0)
+    for each in sent:
+        there.learn(each)
+    assert there.choose(words, "salt", [load(0), load(1)]) == (1, 3 * SPAN)
+    assert there.choose(words, "", [load(1)])[1] == 0

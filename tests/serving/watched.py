@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from torchweave.config import EngineConfig, ServerConfig
 from torchweave.serving.app import create_app
 from torchweave.serving.engine_client import EngineClient
-from torchweave.serving.replicas import Replicas
+from torchweave.serving.own_engine import own_engines
 from torchweave.serving.traffic import Traffic
 
 
@@ -36,7 +36,7 @@ def watched(**facts: Any) -> tuple[FastAPI, EngineClient, Clock]:
 
 def watched_replicas(count: int) -> tuple[FastAPI, tuple[EngineClient, ...], Clock]:
     """The same with several clients, none of which is started."""
-    replicas, clock = Replicas(EngineConfig(model="demo"), count), Clock()
+    replicas, clock = own_engines(EngineConfig(model="demo"), count), Clock()
     for client in replicas.engines:
         client.traffic = Traffic(clock)
     return create_app(replicas, ServerConfig()), replicas.engines, clock

@@ -14,7 +14,7 @@ import torchweave
 from torchweave.cli.arguments import Parser, engine_config, engine_parser, fill
 from torchweave.config import ServerConfig
 from torchweave.log import progress_bars
-from torchweave.plan.check import check_names, check_numbers, check_replicas
+from torchweave.plan.check import check_names, check_numbers, check_server
 
 if TYPE_CHECKING:
     from torchweave.serving.replicas import Replicas
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     config, settings = engine_config(args), fill(ServerConfig, args)
     check_names(config, None)
     check_numbers(config)
-    check_replicas(config, settings)
+    check_server(config, settings)
     if config.executor == "torchrun":
         raise ValueError(
             "executor=torchrun is for scripts, which all ranks run; serve starts its ranks itself: leave it out"
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
     with _bars(server.client, args) as stop_bars:
         code = server.run()
     if code:
-        print(f"torchweave: {server.client.failure}", file=sys.stderr)
+        print(f"torchweave: {server.failure}", file=sys.stderr)
     return code
 
 

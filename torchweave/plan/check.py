@@ -10,6 +10,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from torchweave.config import EngineConfig, ServerConfig
 
+_MOST_API_SERVERS = 64
+
 
 def flatten(config: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
     """Every option of a config and of the configs in it, as (dotted name, value), in the order of the fields."""
@@ -86,8 +88,10 @@ def check_numbers(config: EngineConfig) -> None:
         raise ValueError(f"cpu_kv_cache_gib={config.cpu_kv_cache_gib} must be above 0")
 
 
-def check_replicas(config: EngineConfig, settings: ServerConfig) -> None:
-    """How many engines a server may have."""
+def check_server(config: EngineConfig, settings: ServerConfig) -> None:
+    """How many engines and HTTP processes a server may have."""
+    if settings.api_server_count is not None and not 1 <= settings.api_server_count <= _MOST_API_SERVERS:
+        raise ValueError(f"api_server_count={settings.api_server_count} must be from 1 to {_MOST_API_SERVERS}")
     count = settings.data_parallel_size
     if count < 1:
         raise ValueError(f"data_parallel_size={count} must be at least 1")

@@ -12,6 +12,8 @@ import torchweave
 from torchweave.config import ServerConfig
 from torchweave.serving.direct import Direct
 from torchweave.serving.errors import add_error_handlers
+from torchweave.serving.frontends.group import Frontends
+from torchweave.serving.frontends.relay import Relay
 from torchweave.serving.guard import Guard, read_keys
 from torchweave.serving.live import Live
 from torchweave.serving.metrics import HttpCounts, HttpMeter, Metrics
@@ -21,12 +23,20 @@ from torchweave.serving.routes import chat, completions, live, metrics, models, 
 from torchweave.serving.service import Service
 
 
-def create_app(client: Replicas, settings: ServerConfig, wait: bool = False) -> FastAPI:
+def create_app(
+    client: Replicas,
+    settings: ServerConfig,
+    wait: bool = False,
+    others: Frontends | None = None,
+    first: str | None = None,
+) -> FastAPI:
     """The application. It starts the engines when it starts, and ends them with itself. Routes find their `Service` as
     `request.app.state.service`.
 
     Args:
         wait: it answers nothing before it is known whether requests are taken; else it serves `/health` and `/ready` at once.
+        others: HTTP processes whose requests count here too.
+        first: Unix socket of the HTTP process that answers all but requests for answers; None: this one does.
 
     Raises:
         ValueError: a file that `settings` names cannot be read.
@@ -54,8 +64,17 @@ def create_app(client: Replicas, settings: ServerConfig, wait: bool = False) -> 
         app.include_router(each.router)
     describe(app)
     http = HttpCounts()
+    app.state.http = http
     app.state.metrics = Metrics(client.engines, http, service.names[0])
-    app.state.live = Live(service)
+
+    async def look() -> None:
+        if others is not None:
+            await others.look(client.engines, http)
+
+    app.state.look = look
+    app.state.live = Live(service, look)
+    if first is not None:
+        app.add_middleware(Relay, address=first)  # type: ignore[arg-type]
     app.add_middleware(Direct, routers=(chat.router, completions.router))  # type: ignore[arg-type]
     app.add_middleware(Guard, settings=settings, keys=keys, turns=client.turns)  # type: ignore[arg-type]
     app.add_middleware(HttpMeter, counts=http)  # around the guard: what it refuses is counted too

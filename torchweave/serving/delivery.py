@@ -49,7 +49,7 @@ async def answer_whole(run: Run, reply: Reply, receive: Receive, seconds: float)
         EngineGone: the engine ended before.
     """
     try:
-        answers = await _while_heard(_in_time(run.whole(), seconds), receive)
+        answers = await while_heard(_in_time(run.whole(), seconds), receive)
     finally:
         run.close()
     return Response(status_code=_GONE) if answers is None else as_response(reply.whole(answers))
@@ -82,7 +82,7 @@ class EventStream(Response):
 
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            if await _while_heard(pump(), receive):
+            if await while_heard(pump(), receive):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._run.close()
@@ -118,7 +118,7 @@ def _too_slow(seconds: float) -> ApiError:
     return ApiError(504, sentence, code="timeout")
 
 
-async def _while_heard(work: Coroutine[Any, Any, Value], receive: Receive) -> Value | None:
+async def while_heard(work: Coroutine[Any, Any, Value], receive: Receive) -> Value | None:
     """The result of `work`, or None when the client left before."""
     task = asyncio.create_task(work)
     leaving = asyncio.create_task(_left(receive))

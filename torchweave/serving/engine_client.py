@@ -1,18 +1,16 @@
-"""One engine process as the HTTP process sees it, for one event loop; `replicas.py` makes one of several."""
+"""One engine as an HTTP process sees it, for one event loop: what is asked of it, and what it says.
+
+`own_engine.py` adds the engine's process, for the HTTP process that starts it; `replicas.py` makes one of several.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
-import multiprocessing
-import shutil
-import signal
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from multiprocessing.context import SpawnProcess
-from pathlib import Path
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -20,31 +18,43 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from torchweave import collector
-from torchweave.config import EngineConfig
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.responses import Response, refusal
-from torchweave.engine.waiting import waiting_ranks
 from torchweave.serving import wire
 from torchweave.serving.flight import EngineGone, Flight
-from torchweave.serving.traffic import Traffic
+from torchweave.serving.ledger import Ledger
+from torchweave.serving.traffic import Counts, Traffic
 from torchweave.serving.turns import Turns
 
 State = Literal["starting", "ready", "failed", "stopped"]
 Listener = Callable[[str, dict[str, Any]], None]
 
-_END_SECONDS = 5.0  # for the engine process to end by itself
+
+@dataclass
+class Side:
+    """What the engine clients of one HTTP process share.
+
+    Attributes:
+        frontend: the number of this HTTP process.
+        ledger: what every HTTP process has in flight.
+        changed: set whenever something about an engine's `state`, or about what this process has in flight, has changed.
+        turns: of requests, which hear of tokens that were given out.
+        announce: called with what other HTTP processes have to know, one of `frontends/messages.py`.
+    """
+
+    frontend: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    turns: Turns = field(default_factory=Turns)
+    announce: Callable[[Any], None] = lambda _: None
 
 
-class EngineClient:
-    """Starts the engine process, hands it requests, and gives its outputs to those who wait for them.
+class EngineClient(ABC):
+    """Hands requests to an engine, and gives its outputs to those who wait for them.
 
     Args:
-        config: of the engine.
-        restart: start the engine again when it fails after it was ready.
-        place: which of the engines behind the server it is. Its requests have the numbers `index`, `index + count`, ...
-        changed: set whenever something about `state` or `num_in_flight` has changed.
-        turns: of requests, which hear of tokens that were given out.
+        place: which of the engines behind the server it is.
+        side: this HTTP process.
 
     Attributes:
         state: `starting`, `ready`, `failed` or `stopped`.
@@ -53,18 +63,11 @@ class EngineClient:
         model: what is served, once ready.
         explanation: passes, graphs, plan, as `torchweave explain --json` shows them, once ready.
         restarts: how often the engine was started again.
-        traffic: every request and iteration, as they were seen here.
+        traffic: requests of this HTTP process and iterations of the engine, as they were seen here.
+        traffic_elsewhere: requests of the other HTTP processes, as far as they have told.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        restart: bool = False,
-        place: wire.Place = wire.Place(),  # noqa: B008
-        changed: asyncio.Event | None = None,
-        turns: Turns | None = None,
-    ) -> None:
-        self.config = config
+    def __init__(self, place: wire.Place, side: Side) -> None:
         self.place = place
         self.state: State = "stopped"
         self.failure = ""
@@ -73,42 +76,26 @@ class EngineClient:
         self.explanation: dict[str, Any] = {}
         self.restarts = 0
         self.traffic = Traffic()
-        self._restart = restart
-        self._ids = itertools.count(place.index, place.count)
+        self.traffic_elsewhere: Sequence[Traffic] = ()
+        self._side = side
+        self._changed = side.changed
+        self._ids = place.ids(side.frontend)
         self._flights: dict[int, Flight] = {}
         self._events: list[tuple[float, str, dict[str, Any]]] = []
         self._bars: dict[str, dict[str, Any]] = {}
         self._listeners: list[Listener] = []
         self._stats: dict[str, Any] = {}
-        self._changed = asyncio.Event() if changed is None else changed
-        self._turns = Turns() if turns is None else turns
-        self._task: asyncio.Task[None] | None = None
-        self._process: SpawnProcess | None = None
         self._to_engine: zmq.Socket[bytes] | None = None
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     async def start(self) -> None:
-        """Start the engine process; returns at once."""
-        assert self._task is None, "a client is started once"
-        self.state = "starting"
-        self._task = asyncio.create_task(self._live())
+        """See to it that the engine will be there; returns at once."""
 
+    @abstractmethod
     async def stop(self) -> None:
-        """End the engine process; requests in flight are answered with an error."""
-        if self._task is None or self._task.done():
-            return
-        if self.state in ("starting", "ready"):
-            self.state, self.failure = "stopped", "The server is shutting down."
-        if self._process is not None and self._process.is_alive():
-            if self.model is not None:
-                self._send(wire.End())
-            else:
-                self._process.kill()
-        done, _ = await asyncio.wait([self._task], timeout=_END_SECONDS)
-        if not done and self._process is not None:
-            self._process.kill()
-        await self._task
+        """Have done with the engine; requests in flight are answered with an error."""
 
     @property
     def alive(self) -> bool:
@@ -146,6 +133,7 @@ class EngineClient:
             raise ValueError(sentence) from None
         self._flights[request.id] = flight
         self.traffic.submitted(request.id, len(prompt), streaming, num_known)
+        self._write_down()
         self._send_bytes(message)
         return request.id
 
@@ -159,13 +147,28 @@ class EngineClient:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that were handed in and not yet answered for the last time."""
-        return len(self._flights)
+        """Requests that were handed in and not yet answered for the last time, of all HTTP processes."""
+        return self._side.ledger.requests(self.place.index)
 
     @property
     def num_waiting(self) -> int:
         """Requests in flight beyond those that a step can hold; negative: so many more it could hold."""
         return self.num_in_flight - (self.model.max_batch_size if self.model else 0)
+
+    @property
+    def unread(self) -> int:
+        """Tokens of prompts that the engine was given and has not read."""
+        return self._side.ledger.unread(self.place.index)
+
+    @property
+    def traffics(self) -> list[Traffic]:
+        """Of this HTTP process, and of the others."""
+        return [self.traffic, *self.traffic_elsewhere]
+
+    @property
+    def counts(self) -> Counts:
+        """What was counted, over all HTTP processes."""
+        return Counts.together([traffic.counts for traffic in self.traffics])
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -186,61 +189,35 @@ class EngineClient:
         """Call `listener(kind, facts)` for every later event of the engine, and for `engine_ended`: it has failed as it served."""
         self._listeners.append(listener)
 
-    # -- the other process ---------------------------------------------------------------------------------------------
+    # -- what is said --------------------------------------------------------------------------------------------------
 
-    async def _live(self) -> None:
-        """From start to end, once or (with `restart`) again and again."""
-        while self.state == "starting":
-            async with contextlib.AsyncExitStack() as things:
-                try:
-                    await self._one_life(things)
-                except Exception as error:
-                    self.failure = f"The engine process could not be run: {type(error).__name__}: {error}"
-                self._end_life()
-
-    async def _one_life(self, things: contextlib.AsyncExitStack) -> None:
-        """Until the engine process has ended; `things` closes what it was heard by."""
-        folder = Path(tempfile.mkdtemp(prefix="torchweave-"))  # nobody else can enter it
-        things.callback(shutil.rmtree, folder, ignore_errors=True)
-        addresses = wire.Addresses(f"ipc://{folder}/to_engine", f"ipc://{folder}/from_engine")
+    @contextlib.contextmanager
+    def _sockets(self, addresses: wire.Addresses) -> Iterator[zmq.asyncio.Socket]:
+        """While inside, requests reach a life of the engine; what it says comes out of what is yielded."""
         context = zmq.asyncio.Context()
-        things.callback(context.term)  # would wait for a socket that is open
         self._to_engine = to_engine = zmq.Context.shadow(context).socket(zmq.PUSH)
-        things.callback(to_engine.close, linger=0)
-        to_engine.setsockopt(zmq.SNDHWM, 0)
-        to_engine.bind(addresses.to_engine)
         from_engine = context.socket(zmq.PULL)
-        things.callback(from_engine.close, linger=0)
-        from_engine.setsockopt(zmq.RCVHWM, 0)
-        from_engine.bind(addresses.from_engine)
-        self._events.clear()
-        self._bars.clear()
-        self._stats = {}
-        self._note(0.0, "progress", wire.PROCESS_BAR)
-        self._process = _spawn(self.config, addresses, self.place)
-        things.push_async_callback(asyncio.to_thread, _bury, self._process)
-        ended = _ended(self._process)
+        try:
+            to_engine.setsockopt(zmq.SNDHWM, 0)
+            to_engine.connect(addresses.to_engine)  # what is sent waits until the engine listens
+            from_engine.setsockopt(zmq.RCVHWM, 0)
+            from_engine.bind(addresses.from_engine(self._side.frontend))
+            yield from_engine
+        finally:
+            self._to_engine = None
+            to_engine.close(linger=0)
+            from_engine.close(linger=0)
+            context.term()  # would wait for a socket that is open
+
+    async def _hear_until(self, ended: asyncio.Future[None], from_engine: zmq.asyncio.Socket) -> None:
+        """Hear the engine until it has ended, and what it said last."""
         reading = asyncio.create_task(self._read(from_engine))
         await asyncio.wait([ended, reading], return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
             self.failure = f"The engine process cannot be understood: {reading.exception()}"
         reading.cancel()
-        while await from_engine.poll(0):  # what it said last
+        while await from_engine.poll(0):
             self._hear(wire.decode_from_engine(await from_engine.recv()))
-
-    def _end_life(self) -> None:
-        """Who waits for the engine hears that it is gone, before its memory is; then `state` says whether there is another life."""
-        self.model, self._to_engine = None, None
-        why, was_ready = self.failure or "The engine process ended unexpectedly.", self.state == "ready"
-        self._refuse_all(why)
-        if was_ready and self._restart:
-            self.restarts += 1
-            self.state, self.failure = "starting", ""
-        elif self.state != "stopped":
-            self.state, self.failure = "failed", why
-        if was_ready:
-            self._tell("engine_ended", {"why": why, "restarts": self.state == "starting"})
-        self._changed.set()
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:
@@ -252,7 +229,7 @@ class EngineClient:
             self._deliver_tokens(message.new_tokens())
             for response in message.responses():
                 self._deliver(response, gone)
-            self._turns.tokens_passed()
+            self._side.turns.tokens_passed()
         elif isinstance(message, wire.Accepted):
             self._settle(message.id, message.refusal)
         elif isinstance(message, wire.Moved):
@@ -263,12 +240,20 @@ class EngineClient:
         elif isinstance(message, wire.Happened):
             self._note(message.at, message.kind, message.facts)
         elif isinstance(message, wire.Ready):
-            self.model, self.explanation = message.model, json.loads(message.explanation)
-            if self.state == "starting":
-                self.state = "ready"
-            self._changed.set()
+            self._open(message)
         elif isinstance(message, wire.Failed):
             self.failure, self.asked_too_much = message.why, message.asked
+        self._write_down()
+
+    def _open(self, message: wire.Ready) -> None:
+        self.model, self.explanation = message.model, json.loads(message.explanation)
+        if self.state == "starting":
+            self.state = "ready"
+        self._changed.set()
+
+    def _write_down(self) -> None:
+        """For the other HTTP processes."""
+        self._side.ledger.write(self.place.index, self._side.frontend, len(self._flights), self.traffic.unread)
 
     def _deliver_tokens(self, tokens: Iterable[tuple[int, int]]) -> None:
         flights, answered = self._flights, self.traffic.answered
@@ -315,6 +300,7 @@ class EngineClient:
         for request_id, flight in flights.items():
             self.traffic.answered(request_id, 0, "error")
             flight.hear(refusal(request_id, why), gone=True)
+        self._write_down()
         self._changed.set()
 
     def _send(self, message: msgspec.Struct) -> None:
@@ -322,45 +308,4 @@ class EngineClient:
 
     def _send_bytes(self, message: bytes) -> None:
         if self._to_engine is not None:
-            with contextlib.suppress(zmq.Again):  # nobody is at the other end any more
-                self._to_engine.send(message, zmq.NOBLOCK)
-
-
-def _spawn(config: EngineConfig, addresses: wire.Addresses, place: wire.Place) -> SpawnProcess:
-    """Start the engine process. It never sees Ctrl-C or a SIGTERM to the whole group: this process tells it when to end."""
-    process = multiprocessing.get_context("spawn").Process(
-        target=_run_engine, args=(config, addresses, place), name=f"torchweave-engine-{place.index}"
-    )
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return process
-
-
-def _run_engine(config: EngineConfig, addresses: wire.Addresses, place: wire.Place) -> None:
-    with waiting_ranks(config, place.index) as waiting:
-        with collector.for_good():
-            from torchweave.serving.engine_process import main  # torch is imported in that process
-        main(config, addresses, place, waiting)
-
-
-def _bury(process: SpawnProcess) -> None:
-    """Wait until all of a process is gone; the driver of a GPU takes its time."""
-    process.kill()
-    process.join()
-
-
-def _ended(process: SpawnProcess) -> asyncio.Future[None]:
-    """Done when the process has ended."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-
-    def tell() -> None:
-        loop.remove_reader(process.sentinel)
-        if not ended.done():
-            ended.set_result(None)
-
-    loop.add_reader(process.sentinel, tell)
-    return ended
+            self._to_engine.send(message, zmq.NOBLOCK)

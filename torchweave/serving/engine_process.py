@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import queue
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import connection
 
 import msgspec
 import zmq
@@ -33,6 +31,7 @@ from torchweave.engine.request import InferenceRequest, Output
 from torchweave.engine.responses import NO_TOKENS, Response
 from torchweave.log import Report
 from torchweave.serving import wire
+from torchweave.serving.processes import follow_parent
 
 STATS_SECONDS = 0.2
 """Between two statistics that are sent."""
@@ -46,10 +45,13 @@ def main(config: EngineConfig, addresses: wire.Addresses, place: wire.Place, wai
         place: which of the engines behind the server it is.
         waiting: its other ranks, as `open_engine` takes them.
     """
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    threading.Thread(target=follow_parent, daemon=True).start()
     for name in ("transformers", "torch"):  # their advice on start-up is not for whoever runs a server
         logging.getLogger(name).setLevel(logging.ERROR)
-    outbox = Outbox(addresses.from_engine)
+    requests = zmq.Context.instance().socket(zmq.PULL)
+    requests.setsockopt(zmq.RCVHWM, 0)
+    requests.bind(addresses.to_engine)
+    outbox = Outbox(addresses, place)
     report = Report(show=False)
     report.listen(lambda kind, facts: outbox.put(wire.Happened(report.seconds(), kind, facts)))
     report.event("progress", **(wire.PROCESS_BAR | {"done": 1, "note": ""}))
@@ -67,18 +69,10 @@ def main(config: EngineConfig, addresses: wire.Addresses, place: wire.Place, wai
         outbox.put(wire.Failed(f"The engine could not be built: {type(error).__name__}: {error}", asked=False))
         outbox.close()
         return
-    _serve(engine, config, addresses, outbox)
+    _serve(engine, config, requests, outbox)
 
 
-def _follow_parent() -> None:
-    """End at once when the HTTP process has ended, however it did."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-def _serve(engine: Engine, config: EngineConfig, addresses: wire.Addresses, outbox: Outbox) -> None:
+def _serve(engine: Engine, config: EngineConfig, requests: zmq.Socket[bytes], outbox: Outbox) -> None:
     report = engine.report
     inbox = Inbox()
     manager = BatchManager(
@@ -101,11 +95,8 @@ def _serve(engine: Engine, config: EngineConfig, addresses: wire.Addresses, outb
     report.event("ready")
     keep_explanation(engine.plan, report)
     outbox.put(wire.Ready(_card(engine), as_json(explain(engine.plan, report))))
-    socket = zmq.Context.instance().socket(zmq.PULL)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.connect(addresses.to_engine)
     while True:
-        message = wire.decode_to_engine(socket.recv())
+        message = wire.decode_to_engine(requests.recv())
         if isinstance(message, wire.Submit):
             _take(message, engine, inbox, outbox)
         elif isinstance(message, wire.Stop):
@@ -210,20 +201,20 @@ class Inbox:
 
 
 class Outbox:
-    """Sends what other threads put in, in order: messages, and responses of an iteration.
+    """Sends what other threads put in, in order: messages, and responses of an iteration, each to the HTTP process that it is for.
 
     Attributes:
         is_failing: whether the errors in responses are those of the engine, which ends.
     """
 
-    def __init__(self, address: str) -> None:
-        self._queue: queue.SimpleQueue[Sequence[Response] | msgspec.Struct | None] = queue.SimpleQueue()
+    def __init__(self, addresses: wire.Addresses, place: wire.Place) -> None:
+        self._queue: queue.SimpleQueue[Sequence[Response] | wire.FromEngine | None] = queue.SimpleQueue()
         self.is_failing: Callable[[], bool] = bool
-        self._address = address
+        self._addresses, self._place = addresses, place
         self._thread = threading.Thread(target=self._main, name="torchweave-outbox", daemon=True)
         self._thread.start()
 
-    def put(self, item: Sequence[Response] | msgspec.Struct) -> None:
+    def put(self, item: Sequence[Response] | wire.FromEngine) -> None:
         self._queue.put(item)
 
     def close(self) -> None:
@@ -233,12 +224,18 @@ class Outbox:
 
     def _main(self) -> None:
         context = zmq.Context()
+        sockets = [self._connected(context, frontend) for frontend in range(self._place.frontends)]
+        while (item := self._queue.get()) is not None:
+            for frontend, part in wire.shares(item, self._place):
+                message = part if isinstance(part, msgspec.Struct) else wire.outputs(part, self.is_failing())
+                sockets[frontend].send(wire.encode(message))
+        for socket in sockets:
+            socket.close()
+        context.term()  # returns when all was sent
+
+    def _connected(self, context: zmq.Context[zmq.Socket[bytes]], frontend: int) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.LINGER, int(_FLUSH_SECONDS * 1000))
-        socket.connect(self._address)
-        while (item := self._queue.get()) is not None:
-            message = item if isinstance(item, msgspec.Struct) else wire.outputs(item, self.is_failing())
-            socket.send(wire.encode(message))
-        socket.close()
-        context.term()  # returns when all was sent
+        socket.connect(self._addresses.from_engine(frontend))
+        return socket

@@ -5,6 +5,7 @@ The engine is never asked: what it said last is in the engine client and in what
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -23,10 +24,15 @@ RATE_SECONDS = 5
 
 
 class Live:
-    """The page's data for one server."""
+    """The page's data for one server.
 
-    def __init__(self, service: Service) -> None:
+    Args:
+        look: brings what is known of other HTTP processes up to date.
+    """
+
+    def __init__(self, service: Service, look: Callable[[], Awaitable[None]]) -> None:
         self._service = service
+        self._look = look
         self._engines = service.client.engines
         self._made = float("-inf")
         self._text = b""
@@ -34,17 +40,19 @@ class Live:
         histories = [engine.traffic.history for engine in self._engines]
         self._step_times = Percentiles(histories, HISTORY_SECONDS, (50, 99))
 
-    def text(self) -> bytes:
+    async def text(self) -> bytes:
         """The JSON text, not older than `FRESH_SECONDS`."""
-        now = self._engines[0].traffic.clock()
-        if now - self._made >= FRESH_SECONDS:
+        clock = self._engines[0].traffic.clock
+        if clock() - self._made >= FRESH_SECONDS:
+            await self._look()
+            now = clock()
             self._text, self._made = msgspec.json.encode(self.snapshot(now)), now
         return self._text
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """What `docs/operations.md` describes; times in seconds, unless a name ends in `_ms`."""
         client = self._service.client
-        traffics = [engine.traffic for engine in self._engines]
+        traffics = [traffic for engine in self._engines for traffic in engine.traffics]
         counts = Counts.together([traffic.counts for traffic in traffics])
         now_of_each = [EngineNow.of(engine.stats) for engine in self._engines]
         engine = EngineNow.together(now_of_each)
@@ -108,7 +116,7 @@ class Live:
         }
 
     def _history(self, now: float) -> dict[str, Any]:
-        sums = [engine.traffic.history.sums(now) for engine in self._engines]
+        sums = [traffic.history.sums(now) for engine in self._engines for traffic in engine.traffics]
         p50, p99 = self._step_times.of(now)
         return {
             "seconds": HISTORY_SECONDS,
@@ -134,7 +142,7 @@ def _replica(engine: EngineClient, numbers: EngineNow, now: float) -> dict[str, 
         "failure": engine.failure,
         "restarts": engine.restarts,
         "device": card.device if card is not None else None,
-        "open": len(engine.traffic.open),
+        "open": sum(len(traffic.open) for traffic in engine.traffics),
         "running": numbers.running,
         "generated_per_second": sum(generated) / len(generated),
         "usage": numbers.usage,

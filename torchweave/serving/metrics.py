@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 import torchweave
 from torchweave.serving.counting import Distribution
-from torchweave.serving.traffic import Counts, Traffic
+from torchweave.serving.traffic import Counts
 
 PREFIX = "torchweave_"
 _CLIENT_LEFT = 499
@@ -30,7 +30,9 @@ class Engine(Protocol):
     """What is read of an engine client."""
 
     restarts: int
-    traffic: Traffic
+
+    @property
+    def counts(self) -> Counts: ...
 
     @property
     def state(self) -> str: ...
@@ -99,10 +101,20 @@ CACHE_COUNTERS: tuple[tuple[str, str, Callable[[EngineNow], int]], ...] = (
 
 
 class HttpCounts:
-    """HTTP requests by method, path (the route's, so that there are few) and status."""
+    """HTTP requests by method, path (the route's, so that there are few) and status.
+
+    Attributes:
+        requests: of this process.
+        elsewhere: of the other HTTP processes of the server, as far as they have told.
+    """
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str, str]] = Counter()
+        self.elsewhere: Sequence[Counter[tuple[str, str, str]]] = ()
+
+    @property
+    def all_requests(self) -> Counter[tuple[str, str, str]]:
+        return sum(self.elsewhere, self.requests)
 
     def count(self, scope: _Scope, status: int) -> None:
         """An answer has begun. What was refused before a route was found has the path that it asked for, if that is one."""
@@ -115,6 +127,8 @@ class HttpCounts:
 
 STREAM_SEND = "torchweave.send"
 """In a scope: where the parts of a body may go once an answer has begun, past the layers that look for its beginning."""
+RELAYED = "torchweave.relayed"
+"""In a scope: another HTTP process of the server answers, and counts."""
 
 
 class HttpMeter:
@@ -144,7 +158,8 @@ class HttpMeter:
             status = 500 if status == _CLIENT_LEFT else status
             raise
         finally:
-            self._counts.count(scope, status)
+            if not scope.get(RELAYED):
+                self._counts.count(scope, status)
 
 
 class Metrics(Collector):
@@ -174,7 +189,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._of_engines()
-        counts = [engine.traffic.counts for engine in self._engines]
+        counts = [engine.counts for engine in self._engines]
         for family in COUNTERS:
             yield self._counter(family.name, family.meaning, map(family.value, counts))
         for family in HISTOGRAMS:
@@ -207,7 +222,7 @@ class Metrics(Collector):
         found = CounterMetricFamily(
             PREFIX + "http_requests", "HTTP requests that were answered", labels=["method", "path", "status"]
         )
-        for labels, count in sorted(self._http.requests.items()):
+        for labels, count in sorted(self._http.all_requests.items()):
             found.add_metric(labels, count)
         return found
 

@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from torchweave.config import EngineConfig, ServerConfig
 from torchweave.plan.check import check_names, check_numbers, config_from
 from torchweave.serving.app import create_app
-from torchweave.serving.replicas import Replicas
+from torchweave.serving.own_engine import own_engines
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -31,6 +31,7 @@ _OF_RAY = {
     "host": "serve.start(http_options=...) says where Ray Serve listens",
     "port": "serve.start(http_options=...) says where Ray Serve listens",
     "data_parallel_size": "num_replicas says how many replicas there are",
+    "api_server_count": "each replica has the HTTP process that Ray Serve gives it",
     "restart_engine": "Ray Serve starts a replica anew whose engine has failed",
 }
 _TOLD_SECONDS = 0.5  # for those who ask to hear that the engine has failed
@@ -85,7 +86,7 @@ class Replica:
 
 def replica_app(config: EngineConfig, settings: ServerConfig) -> FastAPI:
     """The application of one replica, in its process, which ends with the engine."""
-    client = Replicas(config)
+    client = own_engines(config)
 
     def follow(kind: str, facts: dict[str, Any]) -> None:
         if kind == "engine_ended":

@@ -1,6 +1,6 @@
 """The engines behind one server: one, or several replicas of a model, with one face.
 
-engines = Replicas(config, count=2)
+engines = own_engines(config, count=2)
 await engines.start()
 with engines.flight() as flight: ...
 """
@@ -15,34 +15,30 @@ import numpy as np
 
 from torchweave.config import EngineConfig
 from torchweave.engine.request import SamplingParams
-from torchweave.serving.engine_client import EngineClient, Listener, State
+from torchweave.serving.engine_client import EngineClient, Listener, Side, State
 from torchweave.serving.flight import EngineGone, Flight
-from torchweave.serving.routing import Load, Router
-from torchweave.serving.turns import Turns
-from torchweave.serving.wire import ModelCard, Place
+from torchweave.serving.routing import Load, Router, Sent
+from torchweave.serving.wire import ModelCard
 
 
 class Replicas:
-    """Starts engines, gives each request to one of them, and goes on as long as one of them serves.
+    """Gives each request to one of several engines, and goes on as long as one of them serves.
 
     Args:
         config: of each engine.
-        count: engines.
-        restart: start an engine again when it fails after all were ready.
+        engines: by number.
+        side: this HTTP process, the one of the engines.
 
     Attributes:
-        engines: by number.
         turns: of requests, between tokens of the engines.
     """
 
-    def __init__(self, config: EngineConfig, count: int = 1, restart: bool = False) -> None:
+    def __init__(self, config: EngineConfig, engines: Sequence[EngineClient], side: Side) -> None:
         self.config = config
-        self._changed = asyncio.Event()
-        self.turns = Turns()
-        self.engines = tuple(
-            EngineClient(config, restart, Place(index, count), self._changed, self.turns) for index in range(count)
-        )
-        self._router = Router(config.enable_prefix_caching)
+        self.engines = tuple(engines)
+        self.turns = side.turns
+        self._changed = side.changed
+        self._router = Router(config.enable_prefix_caching, lambda sent: side.announce(sent))
         self._opened = False
 
     # -- their life ----------------------------------------------------------------------------------------------------
@@ -126,6 +122,10 @@ class Replicas:
             engine = self.engines[number]
         return engine.submit(flight, prompt, params, streaming, priority, cache_salt, num_known)
 
+    def learn(self, sent: Sent) -> None:
+        """Another HTTP process has given a prompt to one of the engines."""
+        self._router.learn(sent)
+
     def cancel(self, ids: Sequence[int]) -> None:
         """Ask that requests are stopped; those that are in flight still get their final response."""
         for engine in self.engines:
@@ -179,7 +179,7 @@ def _load(engine: EngineClient) -> Load:
         replica=engine.place.index,
         life=engine.restarts,
         num_requests=engine.num_in_flight,
-        unread=engine.traffic.unread,
+        unread=engine.unread,
         is_full=engine.num_waiting >= 0,
         cache_tokens=cache,
     )

@@ -9,8 +9,9 @@ One whose next step has room comes before one whose requests wait for others to 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 
@@ -46,15 +47,27 @@ class Load:
         return self.unread + REQUEST_TOKENS * self.num_requests
 
 
+@dataclass(frozen=True)
+class Sent:
+    """A prompt went to a replica: its `life`, the prompt's spans, and how many of them the replica keeps."""
+
+    replica: int
+    life: int
+    spans: list[int]
+    room: int
+
+
 class Router:
     """Remembers which beginnings of prompts went to which replica.
 
     Args:
         prefixes: whether engines keep what they have read; else no replica is better for a prompt than another.
+        announce: called with each prompt that goes to one, for the routers of other processes to `learn`.
     """
 
-    def __init__(self, prefixes: bool = True) -> None:
+    def __init__(self, prefixes: bool = True, announce: Callable[[Sent], None] = lambda _: None) -> None:
         self._prefixes = prefixes
+        self._announce = announce
         self._read: dict[int, Beginnings] = {}
         self._last = -1
 
@@ -67,7 +80,7 @@ class Router:
             loads: of the replicas that take requests; at least one. Those that are alike take turns.
         """
         spans = spans_of(prompt, cache_salt) if self._prefixes else []
-        known = [self._beginnings(load).longest(spans) * SPAN for load in loads]
+        known = [self._beginnings(load.replica, load.life).longest(spans) * SPAN for load in loads]
 
         def left(number: int) -> tuple[bool, int, int, int]:
             load = loads[number]
@@ -76,13 +89,20 @@ class Router:
 
         best = min(range(len(loads)), key=left)
         self._last = loads[best].replica
-        self._beginnings(loads[best]).add(spans, loads[best].cache_tokens // SPAN)
+        if spans:
+            sent = Sent(self._last, loads[best].life, spans, loads[best].cache_tokens // SPAN)
+            self.learn(sent)
+            self._announce(sent)
         return self._last, known[best]
 
-    def _beginnings(self, load: Load) -> Beginnings:
-        found = self._read.get(load.replica)
-        if found is None or found.life != load.life:
-            found = self._read[load.replica] = Beginnings(load.life)
+    def learn(self, sent: Sent) -> None:
+        """A prompt went to a replica."""
+        self._beginnings(sent.replica, sent.life).add(sent.spans, sent.room)
+
+    def _beginnings(self, replica: int, life: int) -> Beginnings:
+        found = self._read.get(replica)
+        if found is None or found.life != life:
+            found = self._read[replica] = Beginnings(life)
         return found
 
 
@@ -106,9 +126,10 @@ class Beginnings:
 
 
 def spans_of(prompt: np.ndarray, cache_salt: str) -> list[int]:
-    """A number for each beginning of a prompt that is a multiple of `SPAN` tokens long: equal for equal beginnings."""
-    found, last = [], hash(cache_salt)
+    """A number for each beginning of a prompt that is a multiple of `SPAN` tokens long: the same in every process."""
+    salt = blake2b(cache_salt.encode(errors="surrogatepass")).digest()
+    found, digest = [], blake2b(salt, digest_size=8)
     for end in range(SPAN, len(prompt) + 1, SPAN):
-        last = hash((last, prompt[end - SPAN : end].tobytes()))
-        found.append(last)
+        digest.update(prompt[end - SPAN : end].tobytes())
+        found.append(int.from_bytes(digest.digest()))
     return found

@@ -5,28 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
-from collections.abc import Callable, Iterator
-
-import uvicorn
+from collections.abc import Callable
 
 from torchweave import collector
 from torchweave.config import EngineConfig, ServerConfig
 from torchweave.serving.app import create_app
-from torchweave.serving.replicas import Replicas
+from torchweave.serving.engine_client import Side
+from torchweave.serving.frontends.group import Frontends
+from torchweave.serving.frontends.messages import Draining
+from torchweave.serving.ledger import Ledger
+from torchweave.serving.listening import Uvicorn, listen, processes_for
+from torchweave.serving.own_engine import own_engines
 from torchweave.serving.service import Service
 
-_CLOSE_SECONDS = 5  # for connections to take in what was said to them last
 _FAILED_SECONDS = 1.0  # for those who ask to hear that the engine has failed
-_KEEP_ALIVE_SECONDS = 75  # longer than what proxies keep their end open
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without signal handlers: a signal begins the drain, it does not close the door."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+_LOOK_SECONDS = 0.05  # between two looks at what other HTTP processes have in flight, while they finish it
 
 
 class Server:
@@ -47,28 +40,24 @@ class Server:
     def __init__(
         self, config: EngineConfig, settings: ServerConfig, on_ready: Callable[[Server], None] = lambda _: None
     ) -> None:
-        self._socket = _listen(settings.host, settings.port)
+        count = processes_for(settings.api_server_count)
+        self._config, self._settings, self._on_ready = config, settings, on_ready
+        self._socket = listen(settings.host, settings.port, shared=count > 1)
+        self._port: int = self._socket.getsockname()[1]
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-        self.client = Replicas(config, settings.data_parallel_size, settings.restart_engine)
-        self.app = create_app(self.client, settings)
+        self.url = f"http://{host}:{self._port}"
+        side = Side(ledger=Ledger(settings.data_parallel_size, count))
+        self._frontends = Frontends(count, side)
+        self.client = own_engines(config, settings.data_parallel_size, settings.restart_engine, side, count)
+        self.app = create_app(self.client, settings, others=self._frontends)
         self.service: Service = self.app.state.service
-        self._settings = settings
-        self._on_ready = on_ready
         self._draining: asyncio.Task[None] | None = None
-        self._uvicorn = _Uvicorn(
-            uvicorn.Config(
-                self.app,
-                http="httptools",
-                ws="none",
-                lifespan="on",
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=_CLOSE_SECONDS,
-            )
-        )
+        self._uvicorn = Uvicorn(self.app)
+
+    @property
+    def failure(self) -> str:
+        """Why it cannot go on, or has not begun; empty while it can."""
+        return self._frontends.failure or self.client.failure
 
     def run(self) -> int:
         """Serve; returns the exit code: 0 after a signal, 1 when the engine failed.
@@ -76,31 +65,35 @@ class Server:
         Raises:
             ValueError: the engine cannot be what was asked; one sentence says why and what to do.
         """
-        with asyncio.Runner(loop_factory=self._uvicorn.config.get_loop_factory()) as runner:
+        with self._uvicorn.runner() as runner:
             return runner.run(self._serve())
 
     async def _serve(self) -> int:
         loop = asyncio.get_running_loop()
         for each in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(each, self.drain)
-        serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket]))
+        address = self._settings.host, self._port
+        further = self._frontends.start(self._config, self._settings, address, self.client.learn)
+        serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket, *further]))
         following = asyncio.create_task(self._follow())
         await serving
         following.cancel()
+        await self._frontends.stop(at_once=self._uvicorn.force_exit)
         if self.service.fault:
             raise ValueError(self.service.fault)
-        return 1 if self.client.state == "failed" else 0
+        return 1 if self.client.state == "failed" or self._frontends.failure else 0
 
     async def _follow(self) -> None:
-        """Tell when the server is ready, and end it with its engine."""
+        """Tell when the server is ready, and end it with its engine, or with one of its HTTP processes."""
         await self.service.opened.wait()
         if self.service.ready:
+            await self._frontends.joined()
             self._on_ready(self)
         else:
             self._uvicorn.should_exit = True
         with collector.at_rest_by_turns():
-            await self.client.wait_for(lambda: not self.client.alive)
-        if self.client.state == "failed":
+            await self.client.wait_for(lambda: not self.client.alive or bool(self._frontends.failure))
+        if self.failure:
             await asyncio.sleep(_FAILED_SECONDS)
         self._uvicorn.should_exit = True
 
@@ -111,26 +104,13 @@ class Server:
             self._uvicorn.force_exit = self._draining is not None
             return
         self.service.draining = True
+        self._frontends.announce(Draining())
         self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.drain_timeout):
-                await self.client.wait_for(lambda: self.client.num_in_flight == 0)
+                while self.client.num_in_flight:
+                    await asyncio.sleep(_LOOK_SECONDS)
         await self.client.stop()  # whoever is still there hears of it
         self._uvicorn.should_exit = True
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    if not 0 <= port < 2**16:
-        raise ValueError(f"port={port} must be from 0 to 65535; 0 takes one that is free")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except OSError as error:
-        raise ValueError(
-            f"{host}:{port} cannot be listened on: {error.strerror}; choose another host or port"
-        ) from None
-    return found

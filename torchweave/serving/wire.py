@@ -5,9 +5,10 @@ The engine process believes what it is told, so the sockets lie in a folder that
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -15,21 +16,39 @@ import numpy as np
 from torchweave.engine.request import FinishReason, InferenceRequest, Output, SamplingParams, StructuredOutputs
 from torchweave.engine.responses import Response, Responses
 
+Ids = TypeVar("Ids", int, np.ndarray)
+
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the two processes meet: one socket each way."""
+    """Where the processes meet, in a folder that only their owner can enter: one socket of the engine, which all HTTP processes
+    write to, and one of each HTTP process."""
 
-    to_engine: str
-    from_engine: str
+    folder: str
+
+    @property
+    def to_engine(self) -> str:
+        return f"ipc://{self.folder}/to_engine"
+
+    def from_engine(self, frontend: int) -> str:
+        return f"ipc://{self.folder}/from_engine.{frontend}"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which one an engine is of those behind a server: number `index` of `count`."""
+    """Which one an engine is of those behind a server: number `index` of `count`, asked by `frontends` HTTP processes."""
 
     index: int = 0
     count: int = 1
+    frontends: int = 1
+
+    def ids(self, frontend: int) -> Iterator[int]:
+        """Numbers for the requests that an HTTP process hands to this engine; nobody else uses them."""
+        return itertools.count(self.index + self.count * frontend, self.count * self.frontends)
+
+    def frontend_of(self, ids: Ids) -> Ids:
+        """Whose requests these are."""
+        return ids // self.count % self.frontends
 
 
 PROCESS_BAR = {"title": "engine process", "done": 0, "total": 1, "note": "importing"}
@@ -233,10 +252,37 @@ def request_of(message: Submit) -> InferenceRequest:
 
 def outputs(responses: Sequence[Response], failing: bool = False) -> Outputs:
     """Responses as they are sent."""
-    if isinstance(responses, Responses):
-        others = [_said(each) for each in responses.others]
-        return Outputs(responses.ids.tobytes(), responses.tokens.tobytes(), others, failing)
-    return Outputs(b"", b"", [_said(each) for each in responses], failing)
+    found = _gathered(responses)
+    return Outputs(found.ids.tobytes(), found.tokens.tobytes(), [_said(each) for each in found.others], failing)
+
+
+def shares(
+    message: Sequence[Response] | FromEngine, place: Place
+) -> Iterator[tuple[int, Sequence[Response] | FromEngine]]:
+    """What of something that the engine says is for which HTTP process; what is not about requests is for the first one."""
+    if place.frontends == 1 or isinstance(message, Happened | Ready | Stats | Failed):
+        yield 0, message
+    elif isinstance(message, Accepted):
+        yield place.frontend_of(message.id), message
+    elif isinstance(message, Moved):
+        for frontend in range(place.frontends):
+            if moves := [each for each in message.moves if place.frontend_of(each[0]) == frontend]:
+                yield frontend, Moved(moves)
+    elif not isinstance(message, msgspec.Struct):
+        yield from _shares_of(_gathered(message), place)
+
+
+def _shares_of(responses: Responses, place: Place) -> Iterator[tuple[int, Responses]]:
+    owners = place.frontend_of(responses.ids)
+    for frontend in range(place.frontends):
+        ours = owners == frontend
+        others = [each for each in responses.others if place.frontend_of(each.id) == frontend]
+        if others or ours.any():
+            yield frontend, Responses(others, responses.ids[ours], responses.tokens[ours])
+
+
+def _gathered(responses: Sequence[Response]) -> Responses:
+    return responses if isinstance(responses, Responses) else Responses(responses)
 
 
 def _said(response: Response) -> Said:

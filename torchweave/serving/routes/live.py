@@ -35,4 +35,5 @@ async def root() -> HTMLResponse:
     responses={200: {"content": {"application/json": {"schema": {"type": "object"}}}}},
 )
 async def live(request: Request) -> Response:
-    return Response(request.app.state.live.text(), media_type="application/json", headers={"Cache-Control": "no-store"})
+    text = await request.app.state.live.text()
+    return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})

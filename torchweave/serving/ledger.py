@@ -1,0 +1,35 @@
+"""How much each HTTP process has in flight at each engine, in memory that all of them see.
+
+Each writes its own numbers only, so nothing is locked; a sum is as old as the oldest of its parts, which is microseconds.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.sharedctypes import RawArray
+from typing import Any
+
+
+class Ledger:
+    """Numbers of every pair of an engine and an HTTP process. Can be handed to a process only while that is started.
+
+    Args:
+        engines: engines.
+        frontends: HTTP processes.
+    """
+
+    def __init__(self, engines: int = 1, frontends: int = 1) -> None:
+        self._requests: list[Any] = [RawArray("q", frontends) for _ in range(engines)]
+        self._unread: list[Any] = [RawArray("q", frontends) for _ in range(engines)]
+
+    def write(self, engine: int, frontend: int, requests: int, unread: int) -> None:
+        """What an HTTP process has in flight at an engine: requests, and tokens of their prompts that were not read."""
+        self._requests[engine][frontend] = requests
+        self._unread[engine][frontend] = unread
+
+    def requests(self, engine: int) -> int:
+        """Requests of all HTTP processes in flight at an engine."""
+        return sum(self._requests[engine])
+
+    def unread(self, engine: int) -> int:
+        """Tokens of their prompts that the engine has not read."""
+        return sum(self._unread[engine])

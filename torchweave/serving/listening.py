@@ -1,0 +1,106 @@
+"""How an HTTP process listens: its socket, and uvicorn as every one of them runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+_CLOSE_SECONDS = 5  # for connections to take in what was said to them last
+_KEEP_ALIVE_SECONDS = 75  # longer than what proxies keep their end open
+_CORES_EACH, _MOST = 4, 4  # for an HTTP process, where nobody says how many there should be; so many at the most
+
+
+class Uvicorn(uvicorn.Server):
+    """uvicorn without signal handlers: a signal begins the drain, it does not close the door.
+
+    Attributes:
+        listening: set once connections are taken.
+    """
+
+    def __init__(self, app: Any) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="on",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=_CLOSE_SECONDS,
+            )
+        )
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    def runner(self) -> asyncio.Runner:
+        """For an event loop as this server wants it."""
+        return asyncio.Runner(loop_factory=self.config.get_loop_factory())
+
+
+def listen(host: str, port: int, shared: bool = False) -> socket.socket:
+    """A socket that is bound to an address; with `shared` other HTTP processes of the server can bind theirs to it too, and the
+    kernel gives each connection to one of them.
+
+    Raises:
+        ValueError: the address cannot be had.
+    """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port={port} must be from 0 to 65535; 0 takes one that is free")
+    try:
+        if not shared:
+            return _bound(host, port, shared=False)
+        with _bound(host, port, shared=False) as alone:  # else it could be shared with another server
+            port = alone.getsockname()[1]
+        return _bound(host, port, shared=True)
+    except OSError as error:
+        raise ValueError(
+            f"{host}:{port} cannot be listened on: {error.strerror}; choose another host or port"
+        ) from None
+
+
+def join(host: str, port: int) -> socket.socket:
+    """A further socket for an address that is shared."""
+    return _bound(host, port, shared=True)
+
+
+def processes_for(asked: int | None) -> int:
+    """How many HTTP processes a server has here.
+
+    Raises:
+        ValueError: several cannot be had on this system.
+    """
+    if sys.platform != "linux":  # elsewhere connections are not spread over the sockets of one address
+        if asked is not None and asked > 1:
+            raise ValueError(f"api_server_count={asked} can be had on Linux only; leave it out")
+        return 1
+    return asked or min(max(len(os.sched_getaffinity(0)) // _CORES_EACH, 1), _MOST)
+
+
+def _bound(host: str, port: int, shared: bool) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    found = socket.socket(family, kind, protocol)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        found.bind(address)
+    except OSError:
+        found.close()
+        raise
+    return found
