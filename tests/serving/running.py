@@ -98,9 +98,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(*options: str, model: str = "demo", quick: Sequence[str] = QUICK) -> Iterator[Running]:
-    """Start a server, wait until it is ready, and end it."""
-    process = subprocess.Popen(serve_command(model, *options, quick=quick), stdout=subprocess.PIPE, text=True)
+def serving(*options: str, model: str = "demo", quick: Sequence[str] = QUICK, apart: bool = False) -> Iterator[Running]:
+    """Start a server (`apart`: in a session and a group of processes of its own), wait until it is ready, and end it."""
+    command = serve_command(model, *options, quick=quick)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=apart)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

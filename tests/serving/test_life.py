@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serving.running import LONG, Running, free_port, serve_command, serving, wait_until
+from tests.serving.running import LONG, SHORTER, Running, free_port, serve_command, serving, wait_until
 
 KEY = {"Authorization": "Bearer sesame"}
 
@@ -248,6 +248,18 @@ def test_E1_the_engine_is_started_again_by_option_and_sigterm_drains() -> None:
         assert "".join(chunk.choices[0].text for chunk in short) == "2"
         with pytest.raises(openai.APIError, match="was shut down"):
             list(streams[-1])
+        assert server.process.wait(15) == 0
+
+
+def test_E1_ctrl_c_in_a_terminal_drains_too() -> None:
+    """It goes to every process of the group."""
+    with serving("--tp", "2", apart=True) as server:
+        stream = server.client().completions.create(model="demo", prompt="1+1=", stream=True, **SHORTER)
+        chunks = iter(stream)
+        next(chunks)
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert wait_until(lambda: server.get("/ready").status_code == 503)
+        assert len(list(chunks)) > 100
         assert server.process.wait(15) == 0
 
 

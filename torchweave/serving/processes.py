@@ -1,4 +1,4 @@
-"""Processes of the server: they see no signal that is meant for it, and their ends are seen by its event loop."""
+"""Processes of the server: signals that are meant for it do not reach them, and it sees their ends."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
+
+_OF_A_GROUP = (signal.SIGINT, signal.SIGTERM)
 
 
 def spawn(target: Callable[..., None], *args: Any, name: str) -> SpawnProcess:
     """Start a process, which `ps` and `top` show by its name (of at most 15 letters).
 
-    It never sees Ctrl-C or a SIGTERM to the whole group: this process tells it when to end.
+    Neither it nor what it starts sees Ctrl-C or a SIGTERM to the whole group: this process tells it when to end.
     """
-    process = multiprocessing.get_context("spawn").Process(target=_named, args=(name, target, *args), name=name)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    process = multiprocessing.get_context("spawn").Process(target=_apart, args=(name, target, *args), name=name)
+    resource_tracker.ensure_running()  # it would be started with the first process, and lift what follows
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_A_GROUP)
     try:
         process.start()
     finally:
@@ -28,7 +31,13 @@ def spawn(target: Callable[..., None], *args: Any, name: str) -> SpawnProcess:
     return process
 
 
-def _named(name: str, target: Callable[..., None], *args: Any) -> None:
+def _apart(name: str, target: Callable[..., None], *args: Any) -> None:
+    os.setpgid(0, 0)
+    for each in (
+        _OF_A_GROUP
+    ):  # what came before; a handler that is a function is not handed down to processes, and a mask would be
+        signal.signal(each, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_A_GROUP)
     with suppress(OSError):  # there is no such file but on Linux
         Path("/proc/self/comm").write_text(name)
     target(*args)
