@@ -11,10 +11,12 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -31,7 +33,10 @@ from tests.serving.running import (
 )
 from tests.serving.test_metrics import values_of
 from torchweave.config import EngineConfig, ServerConfig
+from torchweave.engine.request import Output
+from torchweave.engine.responses import NO_TOKENS, Response, Responses
 from torchweave.plan.check import check_server
+from torchweave.serving import wire
 from torchweave.serving.ledger import Ledger
 from torchweave.serving.listening import processes_for
 from torchweave.serving.traffic import Traffic
@@ -235,6 +240,31 @@ def test_the_ledger_sums_what_each_has_in_flight() -> None:
     assert [ledger.requests(each) for each in (0, 1)] == [7, 9] and ledger.unread(1) == 120
     ledger.write(1, 2, requests=0, unread=0)
     assert ledger.requests(1) == 4
+
+
+def test_what_the_engine_says_goes_to_whom_it_is_for() -> None:
+    place = wire.Place(index=1, count=2, frontends=3)
+    firsts = [list(islice(place.ids(frontend), 3)) for frontend in range(3)]
+    assert firsts == [[1, 7, 13], [3, 9, 15], [5, 11, 17]]
+
+    def said(item: Any) -> dict[int, Any]:
+        return {frontend: wire.decode_from_engine(message) for frontend, message in wire.messages(item, place, True)}
+
+    end = Response(11, Output(NO_TOKENS, "length"), True)
+    ids, tokens = np.array([1, 7, 5], np.uint64), np.array([40, 50, 60], np.int32)
+    found = said(Responses([end], ids, tokens))
+    assert set(found) == {0, 2}, "nobody is woken for nothing"
+    for each in found.values():
+        assert list(each.new_tokens()) == [(1, 40), (7, 50), (5, 60)] and each.failing
+    assert list(found[0].responses()) == [] and [each.id for each in found[2].responses()] == [11]
+    assert said(Responses()) == {}
+    assert {who: said.id for who, said in said(wire.Accepted(9, "no")).items()} == {1: 9}
+    moves = said(wire.Moved([(1, "started"), (17, "paused"), (5, "answering")]))
+    assert {who: each.moves for who, each in moves.items()} == {
+        0: [(1, "started")],
+        2: [(17, "paused"), (5, "answering")],
+    }
+    assert set(said(wire.Stats("{}"))) == {0}
 
 
 def test_traffic_can_be_told() -> None:

@@ -1,8 +1,7 @@
 """The engine in a process of its own: requests in by one socket, everything that it says out by another.
 
-Three threads: this one builds the engine and then reads requests; the batch manager's runs the loop; the outbox's turns what
-the loop says into messages, while the loop waits for the device. All of them wait for something that wakes them: an engine
-without requests costs nothing.
+Two threads: this one builds the engine and then reads requests; the batch manager's runs the loop and sends what it has to say.
+Both wait for something that wakes them: an engine without requests costs nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 
-import msgspec
 import zmq
 
 from torchweave.compile.dump import open_dump
@@ -201,41 +198,39 @@ class Inbox:
 
 
 class Outbox:
-    """Sends what other threads put in, in order: messages, and responses of an iteration, each to the HTTP process that it is for.
+    """Sends messages, and responses of an iteration, each to the HTTP process that it is for. Of any thread.
+
+    Whoever has something to say sends it: a thread of its own would have to wait until the loop lets go of the interpreter, now
+    a tenth of a millisecond and now most of one, which every stream would see (decision 0101).
 
     Attributes:
         is_failing: whether the errors in responses are those of the engine, which ends.
     """
 
     def __init__(self, addresses: wire.Addresses, place: wire.Place) -> None:
-        self._queue: queue.SimpleQueue[Sequence[Response] | wire.FromEngine | None] = queue.SimpleQueue()
         self.is_failing: Callable[[], bool] = bool
-        self._addresses, self._place = addresses, place
-        self._thread = threading.Thread(target=self._main, name="torchweave-outbox", daemon=True)
-        self._thread.start()
+        self._place = place
+        self._lock = threading.Lock()
+        self._context = zmq.Context()
+        self._sockets = [self._connected(addresses.from_engine(frontend)) for frontend in range(place.frontends)]
 
     def put(self, item: Sequence[Response] | wire.FromEngine) -> None:
-        self._queue.put(item)
+        """Send something; nothing once it is closed. Never waits for those who read."""
+        with self._lock:
+            for frontend, message in wire.messages(item, self._place, self.is_failing()):
+                if not self._context.closed:
+                    self._sockets[frontend].send(message)
 
     def close(self) -> None:
-        """Send what is left, and end."""
-        self._queue.put(None)
-        self._thread.join(_FLUSH_SECONDS)
+        """See to it that all was sent."""
+        with self._lock:
+            for socket in self._sockets:
+                socket.close()
+            self._context.term()  # returns when all was sent
 
-    def _main(self) -> None:
-        context = zmq.Context()
-        sockets = [self._connected(context, frontend) for frontend in range(self._place.frontends)]
-        while (item := self._queue.get()) is not None:
-            for frontend, part in wire.shares(item, self._place):
-                message = part if isinstance(part, msgspec.Struct) else wire.outputs(part, self.is_failing())
-                sockets[frontend].send(wire.encode(message))
-        for socket in sockets:
-            socket.close()
-        context.term()  # returns when all was sent
-
-    def _connected(self, context: zmq.Context[zmq.Socket[bytes]], frontend: int) -> zmq.Socket[bytes]:
-        socket = context.socket(zmq.PUSH)
+    def _connected(self, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.LINGER, int(_FLUSH_SECONDS * 1000))
-        socket.connect(self._addresses.from_engine(frontend))
+        socket.connect(address)
         return socket

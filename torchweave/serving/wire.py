@@ -156,6 +156,8 @@ class Said(msgspec.Struct, array_like=True):
 class Outputs(msgspec.Struct, tag=True, array_like=True):
     """What the engine has to say after an iteration: `ids` (uint64) that have one more of `tokens` (int32), then all others.
 
+    Among `ids` may be requests of other HTTP processes.
+
     `failing`: errors are those of the engine, which ends; else each is that of its request.
     """
 
@@ -250,39 +252,37 @@ def request_of(message: Submit) -> InferenceRequest:
     )
 
 
-def outputs(responses: Sequence[Response], failing: bool = False) -> Outputs:
-    """Responses as they are sent."""
-    found = _gathered(responses)
-    return Outputs(found.ids.tobytes(), found.tokens.tobytes(), [_said(each) for each in found.others], failing)
+def messages(item: Sequence[Response] | FromEngine, place: Place, failing: bool = False) -> Iterator[tuple[int, bytes]]:
+    """What the engine says, by the HTTP process that it is for; what is not about requests is for the first one.
 
-
-def shares(
-    message: Sequence[Response] | FromEngine, place: Place
-) -> Iterator[tuple[int, Sequence[Response] | FromEngine]]:
-    """What of something that the engine says is for which HTTP process; what is not about requests is for the first one."""
-    if place.frontends == 1 or isinstance(message, Happened | Ready | Stats | Failed):
-        yield 0, message
-    elif isinstance(message, Accepted):
-        yield place.frontend_of(message.id), message
-    elif isinstance(message, Moved):
+    Args:
+        failing: errors in responses are those of the engine.
+    """
+    if isinstance(item, Accepted):
+        yield place.frontend_of(item.id), encode(item)
+    elif isinstance(item, Moved):
         for frontend in range(place.frontends):
-            if moves := [each for each in message.moves if place.frontend_of(each[0]) == frontend]:
-                yield frontend, Moved(moves)
-    elif not isinstance(message, msgspec.Struct):
-        yield from _shares_of(_gathered(message), place)
+            if moves := [each for each in item.moves if place.frontend_of(each[0]) == frontend]:
+                yield frontend, encode(Moved(moves))
+    elif isinstance(item, msgspec.Struct):
+        yield 0, encode(item)
+    else:
+        yield from _outputs(item if isinstance(item, Responses) else Responses(item), place, failing)
 
 
-def _shares_of(responses: Responses, place: Place) -> Iterator[tuple[int, Responses]]:
-    owners = place.frontend_of(responses.ids)
-    for frontend in range(place.frontends):
-        ours = owners == frontend
-        others = [each for each in responses.others if place.frontend_of(each.id) == frontend]
-        if others or ours.any():
-            yield frontend, Responses(others, responses.ids[ours], responses.tokens[ours])
-
-
-def _gathered(responses: Sequence[Response]) -> Responses:
-    return responses if isinstance(responses, Responses) else Responses(responses)
+def _outputs(responses: Responses, place: Place, failing: bool) -> Iterator[tuple[int, bytes]]:
+    """All tokens go to everyone who has one of the streams: to divide them costs more than to pass over some."""
+    ids, tokens = responses.ids.tobytes(), responses.tokens.tobytes()
+    others: dict[int, list[Said]] = {}
+    for each in responses.others:
+        others.setdefault(place.frontend_of(each.id), []).append(_said(each))
+    owners = set(others) | set(
+        place.frontend_of(responses.ids).tolist() if place.frontends > 1 else range(len(ids) > 0)
+    )
+    for_most = encode(Outputs(ids, tokens, [], failing)) if len(owners) > len(others) else b""
+    for frontend in sorted(owners):
+        said = others.get(frontend)
+        yield frontend, for_most if said is None else encode(Outputs(ids, tokens, said, failing))
 
 
 def _said(response: Response) -> Said:
