@@ -75,8 +75,8 @@ class Stream:
         self._texts: list[str] = []
         self.first_bytes = b""
 
-    def feed(self, data: bytes) -> None:
-        now = time.perf_counter()
+    def feed(self, data: bytes, now: float) -> None:
+        """Take in bytes that came at `now`."""
         if len(self.first_bytes) < _ERROR_BYTES:
             self.first_bytes += data[:_ERROR_BYTES]
         data = self._rest + data if self._rest else data

@@ -107,7 +107,7 @@ async def text_ids(http: Http, model: str) -> list[int]:
     """Token ids of plain text, from the server's `/tokenize`; empty where it has none."""
     found: list[bytes] = []
     body = json.dumps({"model": model, "prompt": _SAMPLE, "add_special_tokens": False}).encode()
-    status = await http.post("/tokenize", body, found.append)
+    status = await http.post("/tokenize", body, lambda part, _: found.append(part))
     if status != 200:
         return []
     try:
