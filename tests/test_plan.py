@@ -73,6 +73,18 @@ def test_defaults_on_a_cpu():
     assert "GPU" in entry(plan, "torch_compile_config.enable_piecewise_cuda_graph").why
 
 
+def test_mixed_steps_have_recorded_sizes():
+    assert plan_of().mixed_step_sizes[:4] == (256, 384, 512, 768)
+    other = plan_of(mixed_step_tokens=192, max_num_tokens=600)
+    assert other.token_buckets[-4:] == (192, 256, 384, 512) and other.mixed_step_sizes == (192, 256, 384, 512)
+    asked = plan_of(mixed_step_tokens=192, torch_compile_config=TorchCompileConfig(capture_num_tokens=(64, 256)))
+    assert asked.token_buckets == (64, 256) and asked.mixed_step_sizes == (256,), (
+        "what was asked for is recorded, and no more"
+    )
+    assert plan_of(CPU).mixed_step_sizes == (), "any number"
+    assert plan_of(CPU, mixed_step_tokens=100, max_num_tokens=350).mixed_step_sizes == (100, 200, 300)
+
+
 def test_V10_mixed_steps_are_recorded_whole_where_the_backend_can():
     assert plan_of().whole_mixed_graphs
     other = plan_of(attention_backend="torch")
@@ -248,7 +260,7 @@ def test_settle_gives_a_new_plan():
 
 
 def test_show_shortens_runs_of_sizes():
-    assert show(DEFAULT_TOKEN_BUCKETS) == "1 2 4 8 16 32 64 128 256-3072/256"
+    assert show(DEFAULT_TOKEN_BUCKETS) == "1 2 4 8 16 32 64 128-512/128 768-3072/256"
     assert show((1, 5)) == "1 5" and show(()) == "none" and show(None) == "-" and show(True) == "yes"
 
 

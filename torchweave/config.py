@@ -34,8 +34,8 @@ class TorchCompileConfig:
             CUDA graphs are recorded.
         enable_inductor: build each distinct piece with Inductor. Off: run the pieces as plain FX code.
         enable_piecewise_cuda_graph: record context and mixed steps as CUDA graphs by token count.
-        capture_num_tokens: the token counts (buckets) to record; None takes powers of two to 128, then steps of 256
-            to 3072, clamped to what a step can hold. vLLM calls these `cudagraph_capture_sizes`.
+        capture_num_tokens: the token counts (buckets) to record; None takes powers of two to 128, 256, 384, then steps of 256
+            from 512 to 3072, and mixed_step_tokens, as far as a step can hold them. vLLM calls these `cudagraph_capture_sizes`.
         compile_sizes: token counts for which pieces are built once more with that size fixed, tuned by Inductor.
         max_padding_ratio: a step that would be padded by more than this factor runs unpadded instead.
         dynamic_shapes: how the token count is kept symbolic while the graph is captured.
@@ -126,9 +126,9 @@ class EngineConfig:
             their end; `max_utilization`: those that it can hold now, the last one is paused when blocks run out;
             `static_batch`: a batch starts and ends together.
         context_chunking_policy: whose prompt is read where not all fit into a step: the oldest's, or a part of each.
-        mixed_step_tokens: while requests generate, prompts are read in steps of a multiple of so many tokens, so that nobody waits
-            long for the next token, and in larger ones the more prompt tokens wait. None: 256 on a GPU, 0 on a CPU; 0: a step
-            holds what max_num_tokens allows.
+        mixed_step_tokens: while requests generate, prompts are read in steps of so many tokens, so that nobody waits long for the
+            next token, and the more prompt tokens wait, in larger ones of the recorded sizes. None: 256 on a GPU, 0 on a CPU;
+            0: a step holds what max_num_tokens allows.
         batch_wait_timeout_iters: steps that prompts wait at the most for more of them while others generate.
         batch_wait_max_tokens_ratio: part of `max_num_tokens` that is worth reading without waiting for more.
         enable_prefix_caching: requests that begin alike share KV cache blocks, and blocks are kept for later requests.

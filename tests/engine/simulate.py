@@ -191,7 +191,7 @@ def random_options(policy: str, rng: np.random.Generator) -> dict[str, Any]:
         "block_size": int(rng.choice([2, 4, 8])),
         "chunked": chunked,
         "equal_progress": bool(rng.integers(2)),
-        "mixed_step_tokens": int(rng.choice([0, 3, 8])),
+        "mixed_step_sizes": ((), (3, 6, 9), (8, 12))[rng.integers(3)],
         "reuse": bool(rng.random() < 0.8),
         "mover": FakeMover(int(rng.integers(4, 40))) if rng.random() < 0.3 else None,
         "batch_wait_timeout_iters": int(rng.choice([0, 0, 5])),

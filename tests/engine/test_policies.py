@@ -227,19 +227,21 @@ def test_without_chunks_a_prompt_is_read_at_once_or_not() -> None:
 
 
 def test_steps_that_read_prompts_beside_others_are_small() -> None:
-    assert step_tokens(8192, 256, 0, 1000) == 8192, "nobody waits"
-    assert step_tokens(8192, 0, 40, 1000) == 8192, "switched off"
-    assert step_tokens(8192, 256, 40, 544) == 256
-    assert step_tokens(8192, 256, 200, 544) == 512, "half of 256 is left for prompts"
-    assert step_tokens(8192, 256, 40, 3000) == 256, "few more wait: nobody notices"
-    assert step_tokens(8192, 256, 40, 8000) == 768, "a sixteenth of what waits"
-    assert step_tokens(8192, 256, 40, 9000) == 8192, "many wait: all that counts is to read them"
-    assert step_tokens(300, 256, 200, 250) == 300
+    sizes = (256, 384, 512, 768)
+    assert step_tokens(8192, sizes, 0, 1000) == 8192, "nobody waits"
+    assert step_tokens(8192, (), 40, 1000) == 8192, "switched off"
+    assert step_tokens(8192, sizes, 40, 544) == 256
+    assert step_tokens(8192, sizes, 200, 544) == 384, "half of 256 is left for prompts"
+    assert step_tokens(8192, sizes, 40, 3000) == 256, "few more wait: nobody notices"
+    assert step_tokens(8192, sizes, 40, 8000) == 768, "a sixteenth of what waits"
+    assert step_tokens(8192, sizes, 40, 9000) == 8192, "many wait: all that counts is to read them"
+    assert step_tokens(8192, sizes, 800, 544) == 8192, "none of the sizes is large enough"
+    assert step_tokens(300, sizes, 200, 250) == 300
 
 
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 def test_a_long_prompt_does_not_hold_up_who_generates(policy: str) -> None:
-    batch, runner = make(policy=policy, max_num_tokens=128, mixed_step_tokens=8, reuse=False)
+    batch, runner = make(policy=policy, max_num_tokens=128, mixed_step_sizes=(8, 16, 24), reuse=False)
     sizes = []
     for number, length in enumerate((3, 30, 126)):
         batch.add(request(number, list(range(length)), max_tokens=30), 0)

@@ -197,7 +197,7 @@ def _batch(runner: Runner, num_blocks: int, loaded: LoadedModel, layout: Layout,
         vocab_size=loaded.module.vocab_size,
         chunked_context=config.enable_chunked_context,
         equal_progress=config.context_chunking_policy == "equal_progress",
-        mixed_step_tokens=plan.mixed_step_tokens,
+        mixed_step_sizes=plan.mixed_step_sizes,
         batch_wait_timeout_iters=config.batch_wait_timeout_iters,
         batch_wait_max_tokens_ratio=config.batch_wait_max_tokens_ratio,
     )

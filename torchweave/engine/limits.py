@@ -23,7 +23,7 @@ class Limits:
         vocab_size: token ids are below this.
         chunked_context: a prompt may be read in several steps.
         equal_progress: prompts that do not fit together are each read a part; else the oldest first.
-        mixed_step_tokens: steps that read prompts while others generate hold a multiple of it, see `step_tokens`; 0: any number.
+        mixed_step_sizes: tokens of steps that read prompts while others generate, see `step_tokens`; empty: any number.
         batch_wait_timeout_iters, batch_wait_max_tokens_ratio: when prompts wait for more of them, see `holds_back`.
     """
 
@@ -33,7 +33,7 @@ class Limits:
     vocab_size: int
     chunked_context: bool = True
     equal_progress: bool = False
-    mixed_step_tokens: int = 0
+    mixed_step_sizes: tuple[int, ...] = ()
     batch_wait_timeout_iters: int = 0
     batch_wait_max_tokens_ratio: float = 0.0
 

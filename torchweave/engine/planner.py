@@ -79,7 +79,7 @@ class Planner:
             waiting=tuple(self._waiting(waiting)),
             chunked_context=limits.chunked_context,
             equal_progress=limits.equal_progress,
-            mixed_step_tokens=limits.mixed_step_tokens,
+            mixed_step_sizes=limits.mixed_step_sizes,
         )
 
     def _with_searches(self, others: Generation, searches: Sequence[Group]) -> Generation:

@@ -12,7 +12,7 @@ from torchweave.plan.plan import Entry, Plan
 from torchweave.plan.ranks import resolve_ranks, resolve_userbuffers
 
 # TensorRT-LLM's default `capture_num_tokens`.
-DEFAULT_TOKEN_BUCKETS = tuple(2**i for i in range(8)) + tuple(range(256, 3073, 256))
+DEFAULT_TOKEN_BUCKETS = (*(2**i for i in range(8)), 256, 384, *range(512, 3073, 256))
 
 
 def default_batch_sizes(largest: int) -> tuple[int, ...]:
@@ -71,7 +71,8 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
         )
     attention = _attention(config, device, kv_cache_dtype, entries)
     block_size = entries.note("block_size", *_block_size(config, attention))
-    graphs = _graphs(config, device, attention, max_batch_size, max_num_tokens, entries)
+    mixed_step_tokens = entries.note("mixed_step_tokens", *_mixed_step_tokens(config, device))
+    graphs = _graphs(config, device, attention, max_batch_size, max_num_tokens, mixed_step_tokens, entries)
     memory_why = "the memory that is left decides" if config.num_kv_blocks is None else ""
     entries.note("num_kv_blocks", config.num_kv_blocks, memory_why)
     unused = "cpu_kv_cache_gib" if device.is_gpu else "gpu_memory_utilization"
@@ -85,7 +86,7 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
         kv_offload_gb=entries.note("kv_offload_gb", *_kv_offload(config)),
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
-        mixed_step_tokens=entries.note("mixed_step_tokens", *_mixed_step_tokens(config, device)),
+        mixed_step_tokens=mixed_step_tokens,
         max_model_len=max_model_len,
         block_size=block_size,
         attention_backend=attention.name,
@@ -231,6 +232,7 @@ def _graphs(
     attention: AttentionFacts,
     max_batch_size: int,
     max_num_tokens: int,
+    mixed_step_tokens: int,
     entries: _Entries,
 ) -> dict[str, Any]:
     """The plan's fields about how the graph is built and what is recorded."""
@@ -256,7 +258,7 @@ def _graphs(
     entries.note(prefix + "tune", tune, why)
     userbuffers = entries.note(prefix + "enable_userbuffers", *resolve_userbuffers(config, device, fullgraph))
 
-    buckets, why = _token_buckets(compile_config, device, max_num_tokens)
+    buckets, why = _token_buckets(compile_config, device, max_num_tokens, mixed_step_tokens)
     entries.note(prefix + "capture_num_tokens", buckets, why)
     piecewise = bool(buckets)
     why = "" if piecewise or not compile_config.enable_piecewise_cuda_graph else why
@@ -290,13 +292,17 @@ def _compile_sizes(config: TorchCompileConfig, inductor: bool, largest: int, ent
     return entries.note("torch_compile_config.compile_sizes", sizes, why)
 
 
-def _token_buckets(config: TorchCompileConfig, device: DeviceFacts, largest: int) -> tuple[tuple[int, ...], str]:
+def _token_buckets(
+    config: TorchCompileConfig, device: DeviceFacts, largest: int, mixed_step_tokens: int
+) -> tuple[tuple[int, ...], str]:
     if not device.is_gpu:
         return (), "CUDA graphs need a GPU"
     if not config.enable_piecewise_cuda_graph:
         return (), "enable_piecewise_cuda_graph is off"
-    asked = DEFAULT_TOKEN_BUCKETS if config.capture_num_tokens is None else config.capture_num_tokens
-    return _clamped(asked, largest, "max_num_tokens", config.capture_num_tokens is None)
+    if config.capture_num_tokens is not None:
+        return _clamped(config.capture_num_tokens, largest, "max_num_tokens", False)
+    small = (mixed_step_tokens,) if mixed_step_tokens else ()
+    return _clamped((*DEFAULT_TOKEN_BUCKETS, *small), largest, "max_num_tokens", True)
 
 
 def _batch_sizes(config: CudaGraphConfig, device: DeviceFacts, largest: int, entries: _Entries) -> tuple[int, ...]:

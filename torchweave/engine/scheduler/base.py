@@ -87,7 +87,7 @@ class Snapshot:
         waiting: requests that wait and have slots, in the order in which they are to start.
         chunked_context: a prompt may be read in several steps.
         equal_progress: prompts that do not fit together are each read a part; else the oldest first.
-        mixed_step_tokens: see `step_tokens`.
+        mixed_step_sizes: see `step_tokens`.
     """
 
     max_num_tokens: int
@@ -102,7 +102,7 @@ class Snapshot:
     waiting: tuple[Waiting, ...] = ()
     chunked_context: bool = True
     equal_progress: bool = False
-    mixed_step_tokens: int = 0
+    mixed_step_sizes: tuple[int, ...] = ()
 
     @property
     def num_next_blocks(self) -> int:

@@ -28,10 +28,10 @@ def admit(snapshot: Snapshot, num_fitting: int) -> Decision:
     left = [request.left for request in snapshot.context]
     left += [request.left for request in snapshot.waiting[:num_fitting]]
     num_generating = snapshot.generation.num_tokens
-    unit = snapshot.mixed_step_tokens if snapshot.chunked_context else 0
+    steps = snapshot.mixed_step_sizes if snapshot.chunked_context else ()
     sizes = chunk_sizes(
         left,
-        step_tokens(snapshot.max_num_tokens, unit, num_generating, sum(left)) - num_generating,
+        step_tokens(snapshot.max_num_tokens, steps, num_generating, sum(left)) - num_generating,
         chunked=snapshot.chunked_context,
         equal=snapshot.equal_progress,
         unit=snapshot.block_size,

@@ -6,21 +6,23 @@ more time than a decode step, because both read all weights once; a whole prompt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _SHARE = 16
 """Of the prompt tokens that wait, one in so many is read at least: a queue of prompts shrinks as fast as it grows. More in a step
 would empty a short queue a little sooner, and everyone who generates would wait for it."""
 
 
-def step_tokens(most: int, unit: int, num_generating: int, backlog: int) -> int:
+def step_tokens(most: int, sizes: Sequence[int], num_generating: int, backlog: int) -> int:
     """Tokens of the next step, those that are generated included.
 
     Args:
         most: what a step can hold.
-        unit: the size is a multiple of it, at least half of which is left for prompts; 0: always `most`.
+        sizes: those to choose from, ascending, at least half of the first one for prompts; empty: always `most`.
         num_generating: rows that take a token each.
         backlog: tokens of prompts that could be read now; from `most` on, reading them fast is all that counts.
     """
-    if not unit or not num_generating or backlog >= most:
+    if not sizes or not num_generating or backlog >= most:
         return most
-    wanted = num_generating + max(unit // 2, backlog // _SHARE)
-    return min(-(-wanted // unit) * unit, most)
+    wanted = num_generating + max(sizes[0] // 2, backlog // _SHARE)
+    return min(next((size for size in sizes if size >= wanted), most), most)

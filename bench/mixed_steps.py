@@ -1,0 +1,124 @@
+"""How long those who generate wait for prompts, by the sizes that mixed steps may have: simulated, seconds for a minute of traffic.
+
+    python bench/mixed_steps.py [--rates 75 100 120] [--json FILE]
+
+The rule is the scheduler's own, the traffic that of `torchweave bench serve`. A step costs about what a 1B model's cost on an H100,
+by the gaps between tokens that a client saw there: so much for its recorded size, or, where it reads no prompt, for its rows. What
+the host adds is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from torchweave.cli.benchmarks.result import environment
+from torchweave.cli.benchmarks.serving.workload import Lengths, arrivals
+from torchweave.engine.scheduler.mixed_steps import step_tokens
+
+RECORDED = {1: 1.9, 64: 2.0, 128: 2.2, 192: 2.4, 256: 2.65, 384: 3.4, 512: 4.2, 768: 5.2}  # tokens: milliseconds
+DECODE, ROW, READ, HTTP = (
+    1.13,
+    0.0135,
+    1 / 140,
+    1.5,
+)  # milliseconds: a decode step, a row of it, a token of long prompts, to the engine
+MOST = 16384
+LENGTHS = Lengths(544, 264, 0.88, 0)
+SIZES = {
+    "256, 512": ((256, 512, 768), (1, 64, 128, 256, 512, 768)),
+    "256, 384, 512": ((256, 384, 512, 768), (1, 64, 128, 256, 384, 512, 768)),
+    "192, 384 (multiples)": ((192, 384, 576), (1, 64, 128, 192, 256, 384, 512, 768)),
+    "192, 256, 384, 512": ((192, 256, 384, 512, 768), (1, 64, 128, 192, 256, 384, 512, 768)),
+    "128, 256, 384 (multiples)": ((128, 256, 384), (1, 64, 128, 256, 512, 768)),
+    "128, 256, 384, 512": ((128, 256, 384, 512, 768), (1, 64, 128, 256, 384, 512, 768)),
+}
+"""What a step may hold, and what is recorded: a step is padded up to the next of these."""
+
+
+@dataclass
+class Request:
+    arrived: float
+    unread: int
+    left: int
+
+
+def milliseconds(num_generating: int, num_read: int, recorded: Sequence[int]) -> float:
+    if not num_read:
+        return DECODE + ROW * num_generating
+    size = next((size for size in recorded if size >= num_generating + num_read), None)
+    return READ * (num_generating + num_read) if size is None else RECORDED[size]
+
+
+def simulate(
+    sizes: Sequence[int], recorded: Sequence[int], rate: float, seed: int, count: int
+) -> tuple[list[float], list[float]]:
+    """Gaps between tokens, and times to the first one, in milliseconds."""
+    inputs, outputs = LENGTHS.draw(count, np.random.default_rng(seed))
+    times = arrivals(count, rate, 1.0, seed)
+    coming = [Request(at * 1e3 + HTTP, *each) for at, *each in zip(times, inputs, outputs, strict=True)][::-1]
+    now, waiting, generating = 0.0, list[Request](), list[Request]()
+    gaps, first = list[float](), list[float]()
+    while coming or waiting or generating:
+        if not (waiting or generating):
+            now = max(now, coming[-1].arrived)
+        while coming and coming[-1].arrived <= now:
+            waiting.append(coming.pop())
+        total = step_tokens(MOST, sizes, len(generating), sum(request.unread for request in waiting))
+        room = total - len(generating)
+        for request in waiting:
+            part = min(room, request.unread)
+            request.unread, room = request.unread - part, room - part
+        step = milliseconds(len(generating), total - len(generating) - room, recorded)
+        now += step
+        gaps += [step] * len(generating)
+        done = [request for request in waiting if not request.unread]
+        first += [now - request.arrived + HTTP for request in done]
+        waiting = [request for request in waiting if request.unread]
+        generating += done
+        for request in generating:
+            request.left -= 1
+        generating = [request for request in generating if request.left]
+    return gaps, first
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=float, nargs="+", default=[75, 100, 120])
+    parser.add_argument("--count", type=int, default=900)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    for rate in args.rates:
+        for name, (sizes, recorded) in SIZES.items():
+            runs = [simulate(sizes, recorded, rate, seed, args.count) for seed in range(args.seeds)]
+            gaps, first = (np.concatenate(each) for each in zip(*runs, strict=True))
+            middle, last = np.percentile(gaps, (50, 99))
+            results.append(
+                {
+                    "rate": rate,
+                    "sizes": name,
+                    "median_itl_ms": round(float(middle), 2),
+                    "p99_itl_ms": round(float(last), 2),
+                    "ratio": round(float(last / middle), 2),
+                    "median_ttft_ms": round(float(np.percentile(first, 50)), 1),
+                    "p99_ttft_ms": round(float(np.percentile(first, 99)), 1),
+                }
+            )
+            print("  ".join(f"{value!s:>8}" for value in results[-1].values()))
+    if args.json is not None:
+        found = {"scenario": "mixed steps", "simulated": True, "environment": environment("cpu"), "results": results}
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
