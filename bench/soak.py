@@ -1,0 +1,163 @@
+"""Streams that clients leave at random: does the server's memory stay flat, and are all blocks free at the end?
+
+    torchweave serve MODEL &
+    python bench/soak.py --pid $! [--base_url http://127.0.0.1:8000] [--seconds 600] [--streams 100] [--json FILE]
+
+Some six in ten clients leave, unless the answer is whole before: a tenth of them within 10 ms, the others within three seconds.
+Memory is that of the server's process and of all that it started, every few seconds, and the GPU's as nvidia-smi tells it. Ends
+with 1 where an answer that nobody left was not whole, a block is still held two seconds behind the last one, or something was
+compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from torchweave.cli.benchmarks.result import environment
+from torchweave.cli.benchmarks.serving.http import Http
+
+
+@dataclass
+class Soak:
+    """Attributes:
+    counts: answers that were `begun`, those that came `whole`, were `left` or `left_before` their first token, or `failed`.
+    faults: what was said where one failed.
+    """
+
+    http: Http
+    model: str
+    prompt_len: tuple[int, int]
+    max_tokens: tuple[int, int]
+    draw: random.Random = field(default_factory=lambda: random.Random(5))
+    counts: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+    async def stream(self, end: float) -> None:
+        """Ask one after the other until `end`."""
+        while time.monotonic() < end:
+            self.counts["begun"] += 1
+            try:
+                self.counts[await self._one()] += 1
+            except OSError as error:
+                self._failed(str(error))
+
+    async def _one(self) -> str:
+        draw, heard = self.draw, list[bytes]()
+        prompt = [draw.randrange(10, 100) for _ in range(draw.randint(*self.prompt_len))]
+        length = draw.randint(*self.max_tokens)
+        asked = {"model": self.model, "prompt": prompt, "max_tokens": length, "stream": True, "ignore_eos": True}
+        stays = None if draw.random() > 0.6 else draw.random() * 0.01 if draw.random() < 0.1 else draw.random() ** 2 * 3
+        try:
+            async with asyncio.timeout(stays):
+                status = await self.http.post(
+                    "/v1/completions", json.dumps(asked).encode(), lambda part, _: heard.append(part)
+                )
+        except TimeoutError:
+            return "left" if heard else "left_before"
+        if status == 200 and heard[-1].rstrip().endswith(b"data: [DONE]"):
+            return "whole"
+        return self._failed(b"".join(heard).decode(errors="replace")[-300:])
+
+    def _failed(self, why: str) -> str:
+        self.faults.append(why)
+        return "failed"
+
+
+def processes(pid: int) -> list[int]:
+    """A process and all that it and they have started."""
+    found = [pid]
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        for child in (thread / "children").read_text().split():
+            found += processes(int(child))
+    return found
+
+
+def memory(pid: int) -> dict[str, float]:
+    """MiB in memory, by name and number of the process."""
+    found = {}
+    for each in processes(pid):
+        name, pages = Path(f"/proc/{each}/comm").read_text().strip(), Path(f"/proc/{each}/statm").read_text().split()[1]
+        found[f"{name}.{each}"] = round(int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+    return found
+
+
+def gpu_memory() -> str:
+    """MiB of each GPU, as nvidia-smi tells it; empty without one."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+async def soak(args: argparse.Namespace) -> dict[str, Any]:
+    http = Http(args.base_url)
+    model = json.loads((await http.get("/v1/models"))[1])["data"][0]["id"]
+    it = Soak(http, model, tuple(args.prompt_len), tuple(args.max_tokens))
+    begin = time.monotonic()
+    streams = [asyncio.create_task(it.stream(begin + args.seconds)) for _ in range(args.streams)]
+    series = []
+
+    async def look() -> dict[str, Any]:
+        live = json.loads((await http.get("/live"))[1])
+        series.append(
+            {
+                "seconds": round(time.monotonic() - begin, 1),
+                "memory_mib": round(sum(memory(args.pid).values()), 1),
+                "gpu_mib": gpu_memory(),
+                "open": live["requests"]["open"],
+                "blocks_used": live["blocks"]["used"],
+                **it.counts,
+            }
+        )
+        print("  ".join(f"{name} {value}" for name, value in series[-1].items()), flush=True)
+        return live
+
+    while not all(stream.done() for stream in streams):
+        await look()
+        await asyncio.wait(streams, timeout=min(args.seconds / 20, 10))
+    await asyncio.gather(*streams)
+    await asyncio.sleep(2)
+    live = await look()
+    last = {
+        "memory_mib": memory(args.pid),
+        "blocks": live["blocks"],
+        "compiles": live["compiled"]["compiles_after_ready"],
+    }
+    return {"streams": args.streams, "faults": it.faults[:20], "end": last, "series": series}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pid", type=int, required=True, help="of the server")
+    parser.add_argument("--base_url", default="http://127.0.0.1:8000")
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--streams", type=int, default=100)
+    parser.add_argument("--prompt_len", type=int, nargs=2, default=(65, 1023))
+    parser.add_argument("--max_tokens", type=int, nargs=2, default=(32, 496))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = asyncio.run(soak(args))
+    if args.json is not None:
+        args.json.write_text(
+            json.dumps({"scenario": "soak", "environment": environment("cpu"), **found}, indent=1) + "\n",
+            encoding="utf-8",
+        )
+    if found["faults"] or found["end"]["blocks"]["used"] or found["end"]["compiles"]:
+        sys.exit(f"not as it should be: {found['faults'][:3]} {found['end']}")
+
+
+if __name__ == "__main__":
+    main()
