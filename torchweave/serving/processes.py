@@ -33,9 +33,8 @@ def spawn(target: Callable[..., None], *args: Any, name: str) -> SpawnProcess:
 
 def _apart(name: str, target: Callable[..., None], *args: Any) -> None:
     os.setpgid(0, 0)
-    for each in (
-        _OF_A_GROUP
-    ):  # what came before; a handler that is a function is not handed down to processes, and a mask would be
+    # What came until now. A handler that is a function is not handed down to what this process starts, and a mask would be.
+    for each in _OF_A_GROUP:
         signal.signal(each, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_A_GROUP)
     with suppress(OSError):  # there is no such file but on Linux
