@@ -37,16 +37,16 @@ def test_while_no_tokens_flow_nobody_waits():
 def test_one_comes_in_behind_the_tokens_of_each_step():
     async def look() -> None:
         turns = Turns()
-        turns.tokens_passed()
+        turns.tokens_passed(more=True)
         inside, tasks = await _come(turns, 3)
         assert not inside, "the next tokens may come at any moment"
-        turns.tokens_passed()
+        turns.tokens_passed(more=True)
         await _pass()
         assert inside == [0]
         later, more = await _come(turns, 1)
         assert not later, "who came first is first"
         for _ in range(3):
-            turns.tokens_passed()
+            turns.tokens_passed(more=True)
             await _pass()
         await asyncio.gather(*tasks, *more)
         assert inside == [0, 1, 2]
@@ -57,7 +57,7 @@ def test_one_comes_in_behind_the_tokens_of_each_step():
 def test_those_whom_tokens_wake_go_first():
     async def look() -> None:
         turns = Turns()
-        turns.tokens_passed()
+        turns.tokens_passed(more=True)
         order, _ = await _come(turns, 1)
         token = asyncio.get_running_loop().create_future()
 
@@ -68,7 +68,7 @@ def test_those_whom_tokens_wake_go_first():
         streaming = asyncio.create_task(stream())
         await asyncio.sleep(0)
         token.set_result(None)
-        turns.tokens_passed()
+        turns.tokens_passed(more=True)
         await _pass()
         await streaming
         assert order == [-1, 0]
@@ -76,10 +76,25 @@ def test_those_whom_tokens_wake_go_first():
     asyncio.run(look())
 
 
+def test_behind_the_last_tokens_of_all_nobody_waits():
+    async def look() -> None:
+        turns = Turns()
+        turns.tokens_passed(more=True)
+        inside, _ = await _come(turns, 3)
+        assert not inside
+        turns.tokens_passed(more=False)
+        await _pass()
+        assert inside == [0, 1, 2], "nobody whom they could hold up"
+        later, _ = await _come(turns, 1)
+        assert later == [0]
+
+    asyncio.run(look())
+
+
 def test_the_line_goes_on_where_tokens_stay_away():
     async def look() -> None:
         turns = Turns()
-        turns.tokens_passed()
+        turns.tokens_passed(more=True)
         inside, tasks = await _come(turns, 200)
         await asyncio.wait_for(asyncio.gather(*tasks), 2)
         assert inside == list(range(200))
@@ -90,12 +105,12 @@ def test_the_line_goes_on_where_tokens_stay_away():
 def test_who_has_left_takes_no_turn():
     async def look() -> None:
         turns = Turns()
-        turns.tokens_passed()
+        turns.tokens_passed(more=True)
         inside, tasks = await _come(turns, 2)
         tasks[0].cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await tasks[0]
-        turns.tokens_passed()
+        turns.tokens_passed(more=True)
         await _pass()
         assert inside == [1]
 

@@ -229,7 +229,7 @@ class EngineClient(ABC):
             self._deliver_tokens(message.new_tokens())
             for response in message.responses():
                 self._deliver(response, gone)
-            self._side.turns.tokens_passed()
+            self._side.turns.tokens_passed(more=bool(self._flights))
         elif isinstance(message, wire.Accepted):
             self._settle(message.id, message.refusal)
         elif isinstance(message, wire.Moved):

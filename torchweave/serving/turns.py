@@ -35,10 +35,10 @@ class Turns:
         self._arm(loop)
         await turn
 
-    def tokens_passed(self) -> None:
-        """A step's tokens were given to those who wait for them."""
+    def tokens_passed(self, more: bool) -> None:
+        """A step's tokens were given to those who wait for them; `more`: somebody waits for the next ones."""
         loop = asyncio.get_running_loop()
-        self._flows_until = loop.time() + _FLOW_SECONDS
+        self._flows_until = loop.time() + _FLOW_SECONDS if more else 0.0
         loop.call_soon(self._next)  # behind those that the tokens have woken
 
     def _next(self) -> None:
@@ -49,7 +49,8 @@ class Turns:
             turn = self._line.popleft()
             if not turn.done():  # its client has not left
                 turn.set_result(None)
-                break
+                if self._flows_until:
+                    break
         else:
             collect_if_due()
         if self._line:
