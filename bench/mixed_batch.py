@@ -94,7 +94,7 @@ def main() -> None:
     args = parser.parse_args()
     with LLM(args.model, load_format=args.load_format, max_model_len=512, report=Report(show=False)) as llm:
         results = measure(llm, args)
-        facts = environment(llm.plan.device) | {"command": "python " + " ".join(sys.argv)}
+        facts = environment(llm.plan.device)
         facts["load_average"] = round(os.getloadavg()[1], 1)  # of the last five minutes: what else the machine did
     for row in results:
         if "skipped" in row:

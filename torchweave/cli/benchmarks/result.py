@@ -29,13 +29,18 @@ def environment(device: str, num_ranks: int = 1) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": commit(),
-        "command": "torchweave " + shlex.join(sys.argv[1:]),
+        "command": shlex.join([*_program(Path(sys.argv[0]).resolve()), *sys.argv[1:]]),
         "device": f"{num_ranks} x {name}" if is_gpu and num_ranks > 1 else name,
         "num_threads": None if is_gpu else torch.get_num_threads(),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "versions": {"torchweave": torchweave.__version__, **versions},
     }
+
+
+def _program(path: Path) -> list[str]:
+    """What a reader types: a script of `bench/`, or the command."""
+    return ["python", f"bench/{path.name}"] if path.parent.name == "bench" else ["torchweave"]
 
 
 def commit() -> str | None:
