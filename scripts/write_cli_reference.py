@@ -11,7 +11,20 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from torchweave.cli import bench, bench_serve, cache, chat, doctor, explain, generate, main, models, serve, tune
+from torchweave.cli import (
+    bench,
+    bench_profile,
+    bench_serve,
+    cache,
+    chat,
+    doctor,
+    explain,
+    generate,
+    main,
+    models,
+    serve,
+    tune,
+)
 from torchweave.cli.arguments import LEVELS, Parser
 from torchweave.cli.options import options_of
 from torchweave.config import EngineConfig, ServerConfig
@@ -84,6 +97,7 @@ def page() -> str:
     lines += ["| scenario | measures |", "|---|---|"]
     lines += [f"| `{name}` | {text} |" for name, text in bench.SCENARIOS.items()]
     lines += ["", *_own_options(bench.parser("suite")), *_options("### What is measured", bench.Options)]
+    lines += _options("### What `bench profile` runs", bench_profile.Options)
     lines += _options("### What `bench serve` sends", bench_serve.Options)
     lines += _options("## Engine options", EngineConfig, skip=("model",))
     lines += ["`torchweave explain MODEL` shows what each became, and why.", ""]

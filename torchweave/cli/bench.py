@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchweave.cli.arguments import Parser, add_engine_options, engine_config, fill
+from torchweave.cli.bench_profile import add_options as add_profile_options
+from torchweave.cli.bench_profile import measure as _profile
 from torchweave.cli.bench_serve import add_options as add_serve_options
 from torchweave.cli.bench_serve import measure as _serve
 from torchweave.cli.session import engine
@@ -24,6 +26,7 @@ SCENARIOS = {
     "throughput": "prompt tokens a second, and output tokens a second over many requests of all lengths",
     "startup": "seconds to the first token in a new process, with empty caches and with full ones",
     "host": "microseconds of host work a decode step, without a device",
+    "profile": "microseconds of each kernel of a step that decodes, and of one that reads prompts too",
     "serve": "requests, tokens and latencies of an OpenAI server under load, as its clients see them",
     "suite": "latency and throughput in one engine, beside the memory's bandwidth",
 }
@@ -81,8 +84,8 @@ def parser(scenario: str) -> Parser:
         "--output", metavar="FILE", type=Path, help="keep the result as JSON here, and as Markdown beside it"
     )
     found.add_argument("--json", action="store_true", help="print the result as JSON")
-    if scenario == "serve":
-        add_serve_options(found)
+    if scenario in ("serve", "profile"):
+        (add_serve_options if scenario == "serve" else add_profile_options)(found)
         return found
     names = _OF_SCENARIO.get(scenario, _OF_SCENARIO["latency"] + _OF_SCENARIO["throughput"])
     if scenario in ("throughput", "suite"):
@@ -115,7 +118,7 @@ def run(argv: Sequence[str]) -> int:
     if scenario not in SCENARIOS:
         raise ValueError(f"unknown scenario {scenario!r}; it is one of {', '.join(SCENARIOS)}")
     args = parser(scenario).read(rest)
-    measure = {"host": _host, "startup": _startup, "serve": _serve}.get(scenario, _engine)
+    measure = {"host": _host, "startup": _startup, "serve": _serve, "profile": _profile}.get(scenario, _engine)
     _give(measure(scenario, args), args)
     return 0
 

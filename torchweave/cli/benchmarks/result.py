@@ -19,6 +19,7 @@ import torchweave
 from torchweave.cli.benchmarks.serving.figures import rows as served
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy")
+_KERNELS, _NAME = 20, 70  # kernels of a profile that a table shows, and letters of their names; the JSON has all
 
 
 def environment(device: str, num_ranks: int = 1) -> dict[str, Any]:
@@ -141,6 +142,8 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
                 f"{part['name']} {part['seconds']:.1f}" for part in row["stages"] if part["seconds"] >= 0.05
             )
             found.append(("Start-up to the first token", kind, f"{row['seconds']:.1f} s", parts))
+    for row in result.get("steps", ()):
+        found += _profiled(row)
     if "host" in result:
         row = result["host"]
         parts = ", ".join(f"{part} {row[part + '_us']:.0f}" for part in ("form", "launch", "absorb"))
@@ -148,6 +151,23 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         found.append(
             ("Host time a decode step", what, f"{row['host_us']:.0f} us", f"{parts}, p99 {row['host_p99_us']:.0f}")
         )
+    return found
+
+
+def _profiled(row: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """A step of `bench profile`, and its longest kernels."""
+    heading, shown, rest = f"A {row['kind']} step", row["kernels"][:_KERNELS], row["kernels"][_KERNELS:]
+    what = f"{row['rows']:g} rows, {row['tokens']:g} tokens, {' or '.join(row['how'])}"
+    seen = sum(kernel["us"] for kernel in row["kernels"]) / 1e3
+    note = f"GPU busy for {row['busy_ms']:.3f} ms" if "busy_ms" in row else f"{seen:.3f} ms in ops of torch"
+    found = [(heading, what, f"{row['ms']:.3f} ms", note)]
+    for kernel in shown:
+        found.append(
+            (heading, f"`{kernel['name'][:_NAME]}`", f"{kernel['us']:.1f} us", f"{kernel['launches']:g} a step")
+        )
+    if rest:
+        launches = f"{sum(each['launches'] for each in rest):g} a step"
+        found.append((heading, f"{len(rest)} others", f"{sum(each['us'] for each in rest):.1f} us", launches))
     return found
 
 

@@ -1,0 +1,55 @@
+"""`bench profile`: which steps are looked at, and what is told of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from torchweave.cli.benchmarks.profile import _busy, _by_name
+from torchweave.cli.benchmarks.result import rows
+from torchweave.cli.main import main
+
+
+def test_a_decode_step_and_one_that_reads_prompts(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+    argv = ["bench", "profile", "--model", *tiny_args, "--running", "3", "--input_len", "20", "--steps", "4"]
+    assert main([*argv, "--mixed_step_tokens", "16", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    decode, mixed = result["steps"]
+    assert (decode["kind"], decode["rows"], decode["tokens"]) == ("decode", 3, 3)
+    assert mixed["kind"] == "mixed" and mixed["rows"] > 3
+    assert mixed["tokens"] == 16, "as the scheduler has it, three rows that generate among them"
+    for step in result["steps"]:
+        assert sum(step["how"].values()) == 4
+        microseconds = [kernel["us"] for kernel in step["kernels"]]
+        assert microseconds == sorted(microseconds, reverse=True) and microseconds[0] > 0
+        linears = [kernel for kernel in step["kernels"] if "mm" in kernel["name"]]
+        assert linears and linears[0]["launches"] >= 1
+    shown = rows(result)
+    assert {row[0] for row in shown} == {"A decode step", "A mixed step"}
+    assert shown[0][1:3] == ("3 rows, 3 tokens, plain", f"{decode['ms']:.3f} ms")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--running", "0"], "running=0 must be at least 1"),
+        (["--running", "40", "--input_len", "5"], "running=40 requests do not run at once: max_batch_size is 8"),
+        (["--input_len", "100000"], "are more than max_model_len"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    options: list[str], sentence: str, tiny_args: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert main(["bench", "profile", "--model", *tiny_args, "--max_batch_size", "8", "--steps", "2", *options]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_kernels_at_the_same_time_count_once():
+    assert _busy([(0, 4), (1, 2), (3, 6), (8, 9)]) == 7
+    assert _busy([]) == 0
+
+
+def test_launches_of_a_kernel_are_added():
+    found = _by_name([("a", 4.0, 1), ("b", 10.0, 1), ("a", 2.0, 3)], num_steps=2)
+    assert found == [{"name": "b", "us": 5.0, "launches": 0.5}, {"name": "a", "us": 3.0, "launches": 2.0}]
