@@ -36,15 +36,13 @@ class Relay:
             await self._app(scope, receive, send)
             return
         scope[RELAYED] = True
-        body = (
-            b"" if scope["method"] in ("GET", "HEAD", "OPTIONS") else (await receive())["body"]
-        )  # the guard has read it
+        bodyless = scope["method"] in ("GET", "HEAD", "OPTIONS")
+        body = b"" if bodyless else (await receive())["body"]  # whole: the guard has read it
         try:
             reader, writer = await asyncio.open_unix_connection(self._address)
         except OSError:
-            await ApiError(503, "The server is shutting down; ask another one.", code="shutting_down").response(
-                scope, receive, send
-            )
+            gone = ApiError(503, "The server is shutting down; ask another one.", code="shutting_down")
+            await gone.response(scope, receive, send)
             return
         try:
             writer.write(_request(scope, body))
