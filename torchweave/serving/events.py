@@ -17,19 +17,15 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 class TextEvents:
-    """Events that differ in an answer's text alone: written once, with a gap for the text.
+    """Events that differ in an answer's text alone: written once, with a gap for the text."""
 
-    Args:
-        body: of the event for an answer (by its number) and a text.
-    """
-
-    def __init__(self, body: Callable[[int, str], dict[str, Any]]) -> None:
-        self._body = body
+    def __init__(self) -> None:
         self._around: dict[int, tuple[bytes, bytes]] = {}  # by answer: what stands before and behind its text
 
-    def of(self, index: int, text: str) -> bytes:
+    def of(self, index: int, text: str, body: Callable[[int, str], dict[str, Any]]) -> bytes:
+        """The event of a text; `body` makes it for an answer (by its number) and a text."""
         around = self._around.get(index)
         if around is None:
-            before, _, behind = event(self._body(index, _MARK)).partition(_encode(_MARK))
+            before, _, behind = event(body(index, _MARK)).partition(_encode(_MARK))
             around = self._around[index] = before, behind
         return around[0] + _encode(text) + around[1]

@@ -158,6 +158,8 @@ class HttpMeter:
             status = 500 if status == _CLIENT_LEFT else status
             raise
         finally:
+            # It knows the scope, which knows it: all that the request was would wait for the collector of cycles.
+            del scope[STREAM_SEND]
             if not scope.get(RELAYED):
                 self._counts.count(scope, status)
 

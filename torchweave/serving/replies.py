@@ -50,12 +50,15 @@ class CompletionReply:
         self._num_drawn, self._num_kept = num_drawn, num_kept
         self._lengths: dict[int, int] = {}  # characters of each answer that were told, the echo included
         self._only_text = not logprobs and echoes is None and not scores
-        self._texts = TextEvents(lambda index, text: self._chunk(Delta(index, text, [], None, [])))
+        self._texts = TextEvents()
 
     def events(self, delta: Delta) -> bytes:
         if self._only_text and delta.finish_reason is None:
-            return self._texts.of(delta.index, delta.text)
+            return self._texts.of(delta.index, delta.text, self._text_chunk)
         return event(self._chunk(delta))
+
+    def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        return self._chunk(Delta(index, text, [], None, []))
 
     def _chunk(self, delta: Delta) -> dict[str, Any]:
         return {**self._head, "choices": [self._choice(delta, delta.index)]}
@@ -132,13 +135,16 @@ class ChatReply:
         self._parsers: dict[int, CallParser] = {}
         self._called: set[int] = set()  # answers with a call
         self._begun: set[int] = set()
-        self._texts = TextEvents(lambda index, text: self._chunk(index, {"content": text}))
+        self._texts = TextEvents()
 
     def events(self, delta: Delta) -> bytes:
         only_text = self._parser is None and self._num_top is None
         if only_text and delta.text and delta.finish_reason is None and delta.index in self._begun:
-            return self._texts.of(delta.index, delta.text)
+            return self._texts.of(delta.index, delta.text, self._text_chunk)
         return b"".join(map(event, self._chunks(delta)))
+
+    def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        return self._chunk(index, {"content": text})
 
     def _chunks(self, delta: Delta) -> list[dict[str, Any]]:
         found = []
