@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchweave.serving.ledger import Ledger
 from torchweave.serving.routing import REQUEST_TOKENS, SPAN, Beginnings, Load, Router, Sent, spans_of
 
 CACHE = 100 * SPAN
@@ -28,6 +29,14 @@ def test_the_least_work_wins_and_equals_take_turns() -> None:
     turns = [router.choose(short, "", [load(0), load(1), load(2)])[0] for _ in range(6)]
     assert turns == [1, 2, 0, 1, 2, 0]
     assert [router.choose(short, "", [load(0), load(2)])[0] for _ in range(3)] == [2, 0, 2], "replica 1 is gone"
+
+
+def test_turns_go_on_in_another_http_process() -> None:
+    ledger = Ledger(engines=3, frontends=2)
+    here, there = Router(ledger=ledger), Router(ledger=ledger)
+    alike = [load(0), load(1), load(2)]
+    turns = [router.choose(prompt(0, 8), "", alike)[0] for router in (here, here, there, here, there, there)]
+    assert turns == [0, 1, 2, 0, 1, 2]
 
 
 def test_a_conversation_stays_until_its_replica_is_much_busier() -> None:

@@ -1,11 +1,12 @@
-"""How much each HTTP process has in flight at each engine, in memory that all of them see.
+"""How much each HTTP process has in flight at each engine, and whose turn it is, in memory that all of them see.
 
-Each writes its own numbers only, so nothing is locked; a sum is as old as the oldest of its parts, which is microseconds.
+Each writes its own numbers only, so nothing is locked; a sum is as old as the oldest of its parts, which is microseconds. A turn
+that two of them give at the same moment is one.
 """
 
 from __future__ import annotations
 
-from multiprocessing.sharedctypes import RawArray
+from multiprocessing.sharedctypes import RawArray, RawValue
 from typing import Any
 
 
@@ -15,11 +16,23 @@ class Ledger:
     Args:
         engines: engines.
         frontends: HTTP processes.
+
+    Attributes:
+        last: the engine that got the latest request, of any HTTP process; -1 before the first.
     """
 
     def __init__(self, engines: int = 1, frontends: int = 1) -> None:
         self._requests: list[Any] = [RawArray("q", frontends) for _ in range(engines)]
         self._unread: list[Any] = [RawArray("q", frontends) for _ in range(engines)]
+        self._last: Any = RawValue("q", -1)
+
+    @property
+    def last(self) -> int:
+        return self._last.value
+
+    @last.setter
+    def last(self, engine: int) -> None:
+        self._last.value = engine
 
     def write(self, engine: int, frontend: int, requests: int, unread: int) -> None:
         """What an HTTP process has in flight at an engine: requests, and tokens of their prompts that were not read."""

@@ -38,7 +38,7 @@ class Replicas:
         self.engines = tuple(engines)
         self.turns = side.turns
         self._changed = side.changed
-        self._router = Router(config.enable_prefix_caching, lambda sent: side.announce(sent))
+        self._router = Router(config.enable_prefix_caching, lambda sent: side.announce(sent), side.ledger)
         self._opened = False
 
     # -- their life ----------------------------------------------------------------------------------------------------

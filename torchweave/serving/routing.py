@@ -15,6 +15,8 @@ from hashlib import blake2b
 
 import numpy as np
 
+from torchweave.serving.ledger import Ledger
+
 REQUEST_TOKENS = 256
 """Prompt tokens that cost an engine as much to read as it costs to make one more answer beside others (decision 0094)."""
 SPAN = 64
@@ -63,13 +65,19 @@ class Router:
     Args:
         prefixes: whether engines keep what they have read; else no replica is better for a prompt than another.
         announce: called with each prompt that goes to one, for the routers of other processes to `learn`.
+        ledger: what the routers of other processes see too: whose turn it is.
     """
 
-    def __init__(self, prefixes: bool = True, announce: Callable[[Sent], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        prefixes: bool = True,
+        announce: Callable[[Sent], None] = lambda _: None,
+        ledger: Ledger | None = None,
+    ) -> None:
         self._prefixes = prefixes
         self._announce = announce
+        self._ledger = ledger or Ledger()
         self._read: dict[int, Beginnings] = {}
-        self._last = -1
 
     def choose(self, prompt: np.ndarray, cache_salt: str, loads: Sequence[Load]) -> tuple[int, int]:
         """The replica for a prompt, and how many tokens of the prompt it has read before; the prompt counts as sent there.
@@ -81,19 +89,20 @@ class Router:
         """
         spans = spans_of(prompt, cache_salt) if self._prefixes else []
         known = [self._beginnings(load.replica, load.life).longest(spans) * SPAN for load in loads]
+        last = self._ledger.last
 
         def left(number: int) -> tuple[bool, int, int, int]:
             load = loads[number]
-            turn = (load.replica - self._last - 1) % _TURN
+            turn = (load.replica - last - 1) % _TURN
             return load.is_full, load.work - known[number], load.num_requests, turn
 
         best = min(range(len(loads)), key=left)
-        self._last = loads[best].replica
+        chosen = self._ledger.last = loads[best].replica
         if spans:
-            sent = Sent(self._last, loads[best].life, spans, loads[best].cache_tokens // SPAN)
+            sent = Sent(chosen, loads[best].life, spans, loads[best].cache_tokens // SPAN)
             self.learn(sent)
             self._announce(sent)
-        return self._last, known[best]
+        return chosen, known[best]
 
     def learn(self, sent: Sent) -> None:
         """A prompt went to a replica."""
