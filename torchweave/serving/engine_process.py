@@ -42,7 +42,7 @@ def main(config: EngineConfig, addresses: wire.Addresses, place: wire.Place, wai
         place: which of the engines behind the server it is.
         waiting: its other ranks, as `open_engine` takes them.
     """
-    threading.Thread(target=follow_parent, daemon=True).start()
+    follow_parent(addresses.folder)
     for name in ("transformers", "torch"):  # their advice on start-up is not for whoever runs a server
         logging.getLogger(name).setLevel(logging.ERROR)
     requests = zmq.Context.instance().socket(zmq.PULL)

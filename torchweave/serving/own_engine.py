@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import tempfile
 from multiprocessing.context import SpawnProcess
 
 from torchweave import collector
@@ -14,7 +13,7 @@ from torchweave.engine.waiting import waiting_ranks
 from torchweave.serving import wire
 from torchweave.serving.engine_client import EngineClient, Side
 from torchweave.serving.frontends.messages import Became, Began, Ended
-from torchweave.serving.processes import bury, ended, spawn
+from torchweave.serving.processes import bury, ended, meeting_place, spawn
 from torchweave.serving.replicas import Replicas
 
 _END_SECONDS = 5.0  # for the engine process to end by itself
@@ -78,7 +77,7 @@ class OwnEngine(EngineClient):
 
     async def _one_life(self, things: contextlib.AsyncExitStack) -> None:
         """Until the engine process has ended; `things` closes what it was heard by."""
-        folder = tempfile.mkdtemp(prefix="torchweave-")  # nobody else can enter it
+        folder = meeting_place()
         things.callback(shutil.rmtree, folder, ignore_errors=True)
         addresses = wire.Addresses(folder)
         from_engine = things.enter_context(self._sockets(addresses))

@@ -1,11 +1,14 @@
-"""Processes of the server: signals that are meant for it do not reach them, and it sees their ends."""
+"""Processes of the server: where they meet, which signals do not reach them, and how their ends are seen."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import connection, resource_tracker
@@ -14,6 +17,14 @@ from pathlib import Path
 from typing import Any
 
 _OF_A_GROUP = (signal.SIGINT, signal.SIGTERM)
+_DEEPEST = 64
+"""Bytes of a folder's path below which there is room for ours and a socket in it: the whole has 104 on some systems."""
+
+
+def meeting_place() -> str:
+    """A new folder for sockets, which nobody else can enter: among temporary files, or in /tmp where those lie too deep."""
+    among = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="torchweave-", dir=among if len(os.fsencode(among)) <= _DEEPEST else "/tmp")
 
 
 def spawn(target: Callable[..., None], *args: Any, name: str) -> SpawnProcess:
@@ -62,9 +73,18 @@ def bury(process: SpawnProcess) -> None:
     process.join()
 
 
-def follow_parent() -> None:
-    """End this process at once when the one that started it has ended, however it did. Returns never: for a thread."""
+def follow_parent(folder: str) -> None:
+    """End this process at once when the one that started it has ended, however it did. Starts a thread.
+
+    Args:
+        folder: where they met, which nobody else is left to remove.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)
+
+    def wait() -> None:
+        connection.wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -6,7 +6,6 @@ import asyncio
 import pickle
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing.context import SpawnProcess
@@ -21,7 +20,7 @@ from torchweave.serving.engine_client import EngineClient, Side
 from torchweave.serving.frontends.messages import End, FromFrontend, Joined, Look, Seat, Seen, ToFrontend
 from torchweave.serving.ledger import Ledger
 from torchweave.serving.metrics import HttpCounts
-from torchweave.serving.processes import bury, ended, spawn
+from torchweave.serving.processes import bury, ended, meeting_place, spawn
 from torchweave.serving.routing import Sent
 
 _LOOK_SECONDS = 1.0  # in which the others say what they have seen; who is later is shown as he was
@@ -67,7 +66,7 @@ class Frontends:
         if self._count == 1:
             return []
         self._side.announce = self.announce
-        folder = tempfile.mkdtemp(prefix="torchweave-")  # nobody else can enter it
+        folder = meeting_place()
         self._things.callback(shutil.rmtree, folder, ignore_errors=True)
         seats = [Seat(number, self._count, folder, *address) for number in range(1, self._count)]
         relay = socket.socket(socket.AF_UNIX)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-import threading
 
 import zmq
 import zmq.asyncio
@@ -27,7 +26,7 @@ from torchweave.serving.wire import Place
 
 def main(config: EngineConfig, settings: ServerConfig, seat: Seat, ledger: Ledger) -> None:
     """Serve until the first HTTP process says otherwise, or ends."""
-    threading.Thread(target=follow_parent, daemon=True).start()
+    follow_parent(seat.folder)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     frontend = Frontend(config, settings, seat, ledger)
     with frontend.uvicorn.runner() as runner:
