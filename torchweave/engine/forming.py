@@ -63,9 +63,9 @@ class Former:
         self._updates.set_request(
             slot,
             position=active.context_len - 1,
-            min_position=len(active.prompt) + params.min_tokens,
+            min_position=min(len(active.prompt) + params.min_tokens, self._limits.max_model_len),
             temperature=params.temperature if active.search is None else 0.0,
-            top_k=max(params.top_k, 0),
+            top_k=min(max(params.top_k, 0), self._limits.vocab_size),
             top_p=params.top_p,
             min_p=params.min_p,
             seed=active.seed,

@@ -91,7 +91,7 @@ class Limits:
 
 def _why_not_drawn(params: SamplingParams, vocab_size: int) -> str:
     """What is wrong with the tokens that a request names."""
-    named = {"logit_bias": params.logit_bias or (), "allowed_token_ids": params.allowed_token_ids or ()}
+    named = {name: getattr(params, name) or () for name in ("logit_bias", "allowed_token_ids", "stop_token_ids")}
     for word in params.bad_words or ():
         if isinstance(word, str):
             return f"bad_words holds the text {word!r}, but the engine takes token ids; see `in_tokens`."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -63,6 +62,21 @@ _FORMS = {
     "grammar": "a Lark grammar (text)",
     "json_object": "true or false",
 }
+
+
+_WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "beam_width")
+_REAL = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "length_penalty",
+)
+_OR_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_MOST = 1e30
+"""Numbers of ours are float32 on the device, and so are their inverses."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +142,17 @@ class SamplingParams:
     early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
+        for names, kinds, expected in (
+            (_WHOLE, (int, np.integer), "a whole number"),
+            (_REAL, (int, float, np.number), "a number"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if not isinstance(value, kinds) and not (value is None and name in _OR_NONE):
+                    raise ValueError(f"{name} must be {expected}, but is {value!r}.")
         checks = (
             ("n", self.n >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number"),
+            ("temperature", 0 <= self.temperature <= _MOST, f"0 (greedy) or a positive number up to {_MOST:g}"),
             ("top_k", self.top_k >= -1, "a positive number, or 0 or -1 for all tokens"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
@@ -140,7 +162,16 @@ class SamplingParams:
             ("seed", self.seed is None or 0 <= self.seed < 2**64, "between 0 and 2**64 - 1, or None"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number, 1 for none"),
+            (
+                "repetition_penalty",
+                1 / _MOST <= self.repetition_penalty <= _MOST,
+                f"between {1 / _MOST:g} and {_MOST:g}, 1 for none",
+            ),
+            (
+                "stop_token_ids",
+                not self.stop_token_ids or _are_tokens(self.stop_token_ids),
+                "a list of token ids, or None",
+            ),
             ("logit_bias", _is_bias(self.logit_bias), "token ids with numbers between -100 and 100"),
             ("allowed_token_ids", _are_tokens(self.allowed_token_ids), "a list of at least one token id, or None"),
             ("bad_words", _are_words(self.bad_words), "a list of texts or of token ids, none of them empty"),
@@ -150,7 +181,7 @@ class SamplingParams:
                 "between 0 and 100, or None",
             ),
             ("beam_width", self.beam_width >= 1, "at least 1"),
-            ("length_penalty", math.isfinite(self.length_penalty), "a number"),
+            ("length_penalty", -5 <= self.length_penalty <= 5, "between -5 and 5"),
             ("early_stopping", self.early_stopping in (True, False, "never"), 'True, False or "never"'),
         )
         for name, holds, expected in checks:
@@ -158,7 +189,11 @@ class SamplingParams:
                 raise ValueError(f"{name} must be {expected}, but is {getattr(self, name)}.")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).")
-        if any(not text for text in self.stop_strings):
+        if not isinstance(self.stop, str | list | tuple | None) or not all(
+            isinstance(each, str) for each in self.stop_strings
+        ):
+            raise ValueError(f"stop must be a text, a list of texts, or None, but is {self.stop!r}.")
+        if not all(self.stop_strings):
             raise ValueError("stop holds an empty string; leave it out or give the text that should end the answer.")
         if self.beam_width > 1 and (why := _no_beam_search(self)):
             raise ValueError(why)
