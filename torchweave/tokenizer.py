@@ -135,7 +135,7 @@ class Tokenizer:
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
             )
         except Exception as error:
-            raise ValueError(f"The chat template in {self.folder} refuses these messages: {error}") from error
+            raise ValueError(f"The model's chat template refuses these messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
 
     def serialized(self) -> str | None:

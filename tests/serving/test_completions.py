@@ -48,10 +48,12 @@ def test_E1_echo_and_logprobs_of_the_prompt(server: Running) -> None:
     assert found.token_logprobs[0] is None and all(
         value is not None and value <= 0 for value in found.token_logprobs[1:]
     )
-    assert found.text_offset is not None and found.text_offset[:3] == [0, 5, 6]
+    assert found.text_offset == [0, *range(9)], "the tokens that begin and end are not in the text"
     streamed = [chunk.choices[0] for chunk in client.completions.create(stream=True, **asked) if chunk.choices]
     assert "".join(part.text for part in streamed) == choice.text
-    assert [token for part in streamed if part.logprobs for token in part.logprobs.tokens or []] == found.tokens
+    for name in ("tokens", "text_offset"):
+        parts = [getattr(part.logprobs, name) for part in streamed if part.logprobs]
+        assert [each for part in parts for each in part] == getattr(found, name)
 
     scored = server.post("/v1/completions", {"prompt": "1+1=", "prompt_logprobs": 1, "max_tokens": 1}).json()[
         "choices"
@@ -72,6 +74,39 @@ def test_E1_a_beam_search_has_several_answers(server: Running) -> None:
     assert vllms[0].text == "42"
     with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
         client.completions.create(stream=True, extra_body={"beam_width": 4}, **asked)
+
+
+def test_E1_no_number_ends_the_engine(server: Running) -> None:
+    engine, asked = server.engine_pid(), {"prompt": "12+30=", "max_tokens": 4}
+    refused: list[dict[str, Any]] = [
+        {"temperature": 1e39},
+        {"repetition_penalty": 1e300},
+        {"stop_token_ids": [2**31]},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [104]},
+        {"length_penalty": 2000, "beam_width": 3},
+    ]
+    for fields in refused:
+        answer = server.post("/v1/completions", asked | fields)
+        assert answer.status_code == 400 and next(iter(fields)) in answer.json()["error"]["message"], answer.text
+    large = {"min_tokens": 2**40, "max_tokens": 2**41, "top_k": 2**63}
+    answer = server.post("/v1/completions", asked | large)
+    assert answer.status_code == 200 and answer.json()["usage"]["total_tokens"] == 512
+    assert server.engine_pid() == engine
+
+
+def test_E1_null_is_not_given_and_a_weight_is_a_number(server: Running) -> None:
+    asked = {"prompt": "12+30=", "max_tokens": 4, "temperature": 0}
+    nothing = dict.fromkeys(("priority", "add_special_tokens", "suffix", "reasoning_effort", "logit_bias", "stop"))
+    answer = server.post(
+        "/v1/completions", asked | nothing | {"stream_options": {"include_usage": None}, "stream": None}
+    )
+    assert answer.status_code == 400 and "stream_options" in answer.text, "there is no stream"
+    answer = server.post("/v1/completions", asked | nothing)
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "42"
+    for bias in ({"5": "x"}, {"5": True}, {"5": None}, {"1_0": 1}, {" 5": 1}, [5], {"9" * 5000: 1}, {"5": 10**400}):
+        answer = server.post("/v1/completions", asked | {"logit_bias": bias})
+        assert answer.status_code == 400 and "expected token ids with numbers" in answer.text, answer.text
 
 
 def test_E1_bad_requests_are_one_sentence(server: Running) -> None:

@@ -85,6 +85,23 @@ def test_E1_a_stream_that_takes_too_long_ends_with_an_error() -> None:
     assert "longer than the 0.1 seconds" in json.loads(error)["error"]["message"]
 
 
+def test_E1_a_stream_that_takes_too_long_ends_though_nobody_reads_it() -> None:
+    run = SlowRun()
+
+    async def send(message: dict[str, Any]) -> None:
+        if message.get("body"):
+            await asyncio.Event().wait()
+
+    async def go() -> None:
+        reply = EventStream(cast(Run, run), PlainReply(), 0.05, with_usage=False)
+        sending = asyncio.create_task(reply({"type": "http"}, stays, cast(Any, send)))
+        await asyncio.sleep(0.2)
+        assert run.closed and not sending.done()
+        sending.cancel()
+
+    asyncio.run(go())
+
+
 def test_E1_who_leaves_ends_the_run() -> None:
     run = SlowRun()
     assert stream(run, 0, leaves) == ['{"text":"a"}'] and run.closed
@@ -96,7 +113,16 @@ def test_E1_events_with_text_alone_are_like_all_others() -> None:
     """They are written once with a gap for the text, which may hold anything."""
     run = cast(Run, SlowRun())
     completion = CompletionReply(
-        run, "a \0 model", None, logprobs=False, echoes=None, scores=False, num_drawn=2, num_kept=2
+        run,
+        "a \0 model",
+        None,
+        logprobs=False,
+        echoes=None,
+        echoes_special=False,
+        skip_special_tokens=True,
+        scores=False,
+        num_drawn=2,
+        num_kept=2,
     )
     chat = ChatReply(
         run, "m", None, num_top=None, scores=False, parser=None, first_call_only=False, calls_end=False, new_id=str

@@ -97,10 +97,9 @@ class EventStream(Response):
                     if body:
                         await send({"type": "http.response.body", "body": body, "more_body": True})
             return event(self._reply.last_chunk()) if self._with_usage else b""
-        except TimeoutError:
-            return event(_too_slow(self._seconds).body)
         except Exception as error:
-            return event(api_error(error).body)
+            run.close()  # at once: a client that does not read keeps the last event waiting
+            return event((_too_slow(self._seconds) if isinstance(error, TimeoutError) else api_error(error)).body)
 
 
 async def _in_time(work: Coroutine[Any, Any, Value], seconds: float) -> Value:

@@ -24,13 +24,18 @@ def chat_logprobs(codec: Codec | None, entries: Sequence[TokenLogprobs], num_top
 
 
 def completion_logprobs(
-    codec: Codec | None, entries: Sequence[TokenLogprobs | None], offset: int, first_token: int | None = None
+    codec: Codec | None,
+    entries: Sequence[TokenLogprobs | None],
+    offset: int,
+    skip_special_tokens: bool,
+    first_token: int | None = None,
 ) -> dict[str, Any]:
     """`choices[].logprobs` of a completion.
 
     Args:
         entries: None for the first token of a prompt, of which nothing is known.
         offset: where the text of the first token begins.
+        skip_special_tokens: they are no part of the text.
         first_token: the token that the entry None stands for.
     """
     texts: list[str] = []
@@ -39,7 +44,8 @@ def completion_logprobs(
         token = first_token if entry is None else entry.token_id
         texts.append("" if token is None else token_text(codec, token))
         offsets.append(offset)
-        offset += len(texts[-1])
+        if token is not None:
+            offset += len(texts[-1]) if codec is None else codec.length(token, skip_special_tokens)
     return {
         "tokens": texts,
         "token_logprobs": [None if entry is None else entry.logprob for entry in entries],

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import difflib
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
 
 class Body(BaseModel):
-    """A body whose fields are all known and of their own type: `"5"` is no number."""
+    """A body whose fields are all known and of their own type: `"5"` is no number. A field that is null was not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, value: Any) -> Any:
-        for name in value if isinstance(value, dict) else ():
+        if not isinstance(value, dict):
+            return value
+        value = {name: each for name, each in value.items() if each is not None}
+        for name in value:
             if name not in cls.model_fields:
                 near = difflib.get_close_matches(str(name), cls.model_fields, n=1)
                 hint = f"did you mean {near[0]}?" if near else "leave it out; the documentation lists what is known"
@@ -54,10 +58,12 @@ def _bias(value: Any) -> Any:
     """OpenAI's keys are token ids as text."""
     if value is None:
         return None
-    try:
-        return {int(token): float(weight) for token, weight in value.items() if not isinstance(weight, (str, bool))}
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        raise ValueError('expected token ids with numbers, such as {"50256": -100}') from None
+    if isinstance(value, dict) and all(
+        str(token).isdecimal() and type(value[token]) in (int, float) for token in value
+    ):
+        with suppress(ValueError, OverflowError):  # there are too many digits for a number
+            return {int(token): float(weight) for token, weight in value.items()}
+    raise ValueError('expected token ids with numbers, such as {"50256": -100}')
 
 
 def _content(value: Any) -> Any:

@@ -26,6 +26,8 @@ class CompletionReply:
     Args:
         logprobs: log-probabilities are told with each token.
         echoes: the prompts' texts, where they go before the answers.
+        echoes_special: special tokens are part of these texts.
+        skip_special_tokens: they are no part of the answers.
         scores: log-probabilities of the prompts are told as vLLM does.
         num_drawn: answers to a prompt.
         num_kept: of these, how many are told: the best.
@@ -39,6 +41,8 @@ class CompletionReply:
         *,
         logprobs: bool,
         echoes: list[str] | None,
+        echoes_special: bool,
+        skip_special_tokens: bool,
         scores: bool,
         num_drawn: int,
         num_kept: int,
@@ -46,7 +50,7 @@ class CompletionReply:
         created = int(time.time())
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": created, "model": model}
         self._run, self._codec, self._logprobs, self._scores = run, codec, logprobs, scores
-        self._echoes = echoes
+        self._echoes, self._echoes_special, self._skip_special = echoes, echoes_special, skip_special_tokens
         self._num_drawn, self._num_kept = num_drawn, num_kept
         self._lengths: dict[int, int] = {}  # characters of each answer that were told, the echo included
         self._only_text = not logprobs and echoes is None and not scores
@@ -88,11 +92,14 @@ class CompletionReply:
         offset = self._lengths.get(delta.index, 0)
         self._lengths[delta.index] = offset + len(echo) + len(delta.text)
         choice = {"index": index, "text": echo + delta.text, "logprobs": None, "finish_reason": delta.finish_reason}
+        if self._logprobs:
+            choice["logprobs"] = completion_logprobs(
+                self._codec, delta.logprobs, offset + len(echo), self._skip_special
+            )
         if self._logprobs and echo:
-            entries = [*self._run.prompt_logprobs(prompt), *delta.logprobs]
-            choice["logprobs"] = completion_logprobs(self._codec, entries, 0, self._run.prompts[prompt][0])
-        elif self._logprobs:
-            choice["logprobs"] = completion_logprobs(self._codec, delta.logprobs, offset)
+            entries, first = self._run.prompt_logprobs(prompt), self._run.prompts[prompt][0]
+            before = completion_logprobs(self._codec, entries, 0, not self._echoes_special, first)
+            choice["logprobs"] = {name: values + choice["logprobs"][name] for name, values in before.items()}
         if self._scores:
             choice["prompt_logprobs"] = prompt_logprobs(self._codec, self._run.prompt_logprobs(prompt))
         return choice

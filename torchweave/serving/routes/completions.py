@@ -7,7 +7,7 @@ from fastapi.responses import Response
 
 from torchweave.serving.delivery import EventStream, answer_whole
 from torchweave.serving.errors import ApiError
-from torchweave.serving.protocol import CompletionRequest
+from torchweave.serving.protocol import CompletionRequest, Prompt
 from torchweave.serving.replies import CompletionReply
 from torchweave.serving.routes.shared import service_of, wants_usage
 from torchweave.serving.sampling import completion_params
@@ -34,6 +34,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         service.codec,
         logprobs=body.logprobs is not None,
         echoes=_texts(service, body, prompts) if body.echo else None,
+        echoes_special=not _is_text(body.prompt),
+        skip_special_tokens=params.skip_special_tokens,
         scores=body.prompt_logprobs is not None,
         num_drawn=params.n,
         num_kept=body.n or 1,
@@ -55,6 +57,10 @@ async def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
         return prompt  # type: ignore[return-value]
     codec = service.need_codec()
     return [await codec.encode(text, body.add_special_tokens) for text in prompt]  # type: ignore[arg-type]
+
+
+def _is_text(prompt: Prompt) -> bool:
+    return isinstance(prompt if isinstance(prompt, str) else prompt[0], str)
 
 
 def _texts(service: Service, body: CompletionRequest, prompts: list[list[int]]) -> list[str]:
