@@ -31,15 +31,23 @@ DECODE, ROW, READ, HTTP = (
     1 / 140,
     1.5,
 )  # milliseconds: a decode step, a row of it, a token of long prompts, to the engine
-MOST = 16384
+MOST = 8192
 LENGTHS = Lengths(544, 264, 0.88, 0)
+
+
+def sizes_of(unit: int, *first: int) -> tuple[int, ...]:
+    """What a step may hold: the sizes named, and multiples above them."""
+    above = (first[-1] // unit + 1) * unit if first else unit
+    return (*first, *range(above, MOST + 1, unit))
+
+
 SIZES = {
-    "256, 512": ((256, 512, 768), (1, 64, 128, 256, 512, 768)),
-    "256, 384, 512": ((256, 384, 512, 768), (1, 64, 128, 256, 384, 512, 768)),
-    "192, 384 (multiples)": ((192, 384, 576), (1, 64, 128, 192, 256, 384, 512, 768)),
-    "192, 256, 384, 512": ((192, 256, 384, 512, 768), (1, 64, 128, 192, 256, 384, 512, 768)),
-    "128, 256, 384 (multiples)": ((128, 256, 384), (1, 64, 128, 256, 512, 768)),
-    "128, 256, 384, 512": ((128, 256, 384, 512, 768), (1, 64, 128, 256, 384, 512, 768)),
+    "256, 512": (sizes_of(256), (1, 64, 128, 256, 512, 768)),
+    "256, 384, 512": (sizes_of(256, 256, 384, 512, 768), (1, 64, 128, 256, 384, 512, 768)),
+    "192, 384 (multiples)": (sizes_of(192), (1, 64, 128, 192, 256, 384, 512, 768)),
+    "192, 256, 384, 512": (sizes_of(192, 192, 256, 384, 512, 768), (1, 64, 128, 192, 256, 384, 512, 768)),
+    "128, 256, 384 (multiples)": (sizes_of(128), (1, 64, 128, 256, 512, 768)),
+    "128, 256, 384, 512": (sizes_of(128, 128, 256, 384, 512, 768), (1, 64, 128, 256, 384, 512, 768)),
 }
 """What a step may hold, and what is recorded: a step is padded up to the next of these."""
 

@@ -70,14 +70,15 @@ class Plan:
     def mixed_step_sizes(self) -> tuple[int, ...]:
         """Tokens that a step may hold which reads prompts while others generate; empty: any number.
 
-        Recorded sizes from `mixed_step_tokens` on, since a step between two of them would be padded up to the larger one; where
-        none is recorded, its multiples.
+        Recorded sizes from `mixed_step_tokens` on, since a step between two of them would be padded up to the larger one; above
+        the last of them, its multiples.
         """
         least = self.mixed_step_tokens
         if not least:
             return ()
         recorded = tuple(size for size in self.token_buckets if size >= least)
-        return recorded or tuple(range(least, self.max_num_tokens + 1, least))
+        above = (recorded[-1] // least + 1) * least if recorded else least
+        return (*recorded, *range(above, self.max_num_tokens + 1, least))
 
     def settle(self, name: str, effective: Any, why: str, **changes: Any) -> Plan:
         """A plan in which option `name` turned out as `effective`; `changes` are plan fields that change with it."""

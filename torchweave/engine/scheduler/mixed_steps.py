@@ -6,6 +6,7 @@ more time than a decode step, because both read all weights once; a whole prompt
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 _SHARE = 16
@@ -25,4 +26,5 @@ def step_tokens(most: int, sizes: Sequence[int], num_generating: int, backlog: i
     if not sizes or not num_generating or backlog >= most:
         return most
     wanted = num_generating + max(sizes[0] // 2, backlog // _SHARE)
-    return min(next((size for size in sizes if size >= wanted), most), most)
+    at = bisect_left(sizes, wanted)
+    return min(sizes[at], most) if at < len(sizes) else most
