@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families as families
 
-from tests.serving.running import Running
+from tests.serving.running import Running, wait_until
 from tests.serving.watched import STATS, asking, some_traffic, watched
 from torchweave.serving.counting import FIRST_TOKEN_SECONDS
 
@@ -39,6 +39,12 @@ def values_of(text: str) -> Values:
             labels = tuple(sorted(pair for pair in sample.labels.items() if pair[0] != "model_name"))
             found[sample.name.removeprefix("torchweave_"), labels] = sample.value
     return found
+
+
+def reasons_of(values: Values) -> dict[str, float]:
+    """Answers that ended, by reason."""
+    ended = ((dict(labels), value) for (name, labels), value in values.items() if name == "request_success_total")
+    return {labels["finished_reason"]: value for labels, value in ended}
 
 
 def get(path: str, app, **headers: str):
@@ -82,12 +88,7 @@ def test_reasons_and_buckets():
     app, client, clock = watched()
     some_traffic(client.traffic, clock)
     found = values_of(get("/metrics", app).text)
-    ended = {
-        dict(labels)["finished_reason"]: value
-        for (name, labels), value in found.items()
-        if name == "request_success_total"
-    }
-    assert ended == {"stop": 1, "length": 1, "cancelled": 1, "error": 0}
+    assert reasons_of(found) == {"stop": 1, "length": 1, "cancelled": 1, "error": 0}
     buckets = {
         dict(labels)["le"]: value
         for (name, labels), value in found.items()
@@ -95,6 +96,19 @@ def test_reasons_and_buckets():
     }
     assert list(map(float, buckets)) == [*FIRST_TOKEN_SECONDS, float("inf")]
     assert buckets["0.04"] == 0 and buckets["0.06"] == 1 and buckets["+Inf"] == 2
+
+
+def test_an_answer_that_a_stop_string_ended_counts_as_stop():
+    """The engine knows no text: it says what it did with the request."""
+    _, client, _ = watched()
+    traffic, told = client.traffic, ("cancelled", "length", "error", "cancelled")
+    for number in range(4):
+        traffic.submitted(number, num_prompt=5, streaming=True)
+    traffic.completed([0, 1, 2, 9])
+    for number, reason in enumerate(told):
+        traffic.answered(number, 1, reason)
+    assert traffic.counts.reasons == {"stop": 2, "length": 0, "cancelled": 1, "error": 1}
+    assert [record.reason for record in traffic.recent] == ["cancelled", "error", "stop", "stop"]
 
 
 def test_http_requests_are_counted_by_route_and_status():
@@ -126,6 +140,19 @@ def test_open_metrics_too():
     assert {family.name for family in open_metrics(answer.text)} == {
         f"torchweave_{name}" for name in {**OF_VLLM, **OURS}
     }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_metrics_count_the_reasons_that_clients_are_told(server: Running, stream: bool):
+    def ended() -> dict[str, float]:
+        return reasons_of(values_of(server.get("/metrics").text))
+
+    asked = {"prompt": "12+30=", "temperature": 0, "max_tokens": 400, "ignore_eos": True, "stop": ["2"]}
+    before = ended()
+    answers = [server.post("/v1/completions", {**asked, "stream": stream}).text for _ in range(3)]
+    assert all('"finish_reason":"stop"' in text for text in answers), answers
+    wait_until(lambda: sum(ended().values()) == sum(before.values()) + 3)
+    assert ended() == before | {"stop": before["stop"] + 3}
 
 
 def test_E1_metrics_count_what_was_asked(server: Running):

@@ -137,9 +137,15 @@ class EngineClient(ABC):
         self._send_bytes(message)
         return request.id
 
-    def cancel(self, ids: Sequence[int]) -> None:
-        """Ask that requests are stopped; those that are in flight still get their final response."""
+    def cancel(self, ids: Sequence[int], whole: bool = False) -> None:
+        """Ask that requests are stopped; those that are in flight still get their final response.
+
+        Args:
+            whole: their answers are: a stop string ended them.
+        """
         known = [request_id for request_id in ids if request_id in self._flights]
+        if whole:
+            self.traffic.completed(known)
         if known:
             self._send(wire.Stop(known))
 

@@ -36,7 +36,7 @@ class Engines(Protocol):
         cache_salt: str = "",
     ) -> int: ...
 
-    def cancel(self, ids: Sequence[int]) -> None: ...
+    def cancel(self, ids: Sequence[int], whole: bool = False) -> None: ...
 
 
 class Flight:
@@ -97,8 +97,8 @@ class Flight:
         return mail
 
     def stop(self, request_id: int) -> None:
-        """Stop one request; its final response still comes."""
-        self._engines.cancel([request_id])
+        """Stop one request, whose answer is whole; its final response still comes."""
+        self._engines.cancel([request_id], whole=True)
 
     def close(self) -> None:
         """Stop all that is not done, and hear no more of it."""

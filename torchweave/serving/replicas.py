@@ -126,10 +126,14 @@ class Replicas:
         """Another HTTP process has given a prompt to one of the engines."""
         self._router.learn(sent)
 
-    def cancel(self, ids: Sequence[int]) -> None:
-        """Ask that requests are stopped; those that are in flight still get their final response."""
+    def cancel(self, ids: Sequence[int], whole: bool = False) -> None:
+        """Ask that requests are stopped; those that are in flight still get their final response.
+
+        Args:
+            whole: their answers are: a stop string ended them.
+        """
         for engine in self.engines:
-            engine.cancel(ids)
+            engine.cancel(ids, whole)
 
     # -- what is known -------------------------------------------------------------------------------------------------
 

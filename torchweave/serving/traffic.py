@@ -38,6 +38,7 @@ class Record:
         first: when its first token came; of one that is not streamed, when the engine drew it.
         paused: it ran, and waits to go on.
         unread: tokens of the prompt that the engine has to read, until it has.
+        whole: a stop string ended it, which the engine does not know: it says `cancelled`, or what came before it heard.
         reason: why it ended; empty while it has not.
     """
 
@@ -51,6 +52,7 @@ class Record:
     num_tokens: int = 0
     paused: bool = False
     unread: int = 0
+    whole: bool = False
     ended: float = 0.0
     reason: str = ""
 
@@ -148,6 +150,12 @@ class Traffic:
                 self.counts.first_token.observe(now - record.arrived)
                 self._read(record)
 
+    def completed(self, ids: Iterable[int]) -> None:
+        """A stop string ended these; their last responses are still to come."""
+        for request_id in ids:
+            if request_id in self.open:
+                self.open[request_id].whole = True
+
     def answered(self, request_id: int, num_tokens: int, reason: str | None) -> None:
         """A response came; `reason` where it is the last."""
         record = self.open.get(request_id)
@@ -158,7 +166,7 @@ class Traffic:
             self._tokens(record, num_tokens, now)
         if reason is not None:
             del self.open[request_id]
-            self._ended(record, reason, now)
+            self._ended(record, "stop" if record.whole and reason != "error" else reason, now)
 
     def iterated(self, iterations: Sequence[tuple[float, int, int]]) -> None:
         """Iterations since the last call: seconds, prompt tokens that were read, tokens that were drawn."""
