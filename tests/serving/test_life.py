@@ -19,6 +19,7 @@ import openai
 import pytest
 
 from tests.serving.running import LONG, SHORTER, Running, free_port, serve_command, serving, wait_until
+from tests.serving.test_metrics import values_of
 
 KEY = {"Authorization": "Bearer sesame"}
 
@@ -227,14 +228,28 @@ def during_a_stream(client: openai.OpenAI, act: Callable[[], None]) -> tuple[Bas
     return None, time.monotonic() - begin
 
 
+def cache_metrics(server: Running) -> list[float]:
+    """Blocks of the KV cache, and tokens that were looked up and found in it."""
+    found = values_of(server.get("/metrics").text)
+    return [found[name, ()] for name in ("kv_cache_blocks", "prefix_cache_queries_total", "prefix_cache_hits_total")]
+
+
 def test_E1_the_engine_is_started_again_by_option_and_sigterm_drains() -> None:
     with serving("--restart_engine", "--max_batch_size", "2", "--drain_timeout", "2") as server:
         pid = server.engine_pid()
+        blocks = server.get("/live").json()["blocks"]["total"]
+        assert cache_metrics(server) == [blocks, 0, 0] and blocks > 0, "they are there before the first step"
+        for _ in range(2):
+            server.post("/v1/completions", {"prompt": [5] * 40, "max_tokens": 1})
+        assert wait_until(lambda: cache_metrics(server) == [blocks, 64, 32]), cache_metrics(server)
         error, seconds = during_a_stream(server.client(), lambda: os.kill(pid, signal.SIGKILL))
         assert isinstance(error, openai.APIError) and "ended unexpectedly" in str(error) and seconds < 2
         assert server.get("/ready").status_code == 503
         assert wait_until(lambda: server.get("/ready").status_code == 200, 60)
         assert server.engine_pid() != pid
+        assert cache_metrics(server) == [blocks, 64, 32], "what was counted outlives the engine"
+        server.post("/v1/completions", {"prompt": [5] * 40, "max_tokens": 1})
+        assert wait_until(lambda: cache_metrics(server) == [blocks, 96, 32]), cache_metrics(server)
 
         client = server.client()
         # A stream is there when its first byte is: the short one is the first in the queue.

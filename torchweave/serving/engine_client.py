@@ -85,6 +85,7 @@ class EngineClient(ABC):
         self._bars: dict[str, dict[str, Any]] = {}
         self._listeners: list[Listener] = []
         self._stats: dict[str, Any] = {}
+        self._looked_up_before = (0, 0)  # in earlier lives of the engine, which counts from its own beginning
         self._to_engine: zmq.Socket[bytes] | None = None
 
     # -- its life ------------------------------------------------------------------------------------------------------
@@ -180,6 +181,16 @@ class EngineClient(ABC):
     def stats(self) -> dict[str, Any]:
         """Statistics of the last iteration, with the batch manager's keys; empty before the first."""
         return self._stats
+
+    @property
+    def looked_up(self) -> tuple[int, int]:
+        """Tokens of whole prompt blocks that were looked up among kept ones, and found, over all lives of the engine."""
+        cache = self._stats.get("kvCacheStats", {})
+        found, missed = (
+            cache.get(name, 0) * cache.get("tokensPerBlock", 0) for name in ("reusedBlocks", "missedBlocks")
+        )
+        queries, hits = self._looked_up_before
+        return queries + found + missed, hits + found
 
     @property
     def progress(self) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ class Live:
         client = self._service.client
         traffics = [traffic for engine in self._engines for traffic in engine.traffics]
         counts = Counts.together([traffic.counts for traffic in traffics])
-        now_of_each = [EngineNow.of(engine.stats) for engine in self._engines]
+        now_of_each = [EngineNow.of(engine) for engine in self._engines]
         engine = EngineNow.together(now_of_each)
         return {
             "state": "draining" if self._service.draining else self._state(),

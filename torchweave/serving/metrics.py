@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 import torchweave
 from torchweave.serving.counting import Distribution
 from torchweave.serving.traffic import Counts
+from torchweave.serving.wire import ModelCard
 
 PREFIX = "torchweave_"
 _CLIENT_LEFT = 499
@@ -30,6 +31,7 @@ class Engine(Protocol):
     """What is read of an engine client."""
 
     restarts: int
+    model: ModelCard | None
 
     @property
     def counts(self) -> Counts: ...
@@ -39,6 +41,9 @@ class Engine(Protocol):
 
     @property
     def stats(self) -> dict[str, Any]: ...
+
+    @property
+    def looked_up(self) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,7 @@ class Metrics(Collector):
         yield info
 
     def _of_engines(self) -> Iterator[Metric]:
-        engines, now = self._engines, [EngineNow.of(engine.stats) for engine in self._engines]
+        engines, now = self._engines, [EngineNow.of(engine) for engine in self._engines]
         ready = (float(engine.state == "ready") for engine in engines)
         yield self._gauge("engine_up", "1 while the engine takes requests, else 0", ready)
         restarts = (engine.restarts for engine in engines)
@@ -251,10 +256,10 @@ class Metrics(Collector):
 
 @dataclass(frozen=True)
 class EngineNow:
-    """The engine's last statistics as few numbers; all 0 before the first.
+    """The engine's last statistics as few numbers; before the first, what is known of its blocks, and else 0.
 
     Attributes:
-        queries, hits: tokens of whole prompt blocks that were looked up among kept ones, and found.
+        queries, hits: tokens of whole prompt blocks that were looked up among kept ones, and found, over all its lives.
     """
 
     running: int
@@ -267,20 +272,19 @@ class EngineNow:
     hits: int
 
     @classmethod
-    def of(cls, stats: dict[str, Any]) -> EngineNow:
-        """From a record with the batch manager's keys."""
-        cache = stats.get("kvCacheStats", {})
-        size = cache.get("tokensPerBlock", 0)
-        hits = cache.get("reusedBlocks", 0) * size
+    def of(cls, engine: Engine) -> EngineNow:
+        stats, card = engine.stats, engine.model
+        num_blocks, block_size = (card.num_kv_blocks, card.block_size) if card is not None else (0, 0)
+        queries, hits = engine.looked_up
         paused = stats.get("inflightBatchingStats", {}).get("numPausedRequests", 0)
         return cls(
             running=stats.get("numRunningRequests", 0),
             waiting=max(stats.get("numQueuedRequests", 0) - paused, 0),
             paused=paused,
-            blocks=stats.get("Max KV cache blocks", 0),
+            blocks=stats.get("Max KV cache blocks", num_blocks),
             used=stats.get("Used KV cache blocks", 0),
-            tokens_per_block=size,
-            queries=hits + cache.get("missedBlocks", 0) * size,
+            tokens_per_block=stats.get("kvCacheStats", {}).get("tokensPerBlock", block_size),
+            queries=queries,
             hits=hits,
         )
 

@@ -84,7 +84,7 @@ class OwnEngine(EngineClient):
         self._side.announce(Began(self.place.index, addresses))
         self._events.clear()
         self._bars.clear()
-        self._stats = {}
+        self._looked_up_before, self._stats = self.looked_up, {}
         self._note(0.0, "progress", wire.PROCESS_BAR)
         name = f"tw-engine-{self.place.index}"
         self._process = spawn(_run_engine, self._config, addresses, self.place, name=name)
