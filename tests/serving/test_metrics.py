@@ -12,7 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families as families
 
 from tests.serving.running import Running, wait_until
 from tests.serving.watched import STATS, asking, some_traffic, watched
+from torchweave.config import EngineConfig, ServerConfig
+from torchweave.serving.app import create_app
 from torchweave.serving.counting import FIRST_TOKEN_SECONDS
+from torchweave.serving.own_engine import own_engines
 
 # What vLLM calls them (docs.vllm.ai, "Production Metrics"), under our prefix.
 OF_VLLM = {
@@ -122,6 +125,23 @@ def test_http_requests_are_counted_by_route_and_status():
     assert http == {
         ("GET", "/metrics", "200"): 1, ("GET", "/health", "503"): 1, ("GET", "/v1/models/{name:path}", "503"): 1,
         ("GET", "/v1/models/{name:path}", "404"): 1, ("GET", "other", "404"): 2,
+    }  # fmt: skip
+
+
+def test_what_the_guard_refuses_is_counted_by_the_route_that_was_asked_for():
+    settings = ServerConfig(api_key=("sesame",), max_body_bytes=10)
+    app = create_app(own_engines(EngineConfig(model="demo")), settings)
+    for path in ("/metrics", "/v1/models/demo", "/tokenize", "/nowhere/1", "/nowhere/2", "/docs"):
+        get(path, app)
+
+    async def send_much():
+        async with asking(app) as http:
+            return await http.post("/v1/completions", content="a" * 11, headers={"Authorization": "Bearer sesame"})
+
+    assert asyncio.run(send_much()).status_code == 413
+    assert app.state.http.all_requests == {
+        ("GET", "/metrics", "401"): 1, ("GET", "/v1/models/{name:path}", "401"): 1, ("GET", "/tokenize", "401"): 1,
+        ("GET", "other", "401"): 2, ("GET", "/docs", "200"): 1, ("POST", "/v1/completions", "413"): 1,
     }  # fmt: skip
 
 

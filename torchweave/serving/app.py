@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
+from starlette.routing import Route
 
 import torchweave
 from torchweave.config import ServerConfig
@@ -60,10 +61,12 @@ def create_app(
     app = FastAPI(title="Torchweave", version=torchweave.__version__, lifespan=lifespan, redoc_url=None)
     app.state.service = service
     add_error_handlers(app)
-    for each in (chat, completions, status, models, tokens, metrics, live):  # looked for in this order
-        app.include_router(each.router)
+    routers = [each.router for each in (chat, completions, status, models, tokens, metrics, live)]
+    for router in routers:  # looked for in this order
+        app.include_router(router)
     describe(app)
-    http = HttpCounts()
+    # Newer versions of FastAPI keep a router that they include as it is: its routes are not among their own.
+    http = HttpCounts([route for owner in (app, *routers) for route in owner.routes if isinstance(route, Route)])
     app.state.http = http
     app.state.metrics = Metrics(client.engines, http, service.names[0])
 

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from starlette.routing import Match, Route
 
 import torchweave
 from torchweave.serving.counting import Distribution
@@ -108,12 +109,16 @@ CACHE_COUNTERS: tuple[tuple[str, str, Callable[[EngineNow], int]], ...] = (
 class HttpCounts:
     """HTTP requests by method, path (the route's, so that there are few) and status.
 
+    Args:
+        routes: of the application.
+
     Attributes:
         requests: of this process.
         elsewhere: of the other HTTP processes of the server, as far as they have told.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._routes = routes
         self.requests: Counter[tuple[str, str, str]] = Counter()
         self.elsewhere: Sequence[Counter[tuple[str, str, str]]] = ()
 
@@ -122,11 +127,11 @@ class HttpCounts:
         return sum(self.elsewhere, self.requests)
 
     def count(self, scope: _Scope, status: int) -> None:
-        """An answer has begun. What was refused before a route was found has the path that it asked for, if that is one."""
+        """An answer has begun. What was refused before its route was looked for has the path of that one, if there is one."""
         path = getattr(scope.get("route"), "path", None)
         if path is None:
-            known = {getattr(route, "path", None) for route in scope["app"].routes} if "app" in scope else set()
-            path = scope["path"] if scope["path"] in known else "other"
+            asked = (route.path for route in self._routes if route.matches(scope)[0] != Match.NONE)
+            path = next(asked, "other")
         self.requests[str(scope["method"]), path, str(status)] += 1
 
 
