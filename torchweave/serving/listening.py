@@ -14,6 +14,7 @@ import uvicorn
 
 _CLOSE_SECONDS = 5  # for connections to take in what was said to them last
 _KEEP_ALIVE_SECONDS = 75  # longer than what proxies keep their end open
+_BACKLOG = 2048  # connections that wait to be taken
 _CORES_EACH, _MOST = 4, 4  # for an HTTP process, where nobody says how many there should be; so many at the most
 
 
@@ -34,6 +35,7 @@ class Uvicorn(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_CLOSE_SECONDS,
             )
@@ -54,8 +56,8 @@ class Uvicorn(uvicorn.Server):
 
 
 def listen(host: str, port: int, shared: bool = False) -> socket.socket:
-    """A socket that is bound to an address; with `shared` other HTTP processes of the server can bind theirs to it too, and the
-    kernel gives each connection to one of them.
+    """A socket that listens at an address, which no other server has; with `shared` other HTTP processes of this one can `join`,
+    and the kernel gives each connection to one of them.
 
     Raises:
         ValueError: the address cannot be had.
@@ -63,11 +65,17 @@ def listen(host: str, port: int, shared: bool = False) -> socket.socket:
     if not 0 <= port < 2**16:
         raise ValueError(f"port={port} must be from 0 to 65535; 0 takes one that is free")
     try:
+        # It listens at once: until one does, any number of servers can bind a socket to the address.
+        found = _bound(host, port, shared=False, listens=True)
         if not shared:
-            return _bound(host, port, shared=False)
-        with _bound(host, port, shared=False) as alone:  # else it could be shared with another server
-            port = alone.getsockname()[1]
-        return _bound(host, port, shared=True)
+            return found
+        # Only now: with it from the beginning, another server could share the address too.
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        port = found.getsockname()[1]
+        with contextlib.suppress(OSError), join(host, port):
+            return found
+        found.close()  # gVisor lets only those share an address who said so before they were bound
+        return _bound(host, port, shared=True, listens=True)
     except OSError as error:
         raise ValueError(
             f"{host}:{port} cannot be listened on: {error.strerror}; choose another host or port"
@@ -75,8 +83,8 @@ def listen(host: str, port: int, shared: bool = False) -> socket.socket:
 
 
 def join(host: str, port: int) -> socket.socket:
-    """A further socket for an address that is shared."""
-    return _bound(host, port, shared=True)
+    """A further socket for an address that is shared. It is given no connections before it listens."""
+    return _bound(host, port, shared=True, listens=False)
 
 
 def processes_for(asked: int | None) -> int:
@@ -92,7 +100,7 @@ def processes_for(asked: int | None) -> int:
     return asked or min(max(len(os.sched_getaffinity(0)) // _CORES_EACH, 1), _MOST)
 
 
-def _bound(host: str, port: int, shared: bool) -> socket.socket:
+def _bound(host: str, port: int, shared: bool, listens: bool) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     found = socket.socket(family, kind, protocol)
     try:
@@ -100,6 +108,8 @@ def _bound(host: str, port: int, shared: bool) -> socket.socket:
         if shared:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         found.bind(address)
+        if listens:
+            found.listen(_BACKLOG)
     except OSError:
         found.close()
         raise
