@@ -1,17 +1,23 @@
-"""One server has an address."""
+"""One server has an address, and its connections stay with HTTP/1.1 whatever a client offers."""
 
 from __future__ import annotations
 
+import asyncio
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import islice
 from threading import Barrier
+from typing import Any
 
 import pytest
 
 from tests.serving.running import free_port
 from torchweave.serving import listening
-from torchweave.serving.listening import join, listen
+from torchweave.serving.listening import Uvicorn, join, listen
+
+# -- the address -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -84,3 +90,83 @@ def test_who_joins_is_given_connections_once_he_listens() -> None:
         connect()
         found = given(first), given(further)
         assert min(found) > 0 and sum(found) == 40
+
+
+# -- offers of other protocols -----------------------------------------------------------------------------------------
+
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+BODY = b"Content-Length: 8\r\n\r\nabcdefgh"
+CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n5\r\ndefgh\r\n0\r\n\r\n"
+LAST = b"POST /last HTTP/1.1\r\nConnection: close\r\n" + BODY
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the method, the path and the body."""
+    if scope["type"] != "http":
+        for phase in ("startup", "shutdown"):
+            await receive()
+            await send({"type": f"lifespan.{phase}.complete"})
+        return
+    body, more = b"", True
+    while more:
+        part = await receive()
+        body, more = body + part["body"], part["more_body"]
+    said = b"<%s %s %s>" % (scope["method"].encode(), scope["path"].encode(), body)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(said))]})
+    await send({"type": "http.response.body", "body": said})
+
+
+def answers(sent: bytes, size: int) -> bytes:
+    """All that a server says on one connection until it closes it, when it is sent so much at a time."""
+
+    async def ask() -> bytes:
+        uvicorn = Uvicorn(echo)
+        with listen("127.0.0.1", 0) as door:
+            serving = asyncio.create_task(uvicorn.serve(sockets=[door]))
+            await uvicorn.listening.wait()
+            reader, writer = await asyncio.open_connection(*door.getsockname())
+            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            rest = iter(sent)
+            while part := bytes(islice(rest, size)):
+                writer.write(part)
+                await asyncio.sleep(0.001)
+            found = await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+            uvicorn.should_exit = True
+            await serving
+        return found
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("size", [1, 100, 10_000])
+@pytest.mark.parametrize("body", [BODY, CHUNKS])
+def test_an_offer_is_ignored_and_the_connection_goes_on(
+    body: bytes, size: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    offers = [b"POST /%d HTTP/1.1\r\nHost: x\r\n" % number + OFFER + body for number in range(2)]
+    plain = b"POST /plain HTTP/1.1\r\nHost: x\r\n" + body
+    socket_offer = b"GET /socket HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    found = answers(offers[0] + plain + socket_offer + offers[1] + LAST, size)
+    assert found.count(b"HTTP/1.1 200 OK\r\n") == 5
+    said = [b"POST /0 abcdefgh", b"POST /plain abcdefgh", b"GET /socket ", b"POST /1 abcdefgh", b"POST /last abcdefgh"]
+    assert re.findall(b"<([^>]*)>", found) == said
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("last", [b"1.1\r\nConnection: close, Upgrade\r\n", b"1.0\r\nConnection: Upgrade\r\n"])
+def test_an_offer_on_a_connection_that_is_to_be_closed(last: bytes) -> None:
+    found = answers(b"POST /once HTTP/" + last + b"Upgrade: h2c\r\n" + BODY + LAST, 10_000)
+    assert found.endswith(b"<POST /once abcdefgh>") and found.count(b"HTTP/1.1 ") == 1
+    assert b"connection: close\r\n" in found
+
+
+def test_what_cannot_be_read_behind_an_offer_is_refused() -> None:
+    found = answers(b"POST /0 HTTP/1.1\r\n" + OFFER + BODY + b"no request\r\n\r\n", 10_000)
+    assert b"HTTP/1.1 400 " in found
+    assert b"HTTP/1.1 400 " in answers(b"CONNECT no-port HTTP/1.1\r\nConnection: close\r\n\r\n", 10_000)
+
+
+def test_thousands_of_offers_at_once_are_answered() -> None:
+    found = answers((b"GET / HTTP/1.1\r\n" + OFFER + b"\r\n") * 3000 + LAST, 1 << 20)
+    assert found.count(b"<GET / >") == 3000 and found.endswith(b"<POST /last abcdefgh>")

@@ -10,12 +10,54 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import httptools
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _CLOSE_SECONDS = 5  # for connections to take in what was said to them last
 _KEEP_ALIVE_SECONDS = 75  # longer than what proxies keep their end open
 _BACKLOG = 2048  # connections that wait to be taken
 _CORES_EACH, _MOST = 4, 4  # for an HTTP process, where nobody says how many there should be; so many at the most
+
+
+class _Http1(HttpToolsProtocol):
+    """Stays with HTTP/1.1 where a client offers to go over to another protocol, as Java's does with its first request: the offer
+    is ignored. The parser stops behind the head of such a request, and uvicorn would lose the body.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._read(left) :]
+        except httptools.HttpParserError:
+            said = "Invalid HTTP request received."
+            self.logger.warning(said)
+            self.send_400_response(said)
+
+    def _read(self, data: memoryview) -> int:
+        """How much of it has been read."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stop:
+            if self._should_upgrade():
+                self._begin_again()
+                return stop.args[0]
+        return len(data)
+
+    def _should_upgrade(self) -> bool:
+        """Whether the parser stops at an offer: uvicorn begins no request then. It stops behind CONNECT as well."""
+        return self.parser.get_method() != b"CONNECT"
+
+    def _begin_again(self) -> None:
+        """Read the head once more, without the offer."""
+        line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode("ascii"))
+        kept = [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        # A new parser: the old one reads no more where the connection is to be closed. It is set up as uvicorn does it.
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.parser.feed_data(b"\r\n".join([line, *kept, b"", b""]))
 
 
 class Uvicorn(uvicorn.Server):
@@ -29,7 +71,7 @@ class Uvicorn(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=_Http1,
                 ws="none",
                 lifespan="on",
                 log_level="warning",
