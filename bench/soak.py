@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import glob
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,9 +51,10 @@ class Soak:
         while time.monotonic() < end:
             self.counts["begun"] += 1
             try:
-                self.counts[await self._one()] += 1
+                outcome = await self._one()
             except OSError as error:
-                self._failed(str(error))
+                outcome = self._failed(repr(error))
+            self.counts[outcome] += 1
 
     async def _one(self) -> str:
         draw, heard = self.draw, list[bytes]()
@@ -66,21 +69,26 @@ class Soak:
                 )
         except TimeoutError:
             return "left" if heard else "left_before"
-        if status == 200 and heard[-1].rstrip().endswith(b"data: [DONE]"):
+        answer = b"".join(heard)
+        if status == 200 and answer.rstrip().endswith(b"data: [DONE]"):
             return "whole"
-        return self._failed(b"".join(heard).decode(errors="replace")[-300:])
+        return self._failed(f"{status}: {answer.decode(errors='replace')[-300:]}")
 
     def _failed(self, why: str) -> str:
         self.faults.append(why)
         return "failed"
 
 
+_ENDED = FileNotFoundError, ProcessLookupError  # while it was looked at
+
+
 def processes(pid: int) -> list[int]:
     """A process and all that it and they have started."""
     found = [pid]
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in (thread / "children").read_text().split():
-            found += processes(int(child))
+    for children in glob.glob(f"/proc/{pid}/task/*/children"):
+        with suppress(*_ENDED):
+            for child in Path(children).read_text().split():
+                found += processes(int(child))
     return found
 
 
@@ -88,8 +96,10 @@ def memory(pid: int) -> dict[str, float]:
     """MiB in memory, by name and number of the process."""
     found = {}
     for each in processes(pid):
-        name, pages = Path(f"/proc/{each}/comm").read_text().strip(), Path(f"/proc/{each}/statm").read_text().split()[1]
-        found[f"{name}.{each}"] = round(int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+        with suppress(*_ENDED):
+            name = Path(f"/proc/{each}/comm").read_text().strip()
+            pages = Path(f"/proc/{each}/statm").read_text().split()[1]
+            found[f"{name}.{each}"] = round(int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
     return found
 
 
@@ -104,8 +114,11 @@ def gpu_memory() -> str:
 
 async def soak(args: argparse.Namespace) -> dict[str, Any]:
     http = Http(args.base_url)
-    model = json.loads((await http.get("/v1/models"))[1])["data"][0]["id"]
-    it = Soak(http, model, tuple(args.prompt_len), tuple(args.max_tokens))
+    model = json.loads((await http.get("/v1/models"))[1])["data"][0]
+    longest = model["max_model_len"]
+    prompt_len = args.prompt_len or (min(65, longest // 3), min(1023, longest * 2 // 3 - 1))
+    max_tokens = args.max_tokens or (min(32, longest // 6), min(496, longest // 3))
+    it = Soak(http, model["id"], tuple(prompt_len), tuple(max_tokens))
     begin = time.monotonic()
     streams = [asyncio.create_task(it.stream(begin + args.seconds)) for _ in range(args.streams)]
     series = []
@@ -136,7 +149,16 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
         "blocks": live["blocks"],
         "compiles": live["compiled"]["compiles_after_ready"],
     }
-    return {"streams": args.streams, "faults": it.faults[:20], "end": last, "series": series}
+    return {
+        "scenario": "soak",
+        "environment": environment(live["model"]["device"]),  # the server's: it runs on this machine
+        "streams": args.streams,
+        "prompt_len": prompt_len,
+        "max_tokens": max_tokens,
+        "faults": it.faults[:20],
+        "end": last,
+        "series": series,
+    }
 
 
 def main() -> None:
@@ -145,16 +167,13 @@ def main() -> None:
     parser.add_argument("--base_url", default="http://127.0.0.1:8000")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--streams", type=int, default=100)
-    parser.add_argument("--prompt_len", type=int, nargs=2, default=(65, 1023))
-    parser.add_argument("--max_tokens", type=int, nargs=2, default=(32, 496))
+    parser.add_argument("--prompt_len", type=int, nargs=2, help="default: 65 1023, up to two thirds of max_model_len")
+    parser.add_argument("--max_tokens", type=int, nargs=2, help="default: 32 496, up to a third of it")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found = asyncio.run(soak(args))
     if args.json is not None:
-        args.json.write_text(
-            json.dumps({"scenario": "soak", "environment": environment("cpu"), **found}, indent=1) + "\n",
-            encoding="utf-8",
-        )
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if found["faults"] or found["end"]["blocks"]["used"] or found["end"]["compiles"]:
         sys.exit(f"not as it should be: {found['faults'][:3]} {found['end']}")
 
