@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
-from torchweave.cli.benchmarks.profile import _busy, _by_name
+from torchweave.cli.benchmarks.profile import Steps, _busy, _by_name, profile
 from torchweave.cli.benchmarks.result import rows
 from torchweave.cli.main import main
 
@@ -15,6 +19,7 @@ def test_a_decode_step_and_one_that_reads_prompts(tiny_args: list[str], capsys: 
     argv = ["bench", "profile", "--model", *tiny_args, "--running", "3", "--input_len", "20", "--steps", "4"]
     assert main([*argv, "--mixed_step_tokens", "16", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
+    assert torch.is_grad_enabled(), "the thread is as it was"
     decode, mixed = result["steps"]
     assert (decode["kind"], decode["rows"], decode["tokens"]) == ("decode", 3, 3)
     assert mixed["kind"] == "mixed" and mixed["rows"] > 3
@@ -24,7 +29,10 @@ def test_a_decode_step_and_one_that_reads_prompts(tiny_args: list[str], capsys: 
         microseconds = [kernel["us"] for kernel in step["kernels"]]
         assert microseconds == sorted(microseconds, reverse=True) and microseconds[0] > 0
         linears = [kernel for kernel in step["kernels"] if "mm" in kernel["name"]]
-        assert linears and linears[0]["launches"] >= 1
+        assert linears and linears[0]["launches"] >= 1 and linears[0]["launches"] % 1 == 0, (
+            "of the steps that count alone"
+        )
+        assert not any("ProfilerStep" in kernel["name"] for kernel in step["kernels"])
     shown = rows(result)
     assert {row[0] for row in shown} == {"A decode step", "A mixed step"}
     assert shown[0][1:3] == ("3 rows, 3 tokens, plain", f"{decode['ms']:.3f} ms")
@@ -35,7 +43,10 @@ def test_a_decode_step_and_one_that_reads_prompts(tiny_args: list[str], capsys: 
     [
         (["--running", "0"], "running=0 must be at least 1"),
         (["--running", "40", "--input_len", "5"], "running=40 requests do not run at once: max_batch_size is 8"),
-        (["--input_len", "100000"], "are more than max_model_len"),
+        (["--running", "2", "--input_len", "100000"], "are more than max_model_len"),
+        (["--running", "8", "--input_len", "20"], "beside running=8 requests there is no room for the prompts"),
+        (["--running", "7", "--input_len", "20", "--mixed_step_tokens", "16"], "a mixed step, which read 2 tokens"),
+        (["--running", "2", "--input_len", "20", "--num_kv_blocks", "7"], "beside running=2 requests there is no room"),
     ],
 )
 def test_what_cannot_be_is_said(
@@ -43,6 +54,42 @@ def test_what_cannot_be_is_said(
 ):
     assert main(["bench", "profile", "--model", *tiny_args, "--max_batch_size", "8", "--steps", "2", *options]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_mixed_step_is_full(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+    argv = ["bench", "profile", "--model", *tiny_args, "--running", "7", "--input_len", "8", "--steps", "3"]
+    assert main([*argv, "--mixed_step_tokens", "8", "--json"]) == 0
+    mixed = json.loads(capsys.readouterr().out)["steps"][1]
+    assert mixed["tokens"] == 16, "the first size with room for 4 beside those 7 holds 9, more than the least size"
+
+
+def test_what_runs_fits_the_model(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+    argv = [
+        "bench",
+        "profile",
+        "--model",
+        *tiny_args,
+        "--max_batch_size",
+        "4",
+        "--max_model_len",
+        "128",
+        "--steps",
+        "2",
+    ]
+    assert main([*argv, "--json"]) == 0
+    decode, mixed = json.loads(capsys.readouterr().out)["steps"]
+    assert (decode["rows"], mixed["rows"], mixed["tokens"]) == (2, 3, 66), (
+        "half of the slots, and half of the positions"
+    )
+
+
+def test_a_profiler_that_sees_no_kernel_is_a_fault(monkeypatch: pytest.MonkeyPatch):
+    blind = SimpleNamespace(step=lambda: None, events=list)
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: nullcontext(blind))
+    step = SimpleNamespace(num_rows=1, num_tokens=1)
+    work = SimpleNamespace(device="cuda:0", count=2, run=lambda kind, count: [(step, "plain")] * count)
+    with pytest.raises(ValueError, match="saw no kernel on cuda:0"):
+        profile(cast(Steps, cast(Any, work)), "decode", lambda: None)
 
 
 def test_kernels_at_the_same_time_count_once():

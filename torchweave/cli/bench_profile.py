@@ -16,14 +16,15 @@ class Options:
     """What runs while it is looked at.
 
     Attributes:
-        running: requests that generate.
-        input_len: tokens of every prompt: of those that generate, and of those that are read beside them.
+        running: requests that generate; None: 32, and no more than half of max_batch_size, since prompts need slots too.
+        input_len: tokens of every prompt: of those that generate, and of those that are read beside them. None: 512, and no more
+            than half of max_model_len.
         steps: steps of each kind.
         seed: of the prompts.
     """
 
-    running: int = 32
-    input_len: int = 512
+    running: int | None = None
+    input_len: int | None = None
     steps: int = 16
     seed: int | None = 0
 
@@ -39,21 +40,22 @@ def measure(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run what the arguments ask for.
 
     Raises:
-        ValueError: an option is not valid, or the engine cannot hold as many requests.
+        ValueError: an option is not valid, the engine cannot hold as many requests, or the profiler sees nothing.
     """
-    from torchweave.cli.benchmarks.profile import KINDS, Steps, profile
+    from torchweave.cli.benchmarks.profile import KINDS, profiles
     from torchweave.cli.benchmarks.result import environment
 
     options = fill(Options, args)
     for name in ("running", "input_len", "steps"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
     with engine(args) as llm:
         llm.manager.shutdown(drain=False)  # its steps are taken one by one here
         plan = llm.plan
-        work = Steps(llm.engine, options.running, options.input_len, options.steps, options.seed or 0)
+        running = options.running or min(32, -(-plan.max_batch_size // 2))
+        input_len = options.input_len or min(512, plan.max_model_len // 2)
         with Report(show=False if args.quiet else None).progress("steps", len(KINDS)) as advance:
-            found = [profile(work, kind, advance) for kind in KINDS]
+            found = profiles(llm.engine, running, input_len, options.steps, options.seed or 0, advance)
         return {
             "scenario": scenario,
             "model": plan.config.model,

@@ -9,25 +9,29 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity
+from torch.profiler import ProfilerActivity, schedule
 
 from torchweave.engine.build import Engine
 from torchweave.engine.request import InferenceRequest, SamplingParams
+from torchweave.engine.scheduler.mixed_steps import step_tokens
 from torchweave.engine.step import Step
 
 KINDS = ("decode", "mixed")
 _WARM = 3
-"""Steps before any is timed: those in flight are of the kind before, and a kernel may be loaded by its first launch."""
+"""Steps before any is timed, since a kernel may be loaded by its first launch, and before any is counted, since a profiler that
+has just begun may miss some."""
 Row = dict[str, Any]
 
 
 class Steps:
-    """Steps of an engine that nobody else drives, over requests that do not end.
+    """Steps of an engine that nobody else drives, over requests that do not end. Binds the thread that it is made on: it turns
+    autograd off there, and sets the stream.
 
     Args:
         engine: its batch manager has ended.
@@ -47,13 +51,12 @@ class Steps:
         self._run_ahead = max(plan.run_ahead, 1)
         self._random = np.random.default_rng(seed)
         self._vocab_size, self._input_len = engine.loaded.module.vocab_size, input_len
-        self._unread, self._num_requests = 0, 0
+        self._running, self._unread, self._num_requests = running, 0, 0
         sizes = plan.mixed_step_sizes
-        self._backlog = sizes[0] if sizes else 1  # prompt tokens that wait for a mixed step: no fewer than it takes
         self._runner.start()
         # The first to generate draw a token in every step to come, and in those that read the other prompts.
         reading = running + running * input_len // max((sizes[0] if sizes else plan.max_num_tokens) // 2, 1)
-        most = len(KINDS) * (2 * count + _WARM) + self._run_ahead + reading
+        most = len(KINDS) * 2 * (count + _WARM) + self._run_ahead + reading
         if input_len + most > plan.max_model_len:
             raise ValueError(
                 f"prompts of input_len={input_len} tokens and {most} steps are more than max_model_len={plan.max_model_len}; ask "
@@ -61,23 +64,41 @@ class Steps:
             )
         for _ in range(running):
             self._add(most)
-        self._fill(running, plan.max_batch_size)
+        self._fill()
 
     def run(self, kind: str, count: int) -> list[tuple[Step, str]]:
-        """Take so many steps as the batch manager does, some ahead; returns each, and the way in which it ran."""
+        """Take so many steps as the batch manager does, some ahead; returns each, and the way in which it ran.
+
+        Raises:
+            ValueError: a mixed step reads less than it has room for.
+        """
         done: list[tuple[Step, str]] = []
         in_flight: deque[tuple[Step, Any]] = deque()
         for _ in range(count):
-            while kind == "mixed" and self._unread < self._backlog:
+            while kind == "mixed" and self._unread < self._room():
                 self._add(1)
+            room = self._room() if kind == "mixed" else 0
             step = self._batch.next_step()
             assert step is not None, "requests run"
+            if step.num_context_tokens < room:
+                raise self._crowded(
+                    f"beside running={self._running} requests there is no room for the prompts of a mixed step, which read "
+                    f"{step.num_context_tokens} tokens"
+                )
             self._unread -= step.num_context_tokens
             in_flight.append((step, self._runner.launch(step)))
             if len(in_flight) >= self._run_ahead:
                 done.append(self._take(*in_flight.popleft()))
         done += [self._take(*each) for each in in_flight]
         return done
+
+    def _room(self) -> int:
+        """Prompt tokens that the next step is to read, given how many wait; where its size is not chosen, whatever waits."""
+        limits = self._batch.limits
+        if not limits.mixed_step_sizes or not limits.chunked_context:
+            return 1
+        size = step_tokens(limits.max_num_tokens, limits.mixed_step_sizes, self._running, self._unread)
+        return max(size - self._running, 1)
 
     def _take(self, step: Step, handle: Any) -> tuple[Step, str]:
         result = self._runner.collect(handle)
@@ -94,29 +115,50 @@ class Steps:
         self._unread += len(prompt)
         self._batch.add(request, 0)
 
-    def _fill(self, running: int, max_batch_size: int) -> None:
+    def _fill(self) -> None:
         while self._unread:
             step = self._batch.next_step()
             if step is None or not step.chunks:
-                kv = self._batch.kv
-                raise ValueError(
-                    f"running={running} requests do not run at once: max_batch_size is {max_batch_size}, and the KV cache has "
-                    f"{kv.num_blocks} blocks of {kv.block_size} tokens; ask for fewer, or for shorter prompts."
-                )
+                raise self._crowded(f"running={self._running} requests do not run at once")
             self._unread -= step.num_context_tokens
             self._take(step, self._runner.launch(step))
+
+    def _crowded(self, what: str) -> ValueError:
+        kv, max_batch_size = self._batch.kv, self._batch.limits.max_batch_size
+        return ValueError(
+            f"{what}: max_batch_size is {max_batch_size}, and the KV cache has {kv.num_blocks} blocks of {kv.block_size} tokens; "
+            "ask for fewer, for shorter prompts, or for spare slots and blocks."
+        )
+
+
+def profiles(
+    engine: Engine, running: int, input_len: int, count: int, seed: int, advance: Callable[[], None]
+) -> list[Row]:
+    """Steps of each kind, see `Steps` and `profile`."""
+    device = engine.plan.device
+    stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.startswith("cuda") else nullcontext()
+    with torch.no_grad(), stream:  # so that the thread comes out as it went in
+        work = Steps(engine, running, input_len, count, seed)
+        return [profile(work, kind, advance) for kind in KINDS]
 
 
 def profile(work: Steps, kind: str, advance: Callable[[], None]) -> Row:
     """What steps of a kind take, and where: `ms` a step without the profiler; with it `kernels`, each with its microseconds (`us`)
-    and its `launches` a step, the longest first, and on a GPU `busy_ms`: in which a step had at least one of them running."""
+    and its `launches` a step, the longest first, and on a GPU `busy_ms`: in which a step had at least one of them running.
+
+    Raises:
+        ValueError: the profiler saw nothing on the GPU.
+    """
     work.run(kind, _WARM)
     begin = time.perf_counter()
     work.run(kind, work.count)
     seconds = time.perf_counter() - begin
     is_gpu = work.device.startswith("cuda")
     activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity], acc_events=True) as found:
+    first_unseen = schedule(wait=0, warmup=1, active=1)
+    with torch.profiler.profile(activities=[activity], schedule=first_unseen, acc_events=True) as found:
+        work.run(kind, _WARM)
+        found.step()
         taken = work.run(kind, work.count)
     row: Row = {
         "kind": kind,
@@ -125,13 +167,19 @@ def profile(work: Steps, kind: str, advance: Callable[[], None]) -> Row:
         "how": dict(Counter(how for _, how in taken)),
         "ms": seconds * 1e3 / work.count,
     }
+    events = [each for each in found.events() or () if not each.is_user_annotation]  # the profiler's own step is one
     if is_gpu:
-        kernels = [each for each in found.events() or () if each.device_type == DeviceType.CUDA]
+        kernels = [each for each in events if each.device_type == DeviceType.CUDA]
+        if not kernels:
+            raise ValueError(
+                f"the profiler saw no kernel on {work.device}: another one may be at work, or CUPTI may lack the right to look; "
+                "end the other, or run as root."
+            )
         spans = [(each.name, each.time_range.start, each.time_range.end) for each in kernels]
         row["busy_ms"] = _busy((start, end) for _, start, end in spans) / 1e3 / work.count
         parts = [(name, end - start, 1) for name, start, end in spans]
     else:
-        parts = [(each.key, each.self_cpu_time_total, each.count) for each in found.key_averages()]
+        parts = [(each.name, each.self_cpu_time_total, 1) for each in events]
     advance()
     return row | {"kernels": _by_name(parts, work.count)}
 
