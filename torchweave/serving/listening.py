@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -60,6 +61,11 @@ class _Http1(HttpToolsProtocol):
         self.parser.feed_data(b"\r\n".join([line, *kept, b"", b""]))
 
 
+def _is_fault(record: logging.LogRecord) -> bool:
+    """Whether it is more than that a request was cut when the server ended, which is told in a line of its own."""
+    return record.exc_info is None or record.exc_info[0] is not asyncio.CancelledError
+
+
 class Uvicorn(uvicorn.Server):
     """uvicorn without signal handlers: a signal begins the drain, it does not close the door.
 
@@ -82,6 +88,7 @@ class Uvicorn(uvicorn.Server):
                 timeout_graceful_shutdown=_CLOSE_SECONDS,
             )
         )
+        logging.getLogger("uvicorn.error").addFilter(_is_fault)
         self.listening = asyncio.Event()
 
     @contextlib.contextmanager
