@@ -122,6 +122,28 @@ def test_however_many_ask_it_is_made_a_few_times_a_second():
     assert json.loads(text)["state"] == client.state
 
 
+def test_those_who_ask_at_once_get_the_same():
+    app, _, clock = watched()
+    service = app.state.live
+    made = []
+    snapshot = service.snapshot
+    service.snapshot = lambda now: made.append(now) or snapshot(now)
+
+    async def look() -> None:
+        await asyncio.sleep(0.01)
+
+    async def ask() -> list[bytes]:
+        impatient = asyncio.create_task(service.text())
+        await asyncio.sleep(0)
+        impatient.cancel()
+        return await asyncio.gather(*(service.text() for _ in range(20)))
+
+    service._look = look
+    assert len(set(asyncio.run(ask()))) == 1 == len(made)
+    clock.now += 1
+    assert asyncio.run(service.text()) and len(made) == 2
+
+
 class References(HTMLParser):
     def __init__(self) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ The engine is never asked: what it said last is in the engine client and in what
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ class Live:
         self._look = look
         self._engines = service.client.engines
         self._made = float("-inf")
+        self._making: asyncio.Task[None] | None = None
         self._text = b""
         self._compiled: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # an explanation, and what is shown of it
         histories = [engine.traffic.history for engine in self._engines]
@@ -42,12 +44,16 @@ class Live:
 
     async def text(self) -> bytes:
         """The JSON text, not older than `FRESH_SECONDS`."""
-        clock = self._engines[0].traffic.clock
-        if clock() - self._made >= FRESH_SECONDS:
-            await self._look()
-            now = clock()
-            self._text, self._made = msgspec.json.encode(self.snapshot(now)), now
+        if self._engines[0].traffic.clock() - self._made >= FRESH_SECONDS:
+            if self._making is None or self._making.done():
+                self._making = asyncio.create_task(self._make())
+            await asyncio.shield(self._making)  # others may wait for it too
         return self._text
+
+    async def _make(self) -> None:
+        await self._look()
+        now = self._engines[0].traffic.clock()
+        self._text, self._made = msgspec.json.encode(self.snapshot(now)), now
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """What `docs/operations.md` describes; times in seconds, unless a name ends in `_ms`."""
