@@ -5,7 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import pytest
+
+from torchweave.serving import turns as module
 from torchweave.serving.turns import Turns
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is in line waits for tokens, however slow this machine is, and they flow until the last ones have come."""
+    monkeypatch.setattr(module, "_SECONDS", 1e3)
+    monkeypatch.setattr(module, "_FLOW_SECONDS", 1e3)
 
 
 async def _come(turns: Turns, count: int) -> tuple[list[int], list[asyncio.Task[None]]]:
@@ -34,6 +44,7 @@ def test_while_no_tokens_flow_nobody_waits():
     asyncio.run(look())
 
 
+@pytest.mark.usefixtures("patient")
 def test_one_comes_in_behind_the_tokens_of_each_step():
     async def look() -> None:
         turns = Turns()
@@ -54,6 +65,7 @@ def test_one_comes_in_behind_the_tokens_of_each_step():
     asyncio.run(look())
 
 
+@pytest.mark.usefixtures("patient")
 def test_those_whom_tokens_wake_go_first():
     async def look() -> None:
         turns = Turns()
@@ -76,6 +88,7 @@ def test_those_whom_tokens_wake_go_first():
     asyncio.run(look())
 
 
+@pytest.mark.usefixtures("patient")
 def test_behind_the_last_tokens_of_all_nobody_waits():
     async def look() -> None:
         turns = Turns()
@@ -102,6 +115,7 @@ def test_the_line_goes_on_where_tokens_stay_away():
     asyncio.run(look())
 
 
+@pytest.mark.usefixtures("patient")
 def test_who_has_left_takes_no_turn():
     async def look() -> None:
         turns = Turns()
