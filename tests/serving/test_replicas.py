@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 import torch
@@ -21,7 +22,12 @@ from tests.serving.test_metrics import Values, values_of
 from tests.serving.watched import STATS, asking, some_traffic, watched_replicas
 from torchweave.config import EngineConfig, ServerConfig, TorchCompileConfig
 from torchweave.engine.replica import config_of_replica
+from torchweave.engine.request import SamplingParams
 from torchweave.plan.check import check_server
+from torchweave.serving import wire
+from torchweave.serving.flight import EngineGone, Flight
+from torchweave.serving.own_engine import own_engines
+from torchweave.serving.replicas import Replicas
 
 PROMPTS = [f"{left}+{right}=" for left in (11, 12, 13, 14) for right in range(20, 28)]
 
@@ -177,6 +183,34 @@ def test_they_start_together_and_the_last_one_ends_the_server() -> None:
     assert health.json()["reason"] == "It is gone."
     first.state = "stopped"
     assert replicas.state == "stopped", "a signal ended the server, whatever was lost before"
+
+
+def handed_in(replicas: Replicas) -> list[int]:
+    """A request at each of the engines."""
+    params = SamplingParams()
+    return [each.submit(Flight(replicas), np.array([1]), params, streaming=True) for each in replicas.engines]
+
+
+def test_tokens_flow_as_long_as_somebody_waits_for_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas, flow = own_engines(EngineConfig("demo"), count=2), list[bool]()
+    monkeypatch.setattr(replicas.turns, "tokens_passed", lambda more: flow.append(more))
+    for engine in replicas.engines:
+        engine.state = "ready"
+        monkeypatch.setattr(engine, "_send_bytes", lambda _: None)
+    requests = handed_in(replicas)
+    assert replicas.num_in_flight == 2
+    for engine, request in zip(replicas.engines, requests, strict=True):
+        engine._hear(wire.Outputs(b"", b"", [wire.Said(request, b"", "length", True, "")]))
+    assert flow == [True, False] and replicas.num_in_flight == 0
+
+
+def test_what_cannot_be_handed_to_an_engine_is_not_waited_for() -> None:
+    replicas = own_engines(EngineConfig("demo"), count=2)
+    for engine in replicas.engines:
+        engine.state = "ready"
+    with pytest.raises(EngineGone):
+        handed_in(replicas)
+    assert replicas.num_in_flight == 0 and not replicas.engines[0].traffic.open
 
 
 def test_the_page_sums_what_the_metrics_label() -> None:

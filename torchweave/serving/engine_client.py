@@ -48,6 +48,11 @@ class Side:
     turns: Turns = field(default_factory=Turns)
     announce: Callable[[Any], None] = lambda _: None
 
+    @property
+    def waits(self) -> bool:
+        """Whether somebody in this process waits for tokens of any of the engines."""
+        return self.ledger.has_requests(self.frontend)
+
 
 class EngineClient(ABC):
     """Hands requests to an engine, and gives its outputs to those who wait for them.
@@ -132,10 +137,10 @@ class EngineClient(ABC):
         except (UnicodeEncodeError, OverflowError):
             sentence = "A text of the request holds half of a surrogate pair, or a number needs more than 64 bits; send others."
             raise ValueError(sentence) from None
+        self._send_bytes(message)
         self._flights[request.id] = flight
         self.traffic.submitted(request.id, len(prompt), streaming, num_known)
         self._write_down()
-        self._send_bytes(message)
         return request.id
 
     def cancel(self, ids: Sequence[int], whole: bool = False) -> None:
@@ -246,7 +251,6 @@ class EngineClient(ABC):
             self._deliver_tokens(message.new_tokens())
             for response in message.responses():
                 self._deliver(response, gone)
-            self._side.turns.tokens_passed(more=bool(self._flights))
         elif isinstance(message, wire.Accepted):
             self._settle(message.id, message.refusal)
         elif isinstance(message, wire.Moved):
@@ -261,6 +265,8 @@ class EngineClient(ABC):
         elif isinstance(message, wire.Failed):
             self.failure, self.asked_too_much = message.why, message.asked
         self._write_down()
+        if isinstance(message, wire.Outputs):  # and who was answered is not among those who wait
+            self._side.turns.tokens_passed(more=self._side.waits)
 
     def _open(self, message: wire.Ready) -> None:
         self.model, self.explanation = message.model, json.loads(message.explanation)
@@ -321,8 +327,10 @@ class EngineClient(ABC):
         self._changed.set()
 
     def _send(self, message: msgspec.Struct) -> None:
-        self._send_bytes(wire.encode(message))
+        with contextlib.suppress(EngineGone):  # it runs nothing that could be stopped
+            self._send_bytes(wire.encode(message))
 
     def _send_bytes(self, message: bytes) -> None:
-        if self._to_engine is not None:
-            self._to_engine.send(message, zmq.NOBLOCK)
+        if self._to_engine is None:
+            raise EngineGone(self.failure or "The engine is gone.")
+        self._to_engine.send(message, zmq.NOBLOCK)

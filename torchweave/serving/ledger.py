@@ -43,6 +43,10 @@ class Ledger:
         """Requests of all HTTP processes in flight at an engine."""
         return sum(self._requests[engine])
 
+    def has_requests(self, frontend: int) -> bool:
+        """Whether an HTTP process has requests in flight, at whichever engine."""
+        return any(each[frontend] for each in self._requests)
+
     def unread(self, engine: int) -> int:
         """Tokens of their prompts that the engine has not read."""
         return sum(self._unread[engine])

@@ -13,6 +13,7 @@ from torchweave.engine.waiting import waiting_ranks
 from torchweave.serving import wire
 from torchweave.serving.engine_client import EngineClient, Side
 from torchweave.serving.frontends.messages import Became, Began, Ended
+from torchweave.serving.ledger import Ledger
 from torchweave.serving.processes import bury, ended, meeting_place, spawn
 from torchweave.serving.replicas import Replicas
 
@@ -130,6 +131,6 @@ def own_engines(
     frontends: int = 1,
 ) -> Replicas:
     """Engines of this process: `count` replicas, which `frontends` HTTP processes ask. The other arguments are `OwnEngine`'s."""
-    side = side or Side()
+    side = side or Side(ledger=Ledger(count, frontends))
     places = (wire.Place(index, count, frontends) for index in range(count))
     return Replicas(config, [OwnEngine(config, restart, place, side) for place in places], side)
