@@ -8,9 +8,11 @@ import pickle
 import signal
 import socket
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ from torchweave.plan.check import check_server
 from torchweave.serving import wire
 from torchweave.serving.ledger import Ledger
 from torchweave.serving.listening import processes_for
+from torchweave.serving.own_engine import own_engines
+from torchweave.serving.service import Service
 from torchweave.serving.traffic import Traffic
 
 SEVERAL = ("--api_server_count", "3")
@@ -57,9 +61,9 @@ def answer(running: Running, prompt: str, **options: Any) -> str:
         return client.completions.create(model="demo", prompt=prompt, **options).choices[0].text
 
 
-def owners(running: Running) -> Counter[int]:
-    """How many of the requests that the page shows came in by each HTTP process."""
-    return Counter(each["id"] % 3 for each in running.get("/live").json()["recent"])
+def recent(running: Running) -> set[int]:
+    """The requests that the page shows; modulo 3, the HTTP processes by which they came in."""
+    return {each["id"] for each in running.get("/live").json()["recent"]}
 
 
 def streams(running: Running, count: int) -> list[Any]:
@@ -82,7 +86,7 @@ def test_all_of_them_answer_and_what_one_counts_all_count(server: Running, three
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda prompt: answer(three, prompt), prompts))
     assert found == [answer(server, prompt) for prompt in prompts] and len(set(found)) > 8
-    assert set(owners(three)) == {0, 1, 2}
+    assert {each % 3 for each in recent(three)} == {0, 1, 2}
     after = values_of(three.get("/metrics").text)
     posts = ("http_requests_total", (("method", "POST"), ("path", "/v1/completions"), ("status", "200")))
     assert after[posts] - before.get(posts, 0) == len(prompts)
@@ -180,9 +184,14 @@ def test_the_death_of_the_engine_is_told_by_all_and_it_comes_back(three: Running
     refused = three.post("/v1/completions", {"model": "demo", "prompt": "1+1="})
     assert refused.status_code == 503
     assert wait_until(lambda: three.get("/ready").status_code == 200, 60)
-    for _ in range(12):
+    before, able = recent(three), set[int]()
+
+    def all_answer() -> bool:
         assert answer(three, "12+30=") == "42"
-    assert set(owners(three)) == {0, 1, 2}
+        able.update(each % 3 for each in recent(three) - before)
+        return able == {0, 1, 2}
+
+    assert wait_until(all_answer, 60), able
 
 
 def test_sigterm_drains_all(three: Running) -> None:
@@ -200,17 +209,92 @@ def test_sigterm_drains_all(three: Running) -> None:
     assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
-def test_the_death_of_one_of_them_ends_the_server() -> None:
-    command = serve_command("demo", *SEVERAL)
+@contextmanager
+def starting(*options: str) -> Iterator[Running]:
+    """A server as it starts, and what it says on both streams."""
+    port = free_port()
+    command = serve_command("demo", *SEVERAL, "--port", str(port), *options)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.readline()
-    running = Running("", process)
-    pids = [*running.pids("tw-http-"), running.engine_pid()]
-    os.kill(pids[0], signal.SIGKILL)
-    _, said = process.communicate(timeout=20)
-    assert process.returncode == 1 and "An HTTP process of the server ended unexpectedly." in said, said
-    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    try:
+        yield Running(f"http://127.0.0.1:{port}", process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def started(*options: str) -> Iterator[Running]:
+    with starting(*options) as running:
+        assert running.process.stdout is not None and " serves " in running.process.stdout.readline()
+        yield running
+
+
+def test_the_death_of_one_of_them_is_told_by_the_others_and_ends_the_server() -> None:
+    def end_of(stream: Any) -> str:
+        try:
+            return str(len(list(stream)))
+        except Exception as error:
+            return str(error)
+
+    with started() as running:
+        pids = [*running.pids("tw-http-"), running.engine_pid()]
+        answering = streams(running, 16)
+        with ThreadPoolExecutor(len(answering)) as pool:
+            reading = [pool.submit(end_of, stream) for stream in answering]
+            os.kill(pids[0], signal.SIGKILL)
+            _, said = running.process.communicate(timeout=20)
+        ends = Counter(each.result() for each in reading)
+        assert running.process.returncode == 1
+        assert said == "torchweave: An HTTP process of the server ended unexpectedly.\n"
+        assert any("shut down" in end for end in ends), ends
+        assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def test_the_death_of_one_of_them_ends_a_server_that_starts_and_it_does_not_say_that_it_serves() -> None:
+    with starting() as running:
+        assert wait_until(lambda: len(running.pids("tw-http-")) == 2, 60)
+        os.kill(running.pids("tw-http-")[1], signal.SIGKILL)
+        greeting, said = running.process.communicate(timeout=30)
+        assert running.process.returncode == 1 and not greeting
+        assert said == "torchweave: An HTTP process of the server ended unexpectedly.\n"
+
+
+def test_why_the_engine_could_not_start_is_told_whoever_is_still_connected() -> None:
+    with starting() as running:
+        engine = running.engine_pid()
+        port = int(running.url.rpartition(":")[2])
+        assert wait_until(lambda: is_listening(port), 60)
+        with socket.create_connection(("127.0.0.1", port)) as connection:  # only the first one listens by now
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.2)
+            os.kill(engine, signal.SIGKILL)
+            greeting, said = running.process.communicate(timeout=30)
+        assert running.process.returncode == 1 and not greeting
+        assert said.endswith("torchweave: The engine process ended unexpectedly.\n"), (
+            said
+        )  # behind what uvicorn says of the connection
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("serves", [False, True])
+def test_a_signal_ends_all_of_them(serves: bool) -> None:
+    """One ends a server that starts; a second one ends a drain."""
+    with (started if serves else starting)() as running:
+        assert wait_until(lambda: len(running.pids("tw-http-")) == 2, 60)
+        if serves:
+            answering = streams(running, 4)
+            running.process.send_signal(signal.SIGTERM)
+            assert wait_until(lambda: running.get("/ready").status_code == 503)
+            assert answering
+        else:
+            assert wait_until(lambda: is_listening(int(running.url.rpartition(":")[2])), 60)
+        running.process.send_signal(signal.SIGTERM)
+        greeting, said = running.process.communicate(timeout=20)
+        assert running.process.returncode == 0 and not greeting and "ZMQError" not in said, said
 
 
 def meeting_places(pid: int) -> set[Path]:
@@ -291,6 +375,13 @@ def test_what_the_engine_says_goes_to_whom_it_is_for() -> None:
         2: [(17, "paused"), (5, "answering")],
     }
     assert set(said(wire.Stats("{}"))) == {0}
+
+
+def test_when_to_ask_again_is_by_the_answers_of_all() -> None:
+    service = Service(own_engines(EngineConfig("demo"), frontends=3), ServerConfig())
+    now = time.monotonic()
+    service._finished.extend(now - 20 + each for each in range(21))
+    assert service._retry_after(30) == 10, "three of them give an answer a second each"
 
 
 def test_traffic_can_be_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import sys
 
 import pytest
 
-from torchweave.serving.processes import spawn
+from torchweave.serving.processes import spawn, vital
 
 
 def end_a_child() -> None:
@@ -27,12 +28,31 @@ def stand_apart(group: int) -> None:
         os.kill(os.getpid(), each)
 
 
+def fail_behind() -> None:
+    async def fail() -> None:
+        raise RuntimeError("nobody awaits this")
+
+    async def wait() -> None:
+        task = vital(fail())
+        await asyncio.sleep(60)
+        await task
+
+    asyncio.run(wait())
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_what_they_start_can_be_ended(number: int) -> None:
     """The first process of all was started otherwise than later ones, which hung here."""
     process = spawn(end_a_child, name=f"tw-test-{number}")
     process.join(60)
     assert process.exitcode == 0
+
+
+def test_a_fault_that_nobody_awaits_ends_one_and_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    process = spawn(fail_behind, name="tw-test")
+    process.join(30)
+    assert process.exitcode == 1
+    assert "RuntimeError: nobody awaits this" in capfd.readouterr().err
 
 
 def test_signals_do_not_end_them() -> None:

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from multiprocessing import connection, resource_tracker
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+_log = logging.getLogger("torchweave")
 _OF_A_GROUP = (signal.SIGINT, signal.SIGTERM)
 _DEEPEST = 64
 """Bytes of a folder's path below which there is room for ours and a socket in it: the whole has 104 on some systems."""
+
+
+def vital(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task without which this process is of no use: a fault in it, which nobody would see, is logged and ends the process."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(_end_with)
+    return task
+
+
+def _end_with(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (fault := task.exception()) is not None:
+        _log.critical("A process of the server ends, for it cannot go on.", exc_info=fault)
+        os._exit(1)
 
 
 def meeting_place() -> str:

@@ -16,6 +16,7 @@ from torchweave.serving.frontends.messages import Draining
 from torchweave.serving.ledger import Ledger
 from torchweave.serving.listening import Uvicorn, listen, processes_for
 from torchweave.serving.own_engine import own_engines
+from torchweave.serving.processes import vital
 from torchweave.serving.service import Service
 
 _FAILED_SECONDS = 1.0  # for those who ask to hear that the engine has failed
@@ -57,6 +58,8 @@ class Server:
     @property
     def failure(self) -> str:
         """Why it cannot go on, or has not begun; empty while it can."""
+        if self.client.state == "failed":  # what else is amiss may be so for that
+            return self.client.failure
         return self._frontends.failure or self.client.failure
 
     def run(self) -> int:
@@ -75,24 +78,33 @@ class Server:
         address = self._settings.host, self._port
         further = self._frontends.start(self._config, self._settings, address, self.client.learn)
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket, *further]))
-        following = asyncio.create_task(self._follow())
+        tasks = [asyncio.create_task(self._greet()), vital(self._follow())]
         await serving
-        following.cancel()
+        await _end(*tasks, *([self._draining] if self._draining is not None else []))
         await self._frontends.stop(at_once=self._uvicorn.force_exit)
         if self.service.fault:
             raise ValueError(self.service.fault)
         return 1 if self.client.state == "failed" or self._frontends.failure else 0
 
-    async def _follow(self) -> None:
-        """Tell when the server is ready, and end it with its engine, or with one of its HTTP processes."""
+    async def _greet(self) -> None:
+        """Tell when the server is ready, or end it where it cannot be."""
         await self.service.opened.wait()
-        if self.service.ready:
-            await self._frontends.joined()
-            self._on_ready(self)
-        else:
+        if not self.service.ready:
             self._uvicorn.should_exit = True
+            return
+        await self._frontends.joined()
+        if self._frontends.failure:
+            return
+        self._on_ready(self)
         with collector.at_rest_by_turns():
-            await self.client.wait_for(lambda: not self.client.alive or bool(self._frontends.failure))
+            await asyncio.Event().wait()
+
+    async def _follow(self) -> None:
+        """End the server with its engine, or with one of its HTTP processes, be it while it starts."""
+        opened = self.service.opened
+        await self.client.wait_for(lambda: bool(self._frontends.failure) or (opened.is_set() and not self.client.alive))
+        if self._frontends.failure:
+            await self.client.stop()  # whoever waits for an answer hears of it, in all HTTP processes
         if self.failure:
             await asyncio.sleep(_FAILED_SECONDS)
         self._uvicorn.should_exit = True
@@ -114,3 +126,9 @@ class Server:
                     await asyncio.sleep(_LOOK_SECONDS)
         await self.client.stop()  # whoever is still there hears of it
         self._uvicorn.should_exit = True
+
+
+async def _end(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -30,6 +30,7 @@ class Service:
         codec: None until the engine is ready, and for a model without tokenizer.
         draining: the server ends once what runs has finished; new requests are refused.
         opened: set once it is known whether the server became ready.
+        begun: it did: the engines took requests, and the tokenizer is read.
         fault: it did not, and this fault in what was asked is the reason.
     """
 
@@ -39,11 +40,11 @@ class Service:
         self.codec: Codec | None = None
         self.draining = False
         self.opened = asyncio.Event()
+        self.begun = False
         self.fault = ""
         self._template = read_template(settings)
         self.created = int(time.time())
         self._finished: deque[float] = deque(maxlen=_RATE_WINDOW)
-        self._codec_read = False
 
     async def open(self) -> None:
         """Wait for the engine, then read the tokenizer's files; sets `opened`."""
@@ -53,7 +54,7 @@ class Service:
             folder = self.model.folder
             if folder is not None:
                 self.codec = await Codec.open(folder, self._template)
-            self._codec_read = True
+            self.begun = True
         except EngineGone:
             pass  # the client knows why
         except ValueError as error:
@@ -65,7 +66,7 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        return self.client.state == "ready" and self._codec_read and not self.draining
+        return self.client.state == "ready" and self.begun and not self.draining
 
     @property
     def model(self) -> ModelCard:
@@ -103,7 +104,7 @@ class Service:
             ApiError: 503 while it is read, 400 for a model without one.
         """
         name = self.model.name
-        if self.codec is None and not self._codec_read:
+        if self.codec is None and not self.begun:
             raise ApiError(503, "The tokenizer is being read; GET /ready says when.", headers={"Retry-After": "1"})
         if self.codec is None:
             raise ApiError(400, f"{name} has no tokenizer; give the prompt as token ids.", param="prompt")
@@ -161,10 +162,14 @@ class Service:
             )
 
     def _retry_after(self, waiting: int) -> int:
-        """Seconds in which those who wait will have been answered, at the rate of the last answers."""
+        """Seconds in which those who wait, with whichever HTTP process, will have been answered, at the rate of the last answers.
+
+        Only this process's are known here; the kernel gives the others as many.
+        """
         if len(self._finished) < 2:
             return 1
         rate = (len(self._finished) - 1) / max(time.monotonic() - self._finished[0], 1e-3)
+        rate *= self.client.engines[0].place.frontends
         return min(max(round(waiting / rate), 1), _LONGEST_RETRY)
 
     async def ask(

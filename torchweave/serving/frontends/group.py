@@ -17,10 +17,10 @@ import zmq.asyncio
 from torchweave import collector
 from torchweave.config import EngineConfig, ServerConfig
 from torchweave.serving.engine_client import EngineClient, Side
-from torchweave.serving.frontends.messages import End, FromFrontend, Joined, Look, Seat, Seen, ToFrontend
+from torchweave.serving.frontends.messages import CannotServe, End, FromFrontend, Joined, Look, Seat, Seen, ToFrontend
 from torchweave.serving.ledger import Ledger
 from torchweave.serving.metrics import HttpCounts
-from torchweave.serving.processes import bury, ended, meeting_place, spawn
+from torchweave.serving.processes import bury, ended, meeting_place, spawn, vital
 from torchweave.serving.routing import Sent
 
 _LOOK_SECONDS = 1.0  # in which the others say what they have seen; who is later is shown as he was
@@ -77,7 +77,7 @@ class Frontends:
         self._things.callback(heard.close, linger=0)
         heard.setsockopt(zmq.RCVHWM, 0)
         heard.bind(seats[0].to_first)
-        self._reading = asyncio.create_task(self._read(heard, learn))
+        self._reading = vital(self._read(heard, learn))
         for seat in seats:
             to = self._to[seat.number] = zmq.Context.shadow(context).socket(zmq.PUSH)
             self._things.callback(to.close, linger=0)
@@ -124,6 +124,7 @@ class Frontends:
         await asyncio.gather(*self._watching)
         if self._reading is not None:
             self._reading.cancel()
+        self._to.clear()  # the engines may still have something to tell, and nobody is left who would hear it
         self._things.close()
 
     async def _news(self) -> None:
@@ -145,6 +146,8 @@ class Frontends:
                 continue
             if isinstance(message, Joined):
                 self._joined.add(number)
+            elif isinstance(message, CannotServe):
+                self._fail(message.why or "An HTTP process of the server could not begin.")
             else:
                 self._seen[number] = message
             self._tell_news()
@@ -152,9 +155,12 @@ class Frontends:
     async def _watch(self, process: SpawnProcess) -> None:
         await ended(process)
         if not self._stopping:
-            self.failure = "An HTTP process of the server ended unexpectedly."
-        self._side.changed.set()
+            self._fail("An HTTP process of the server ended unexpectedly.")
         self._tell_news()
+
+    def _fail(self, why: str) -> None:
+        self.failure = self.failure or why
+        self._side.changed.set()
 
 
 def _run(config: EngineConfig, settings: ServerConfig, seat: Seat, ledger: Ledger) -> None:

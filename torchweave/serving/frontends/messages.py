@@ -94,6 +94,13 @@ class Joined:
 
 
 @dataclass(frozen=True)
+class CannotServe:
+    """It listens, and will never have what answers take. `why` may be empty."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class Seen:
     """What one has seen so far: its requests to each engine, and its HTTP requests by method, path and status."""
 
@@ -102,5 +109,5 @@ class Seen:
     http: Counter[tuple[str, str, str]]
 
 
-FromFrontend = Joined | Seen | Sent
+FromFrontend = Joined | CannotServe | Seen | Sent
 """Sent with the number of the HTTP process that says it."""

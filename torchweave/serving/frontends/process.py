@@ -13,11 +13,21 @@ from torchweave import collector
 from torchweave.config import EngineConfig, ServerConfig
 from torchweave.serving.app import create_app
 from torchweave.serving.engine_client import Side
-from torchweave.serving.frontends.messages import Draining, End, FromFrontend, Joined, Look, Seat, Seen, ToFrontend
+from torchweave.serving.frontends.messages import (
+    CannotServe,
+    Draining,
+    End,
+    FromFrontend,
+    Joined,
+    Look,
+    Seat,
+    Seen,
+    ToFrontend,
+)
 from torchweave.serving.frontends.shared_engine import SharedEngine
 from torchweave.serving.ledger import Ledger
 from torchweave.serving.listening import Uvicorn, join
-from torchweave.serving.processes import follow_parent
+from torchweave.serving.processes import follow_parent, vital
 from torchweave.serving.replicas import Replicas
 from torchweave.serving.routing import Sent
 from torchweave.serving.service import Service
@@ -57,7 +67,7 @@ class Frontend:
         self._from_first.setsockopt(zmq.RCVHWM, 0)
         self._from_first.bind(self._seat.from_first)
         self._to_first.connect(self._seat.to_first)
-        tasks = [asyncio.create_task(self._hear()), asyncio.create_task(self._open())]
+        tasks = [vital(self._hear()), vital(self._open())]
         try:
             await self.uvicorn.serve(sockets=[join(self._seat.host, self._seat.port)])
         finally:
@@ -68,12 +78,13 @@ class Frontend:
             self._context.term()
 
     async def _open(self) -> None:
-        """Tell the first one when this one listens; without engines it ends, as the first one does."""
+        """Tell the first one when this one listens, or why it does so in vain; the first one ends it."""
         await self.uvicorn.listening.wait()
-        if not self._service.ready:
-            self.uvicorn.should_exit = True
-            return
-        self._say(Joined())
+        service = self._service
+        if service.begun:
+            self._say(Joined())
+        elif service.client.state != "stopped":  # else the server ends already
+            self._say(CannotServe(service.fault or service.client.failure))
         with collector.at_rest_by_turns():
             await asyncio.Event().wait()
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from pathlib import Path
 
 from torchweave.serving.engine_client import EngineClient
 from torchweave.serving.frontends.messages import Became, Began, Ended
+from torchweave.serving.processes import vital
 from torchweave.serving.wire import Addresses
 
 
@@ -33,7 +35,7 @@ class SharedEngine(EngineClient):
         """Take in what the first HTTP process says of this engine."""
         if isinstance(message, Began):
             before, self._ended = self._life, asyncio.get_running_loop().create_future()
-            self._life = asyncio.create_task(self._live(message.addresses, self._ended, before))
+            self._life = vital(self._live(message.addresses, self._ended, before))
         elif isinstance(message, Became):
             self.state, self.failure, self.restarts, self.model = (
                 message.state, message.failure, message.restarts, message.model,
@@ -45,7 +47,12 @@ class SharedEngine(EngineClient):
 
     async def _live(self, addresses: Addresses, ended: asyncio.Future[None], before: asyncio.Task[None] | None) -> None:
         if before is not None:
-            await before
-        with self._sockets(addresses) as from_engine:
-            await self._hear_until(ended, from_engine)
-        self._refuse_all(self._why)
+            await asyncio.wait([before])
+        if not Path(addresses.folder).exists():  # that life was over before this process heard of it
+            await ended
+        else:
+            with self._sockets(addresses) as from_engine:
+                await self._hear_until(ended, from_engine)
+        self._refuse_all(self._why or self.failure)
+        if not ended.done():  # the engine goes on, and nobody here would hear it
+            raise RuntimeError(self.failure)
