@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from torchweave.log import Report
 from torchweave.models import UnsupportedModel, load, zoo
@@ -56,6 +57,14 @@ def test_a_kind_of_layer_that_is_not_known_is_refused() -> None:
     config = zoo.specimen("qwen3").config()
     config.layer_types = ["full_attention", "sparse_attention", "full_attention"]
     with pytest.raises(UnsupportedModel, match="sparse_attention"):
+        adapt(build_on_meta(config, torch.float32), Report(show=False))
+
+
+@pytest.mark.skipif("deepseek_v32" not in CONFIG_MAPPING, reason="this transformers has no model that reads a mask")
+def test_a_mask_that_is_not_there_is_named() -> None:
+    options = zoo.specimen("deepseek_v3").options | {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 32}
+    config = zoo.Specimen("", "deepseek_v32", options).config()
+    with pytest.raises(UnsupportedModel, match=r"it reads an attention mask, and the engine builds none\.$"):
         adapt(build_on_meta(config, torch.float32), Report(show=False))
 
 

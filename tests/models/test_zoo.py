@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.models.paged import paged_tokens
 from torchweave.log import Report
@@ -51,6 +54,41 @@ def test_the_zoo_sees_a_mistake(name: str, spoil: dict[str, object]) -> None:
     step = DecoderStep(model, specs, zoo.VOCAB, 512)
     assert paged_tokens(step, prompts(), 8) == expected
     assert paged_tokens(step, prompts(), 8, spoil=spoil) != expected
+
+
+class _AllRows(LlamaForCausalLM):
+    """As code that comes with a checkpoint often is: `logits_to_keep` is swallowed, and every token has its logits."""
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        hidden = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden))
+
+
+class _NamesThemInVain(_AllRows):
+    def forward(self, input_ids: Any = None, logits_to_keep: Any = 0, **kwargs: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids, **kwargs)
+
+
+def _on_meta(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
+    with torch.device("meta"):
+        return kind(zoo.specimen("llama").config()).eval()
+
+
+def test_rows_of_a_forward_that_computes_all_are_chosen_after_it() -> None:
+    model = zoo.build(zoo.specimen("llama"))
+    expected = zoo.reference_tokens(model, prompts(), 8)
+    report = Report(show=False)
+    specs = adapt(_on_meta(_AllRows), report)
+    assert "every token" in report.select("warning")[0]["why"]
+    own = _AllRows(model.config).eval().requires_grad_(False)
+    own.load_state_dict(model.state_dict())
+    install(own)
+    assert paged_tokens(DecoderStep(own, specs, zoo.VOCAB, 512), prompts(), 8) == expected
+
+
+def test_a_forward_that_names_the_rows_and_computes_others_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match=r"logits of 3 tokens .* returns \[53, 256\]\.$"):
+        adapt(_on_meta(_NamesThemInVain), Report(show=False))
 
 
 @pytest.mark.parametrize("entry", zoo.REFUSED, ids=lambda entry: entry.name)

@@ -8,6 +8,8 @@ was not replaced or some mask was built, which is refused.
 from __future__ import annotations
 
 import sys
+import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from transformers import PreTrainedModel
 from torchweave.log import Report
 from torchweave.models import attention, experts
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.hooks import hold_rope, hook_attention
+from torchweave.models.decoder import DecoderStep, takes_rows
+from torchweave.models.hooks import hold_rope, hook_attention, silence_padding
 from torchweave.ops.attention import LayerSpec
 
 # Layers that keep a running state instead of keys and values, by the name that `config.layer_types` gives them.
@@ -29,6 +32,9 @@ _RECURRENT_KINDS = frozenset(
 _MIXING_OPS = frozenset({"aten::convolution", "aten::cumsum", "aten::roll", "aten::_fft_r2c", "aten::cumprod"})
 _PROBE_TOKENS = 53
 """Tokens of the run on the meta device: a prime that is no width of a model, so that a size of 53 means the tokens."""
+
+_PROBE_ROWS = 3
+"""Tokens of it whose logits are asked for."""
 
 
 def adapt(model: PreTrainedModel, report: Report) -> list[LayerSpec]:
@@ -47,6 +53,10 @@ def adapt(model: PreTrainedModel, report: Report) -> list[LayerSpec]:
         experts=experts.count(model),
         hooked=hooked,
     )
+    if not takes_rows(model):
+        name = type(model).__name__
+        why = f"{name} computes those of every token of a step, not of each request's last alone: it has no logits_to_keep"
+        report.event("warning", what="logits", why=why)
     return specs
 
 
@@ -58,6 +68,7 @@ def install(model: PreTrainedModel) -> list[str]:
             config._attn_implementation = attention.NAME
     experts.use(model)
     hold_rope(model)
+    silence_padding(model)
     return hook_attention(model)
 
 
@@ -119,22 +130,39 @@ def _call_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _watch(model: PreTrainedModel) -> list[dict[str, Any]]:
-    watch = _Watch()
+    watch, name = _Watch(), type(model).__name__
     with torch.no_grad(), watch:
-        ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
-        index = torch.zeros(3, dtype=torch.int64, device="meta")
+        ids = torch.zeros(_PROBE_TOKENS, dtype=torch.int64, device="meta")
+        index = torch.zeros(_PROBE_ROWS, dtype=torch.int64, device="meta")
         try:
-            model(input_ids=ids, position_ids=ids.clone(), use_cache=False, logits_to_keep=index)
+            logits = DecoderStep(model, [], 0, 0)(ids, ids.clone(), index)
         except UnsupportedModel as refusal:
-            raise UnsupportedModel(f"{type(model).__name__} cannot be served: {refusal}") from refusal
+            raise UnsupportedModel(f"{name} cannot be served: {refusal}") from refusal
         except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
-            why = " ".join(str(error).split())
-            if isinstance(error, NotImplementedError) or "item()" in why:
-                why = "it reads tensors on the host to decide what to compute, so no one graph of it exists"
             raise UnsupportedModel(
-                f"{type(model).__name__} cannot be served: its forward does not run over flat tokens: {why[:200]}."
+                f"{name} cannot be served: its forward does not run over flat tokens: {_why(error)}."
             ) from error
+    if logits.ndim != 2 or len(logits) != _PROBE_ROWS:
+        raise UnsupportedModel(
+            f"{name} cannot be served: asked for the logits of {_PROBE_ROWS} tokens out of {_PROBE_TOKENS} (logits_to_keep), it "
+            f"returns {list(logits.shape)}."
+        )
     return watch.calls
+
+
+def _why(error: Exception) -> str:
+    """What stopped a forward, in words that follow a colon."""
+    why = " ".join(str(error).split())[:200].rstrip(".")
+    if isinstance(error, NotImplementedError) or "item()" in why:
+        return "it reads tensors on the host to decide what to compute, so no one graph of it exists"
+    if "'NoneType'" not in why:
+        return why
+    # What the engine leaves out is None: the mask, which it builds for no model, and the cache.
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "transformers/models" in frame.filename]
+    line = frames[-1].line if frames else None
+    if line and "mask" in line:
+        return "it reads an attention mask, and the engine builds none"
+    return f"{why} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else why
 
 
 def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:

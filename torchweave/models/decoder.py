@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -10,6 +11,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from torchweave.ops.attention import LayerSpec
+
+
+def takes_rows(model: PreTrainedModel) -> bool:
+    """Whether the forward takes `logits_to_keep`, the rows to compute logits of; many take any name and drop what they lack."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 class DecoderStep(nn.Module):
@@ -29,10 +35,11 @@ class DecoderStep(nn.Module):
         self.attention_layers = attention_layers
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self._takes_rows = takes_rows(model)
 
     def forward(self, input_ids: Tensor, positions: Tensor, logits_index: Tensor) -> Tensor:
         """input_ids `[T]` int64, positions `[T]` int64, logits_index `[N]` int64 (rows of T) -> logits `[N, vocab_size]`."""
-        output = self.model(
-            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=logits_index
-        )
-        return output.logits[0]
+        given = {"input_ids": input_ids[None], "position_ids": positions[None], "use_cache": False}
+        if self._takes_rows:
+            return self.model(**given, logits_to_keep=logits_index).logits[0]
+        return self.model(**given).logits[0][logits_index]

@@ -1,4 +1,4 @@
-"""Hooks on instances, for models that predate transformers' attention interface, and for RoPE that changes as it goes.
+"""Hooks on instances: for attention that predates transformers' interface, RoPE that changes as it goes, and idle warnings.
 
 Each hook sets a bound method on one module of one model. No class is touched, so other models of the process stay as they are.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from torchweave.log import Report
@@ -158,3 +159,17 @@ def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
             buffer.copy_(frequencies)
             setattr(module, f"{prefix}attention_scaling", scaling)
         report.event("rope_frozen", module=name, kinds=sorted(set(varying.values())), max_model_len=max_model_len)
+
+
+# -- warnings that read tensors ----------------------------------------------------------------------------------------
+
+
+def silence_padding(model: nn.Module) -> None:
+    """Keep models from looking for padding in their tokens to warn of it: there is none, and the look reads them on the host."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _no_warning
+
+
+def _no_warning(*_: Any) -> None:
+    pass

@@ -127,6 +127,7 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("gptj", "gptj", _GPT | {"rotary_dim": 8}, shared=False),
     Specimen("codegen", "codegen", _GPT | {"n_embd": 128, "n_head": 16, "rotary_dim": 8, "n_ctx": 512}, shared=False),
     Specimen("gpt2", "gpt2", _GPT, shared=False),
+    Specimen("gpt2-pad-token", "gpt2", _GPT | {"pad_token_id": 0}, shared=False),
     Specimen("gpt_bigcode", "gpt_bigcode", _GPT, shared=False),
     Specimen(
         "gpt_neo",
