@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from torchweave import LLM
 from torchweave.engine.request import SamplingParams, StructuredOutputs
+from torchweave.models import GenerationDefaults
 
 FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 2.5}, "between -2 and 2"),
@@ -69,3 +72,12 @@ def test_what_is_in_range_is_taken() -> None:
         allowed_token_ids=[1, 2], bad_words=["no", [1, 2]], prompt_logprobs=0,
         structured_outputs=StructuredOutputs(json={"type": "object"}),
     )  # fmt: skip
+
+
+def test_what_the_checkpoint_asks_for_is_the_default() -> None:
+    llm = SimpleNamespace(engine=SimpleNamespace(loaded=SimpleNamespace(generation=GenerationDefaults())))
+    plain = LLM.default_sampling_params(cast(LLM, llm))
+    assert (plain.temperature, plain.repetition_penalty) == (0.0, 1.0)
+    llm.engine.loaded.generation = GenerationDefaults(top_k=5, repetition_penalty=1.3)
+    asked = LLM.default_sampling_params(cast(LLM, llm))
+    assert (asked.top_k, asked.repetition_penalty) == (5, 1.3)

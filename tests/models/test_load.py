@@ -143,8 +143,10 @@ def test_generation_defaults(tmp_path: Path) -> None:
     generation = load(tmp_path).generation
     assert generation.eos_token_ids == (2, 7)
     assert (generation.temperature, generation.top_p, generation.top_k) == (0.6, 0.9, None)
-    (tmp_path / "generation_config.json").write_text(json.dumps(defaults | {"do_sample": False}))
-    assert load(tmp_path).generation.temperature is None
+    greedy = {"do_sample": False, "repetition_penalty": 1.3}  # which transformers applies however tokens are chosen
+    (tmp_path / "generation_config.json").write_text(json.dumps(defaults | greedy))
+    generation = load(tmp_path).generation
+    assert (generation.temperature, generation.repetition_penalty) == (None, 1.3)
 
 
 def test_the_file_may_change_after_loading(tmp_path: Path) -> None:
@@ -184,6 +186,28 @@ def test_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
 
 def _multimodal(name: str) -> str:
     return f"language_model.{name}"
+
+
+def _with_images(folder: Path, text: str, name: str, **outer: Any) -> None:
+    """Make a decoder's folder that of a model of a larger one, whose config is the outer one, and `text` stands in its names."""
+    edit(
+        folder, lambda tensors: [tensors.update({n.replace("model.", text, 1): tensors.pop(n)}) for n in list(tensors)]
+    )
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    outer = {"model_type": name, "text_config": config, "vision_config": {}} | outer
+    (folder / "config.json").write_text(json.dumps(outer))
+
+
+def test_head_that_the_whole_of_a_multimodal_model_ties(tmp_path: Path) -> None:
+    model = save("llama-tied", tmp_path)
+    _with_images(tmp_path, "model.language_model.", "mistral3", tie_word_embeddings=True)
+    torch.testing.assert_close(logits_of(load(tmp_path), IDS), model(IDS[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_text_part_that_is_called_text_model(tmp_path: Path) -> None:
+    model = save("llama", tmp_path)
+    _with_images(tmp_path, "model.text_model.", "idefics3")
+    torch.testing.assert_close(logits_of(load(tmp_path), IDS), model(IDS[None]).logits[0], atol=1e-4, rtol=1e-4)
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
@@ -262,6 +286,16 @@ def test_missing_tensor(tmp_path: Path) -> None:
     save("llama", tmp_path)
     edit(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     refused(tmp_path, "lacks model.layers.1.mlp.up_proj.weight")
+
+
+def test_text_part_under_names_that_are_not_known(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    _with_images(tmp_path, "model.words.", "idefics3")
+    refused(tmp_path, "has model.words.embed_tokens.weight where", "names that the engine does not know")
+    mixture = tmp_path / "mixture"
+    save("mixtral", mixture)
+    _with_images(mixture, "model.words.", "llava")
+    refused(mixture, "has model.words.embed_tokens.weight where", "names that the engine does not know")
 
 
 def test_missing_expert(tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ import openai
 import pytest
 
 from tests.serving.running import Running
+from torchweave.serving import wire
+from torchweave.serving.protocol import CompletionRequest
+from torchweave.serving.sampling import completion_params
 
 
 def test_E1_completions_answer(server: Running) -> None:
@@ -16,6 +19,13 @@ def test_E1_completions_answer(server: Running) -> None:
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (7, 3, 10)
+
+
+def test_E1_the_penalty_of_the_checkpoint_holds_until_another_is_given() -> None:
+    card = wire.ModelCard("m", None, "D", "f", "cpu", None, 1, 64, 8, 104, 4, 16, repetition_penalty=1.3)
+    for given, penalty in (({}, 1.3), ({"repetition_penalty": 1.0}, 1.0), ({"beam_width": 2}, 1.0)):
+        asked = CompletionRequest(model="m", prompt="1+1=", **given)
+        assert completion_params(asked, card).repetition_penalty == penalty
 
 
 def test_E1_completions_take_several_prompts_and_token_ids(server: Running) -> None:

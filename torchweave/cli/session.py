@@ -46,7 +46,7 @@ def engine(args: argparse.Namespace) -> Iterator[LLM]:
 def sampling(args: argparse.Namespace, llm: LLM) -> SamplingParams:
     """Sampling parameters from the arguments, over what the checkpoint asks for."""
     defaults = llm.default_sampling_params()
-    names: tuple[str, ...] = ("temperature", "top_k", "top_p", "min_p", "max_tokens")
+    names: tuple[str, ...] = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
     known: dict[str, Any] = {name: getattr(defaults, name) for name in names}
     return fill(SamplingParams, args, **known)
 

@@ -193,6 +193,7 @@ class LLM:
             top_k=defaults.top_k or 0,
             top_p=1.0 if defaults.top_p is None else defaults.top_p,
             min_p=defaults.min_p or 0.0,
+            repetition_penalty=1.0 if defaults.repetition_penalty is None else defaults.repetition_penalty,
             max_tokens=256,
         )
 

@@ -75,7 +75,7 @@ def fill(
                 "checkpoint whose experts are not quantized."
             )
         merging = merging_of(model, stored)
-        return _convert(how, report) if merging is None else _merge(model, stored, merging, how, report)
+        return _convert(how, stored, report) if merging is None else _merge(model, stored, merging, how, report)
     cuts = how.plan.cuts if how.plan is not None else {}
     renamed = weights.rename(model, stored)
     scales = take_scales(stored, renamed) if scaled else ({}, {})
@@ -111,7 +111,9 @@ def _buffers(model: PreTrainedModel, how: Filling) -> None:
     weights.rebuild_buffers(model, how.device)
 
 
-def _convert(how: Filling, report: Report) -> tuple[PreTrainedModel, Quantizer | None]:
+def _convert(
+    how: Filling, stored: Mapping[str, weights.Stored], report: Report
+) -> tuple[PreTrainedModel, Quantizer | None]:
     """The model as transformers loads it, whole and on the CPU at first."""
     report.event(
         "weights_converted", reason="the checkpoint keeps tensors in other pieces than the model", by="transformers"
@@ -128,10 +130,7 @@ def _convert(how: Filling, report: Report) -> tuple[PreTrainedModel, Quantizer |
             trust_remote_code=how.trust_remote_code,
         )  # type: ignore[misc]
         if missing := sorted(info["missing_keys"]):
-            raise ValueError(
-                f"{folder} lacks {', '.join(missing[:3])} ({len(missing)} tensors in all); "
-                "check that config.json belongs to these weights."
-            )
+            raise ValueError(weights.lacks(converted, folder, missing, stored))
         converted = converted.eval().requires_grad_(False)
         install(converted)
         if how.plan is not None:

@@ -45,6 +45,7 @@ class GenerationDefaults:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,8 @@ def _text_part(config: PreTrainedConfig) -> PreTrainedConfig:
     text = config.get_text_config()
     if text is config or not any(hasattr(config, name) for name in ("vision_config", "audio_config")):
         return config
+    if getattr(config, "tie_word_embeddings", False):
+        text.tie_word_embeddings = True  # the whole model has the head, so its config says what that is tied to
     if type(text) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModel(
             f"{config.model_type} takes images or sound, and transformers has no decoder for its text part alone."
@@ -324,7 +327,7 @@ def _generation(folder: Path | None, config: PreTrainedConfig) -> GenerationDefa
     raw = read_json(path) if path is not None and path.is_file() else {}
     eos = raw.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
     ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
-    # Without do_sample transformers decodes greedily, whatever else the file says.
+    # Without do_sample transformers decodes greedily, whatever else the file says of drawing; a penalty it applies all the same.
     sampled = raw if raw.get("do_sample") else {}
     return GenerationDefaults(
         eos_token_ids=tuple(int(token) for token in ids),
@@ -332,4 +335,5 @@ def _generation(folder: Path | None, config: PreTrainedConfig) -> GenerationDefa
         top_k=sampled.get("top_k"),
         top_p=sampled.get("top_p"),
         min_p=sampled.get("min_p"),
+        repetition_penalty=raw.get("repetition_penalty"),
     )

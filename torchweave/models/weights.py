@@ -27,7 +27,7 @@ _NO_PIECES: Mapping[str, str] = {}
 INDEX = "model.safetensors.index.json"
 # Buffers of old releases that are computed now: rotary frequencies and causal masks.
 _OBSOLETE = re.compile(r"(rotary_emb\.inv_freq|(attn|attention|self_attention)\.(masked_)?bias|position_ids)$")
-_TEXT_PART = re.compile(r"^(?P<base>model\.)?language_model\.")
+_TEXT_PART = re.compile(r"^(?P<base>model\.)?(language_model|text_model)\.")
 
 
 @dataclass(frozen=True)
@@ -192,10 +192,7 @@ def check_names(
     """
     wanted = {name: cuts[name].full if name in cuts else tuple(tensor.shape) for name, tensor in targets(model).items()}
     if missing := sorted(_missing(model, {*renamed.values(), *pieces.values()})):
-        raise ValueError(
-            f"{folder} lacks {_some(missing)} of {type(model).__name__}: expected every tensor that config.json implies; "
-            "check that config.json belongs to these weights."
-        )
+        raise ValueError(lacks(model, folder, missing, stored))
     for name, target in renamed.items():
         if wanted[target] != stored[name].shape:
             raise ValueError(
@@ -217,6 +214,23 @@ def check_names(
             f"{folder} has {_some(unused)}, for which {type(model).__name__} has no place under this config.json; "
             "check that config.json belongs to these weights."
         )
+
+
+def lacks(model: PreTrainedModel, folder: Path, missing: list[str], stored: Iterable[str]) -> str:
+    """What to say of a checkpoint that has no tensors of these names of the model."""
+    prefix, kind = f"{model.base_model_prefix}.", type(model).__name__
+    for name in missing:
+        alike = f".{name.removeprefix(prefix)}"
+        elsewhere = [each for each in stored if each.endswith(alike)] if "embed" in name else []
+        if elsewhere:  # with layers that may be those of an encoder's, but there is one embedding of tokens
+            return (
+                f"{folder} has {elsewhere[0]} where {kind} has {name}: the text part of this checkpoint has names that the engine "
+                "does not know, so it cannot be served."
+            )
+    return (
+        f"{folder} lacks {_some(missing)} of {kind}: expected every tensor that config.json implies; "
+        "check that config.json belongs to these weights."
+    )
 
 
 def _some(names: list[str]) -> str:

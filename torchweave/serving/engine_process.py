@@ -152,6 +152,7 @@ def _card(engine: Engine) -> wire.ModelCard:
         top_k=loaded.generation.top_k,
         top_p=loaded.generation.top_p,
         min_p=loaded.generation.min_p,
+        repetition_penalty=loaded.generation.repetition_penalty,
     )
 
 

@@ -14,6 +14,7 @@ _SAME_NAME = (
     "prompt_logprobs", "beam_width", "length_penalty", "early_stopping", "ignore_eos", "skip_special_tokens",
     "include_stop_str_in_output",
 )  # fmt: skip
+_OF_CHECKPOINT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def completion_params(body: CompletionRequest, model: ModelCard) -> SamplingParams:
@@ -71,10 +72,10 @@ def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams
         raise ValueError("prompt_logprobs cannot be streamed; echo with logprobs (completions) can.")
     if body.use_beam_search:
         others.setdefault("beam_width", body.beam_width or body.n or 1)  # vLLM's name: `n` is the width
-    defaults = {"temperature": model.temperature, "top_k": model.top_k, "top_p": model.top_p, "min_p": model.min_p}
+    defaults = {name: getattr(model, name) for name in _OF_CHECKPOINT}
     given = {name: getattr(body, name) for name in _SAME_NAME}
     known = {name: value for name, value in {**given, **others}.items() if value is not None or name in others}
-    searches = (known.get("beam_width") or 1) > 1  # and draws nothing
+    searches = (known.get("beam_width") or 1) > 1  # and draws nothing, nor knows penalties
     merged: dict[str, Any] = {} if searches else {name: value for name, value in defaults.items() if value is not None}
     merged |= known
     asked = _structure(body)

@@ -64,7 +64,7 @@ class ModelCard:
         folder: with the tokenizer's files; None for a shape without files.
         max_model_len: tokens of a request, prompt and answer.
         max_batch_size: requests in a step.
-        temperature, top_k, top_p, min_p: what the checkpoint asks for; None where it asks for nothing.
+        temperature, top_k, top_p, min_p, repetition_penalty: what the checkpoint asks for; None where it asks for nothing.
     """
 
     name: str
@@ -83,6 +83,7 @@ class ModelCard:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 # -- to the engine -----------------------------------------------------------------------------------------------------
