@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.models.paged import paged_tokens
 from torchweave.log import Report
-from torchweave.models import DecoderStep, UnsupportedModel, load, zoo
+from torchweave.models import DecoderStep, UnsupportedModel, experts, load, zoo
 from torchweave.models.adapt import adapt, install, refuse_by_config
 from torchweave.models.load import build_on_meta
 
@@ -105,3 +105,25 @@ def test_there_are_enough() -> None:
     names = [entry.name for entry in zoo.SPECIMENS]
     assert len(set(names)) == len(names)
     assert len({entry.model_type for entry in zoo.SPECIMENS}) >= 60
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "relu6"])
+def test_experts_of_a_form_that_the_op_does_not_know(activation: str, tmp_path: Path) -> None:
+    entry = zoo.Specimen("", "mixtral", zoo.specimen("mixtral").options | {"hidden_act": activation})
+    model = zoo.build(entry)
+    expected = zoo.reference_tokens(model, prompts(), 8)
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path, torch.float32)
+    assert experts.count(loaded.module) == {"op": 0, "grouped_mm": 3}
+    assert paged_tokens(loaded.module, prompts(), 8) == expected
+
+
+def test_experts_that_call_an_activation_as_a_function() -> None:
+    attention = {"layer_types": ["full_attention"] * 3, "num_dense_layers": 1}
+    options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = zoo.build(zoo.Specimen("", "lfm2_moe", options | attention))
+    expected = zoo.reference_tokens(model, prompts(), 8)
+    specs = adapt(build_on_meta(model.config, torch.float32), Report(show=False))
+    install(model)
+    assert experts.count(model) == {"op": 2, "grouped_mm": 0}
+    assert paged_tokens(DecoderStep(model, specs, zoo.VOCAB, 512), prompts(), 8) == expected

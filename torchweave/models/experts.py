@@ -26,6 +26,10 @@ _ACTIVATIONS = {
     "PytorchGELUTanh": "gelu_tanh",
     "ReLU": "relu",
     "ReLUSquaredActivation": "relu2",
+    # torch.nn.functional's, which some blocks call as they are
+    "silu": "silu",
+    "gelu": "gelu",
+    "relu": "relu",
 }
 # Classes with a gate of their own that is the op's clamped form: (alpha, limit) by attribute name.
 _CLAMPED_GATES = {"GptOssExperts": ("alpha", "limit")}
@@ -40,7 +44,8 @@ def _form(block: Any) -> tuple[str, float, float] | None:
         alpha, limit = (float(getattr(block, name)) for name in _CLAMPED_GATES[kind])
         return "silu", alpha, limit
     has_own_gate = getattr(type(block), "_apply_gate", None).__module__ != "transformers.integrations.moe"
-    activation = _ACTIVATIONS.get(type(getattr(block, "act_fn", None)).__name__)
+    act = getattr(block, "act_fn", None)
+    activation = _ACTIVATIONS.get(type(act).__name__ if isinstance(act, nn.Module) else getattr(act, "__name__", ""))
     return None if has_own_gate or activation is None else (activation, 0.0, 0.0)
 
 
@@ -48,6 +53,8 @@ def run_experts(block: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
     """hidden_states `[T, K]`, top_k_index and top_k_weights `[T, k]` -> `[T, K]`."""
     form = _form(block)
     if form is None:
+        if hidden_states.device.type == "meta":  # for shapes alone: the grouped matmul refuses all but bfloat16 there
+            return torch.empty_like(hidden_states)
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](block, hidden_states, top_k_index, top_k_weights)
     activation, alpha, limit = form
     gated, biased = block.has_gate, block.has_bias
