@@ -77,12 +77,16 @@ def test_long_rope_is_frozen_for_the_longest_sequence() -> None:
     report = Report(show=False)
     freeze_rope(model, 512, report)
     assert report.select("rope_frozen")[0]["max_model_len"] == 512
+    assert "max_model_len up to 128" in report.select("warning")[0]["why"]
     step = DecoderStep(model, [], 1, 1)
     got = step(ids, torch.arange(200), torch.arange(200))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     # A short sequence does not change what a long one computed.
     first = step(ids[:9], torch.arange(9), torch.arange(9))
     torch.testing.assert_close(first, expected[:9], atol=1e-4, rtol=1e-4)
+    within = Report(show=False)
+    freeze_rope(model, 128, within)
+    assert not within.select("warning")
 
 
 def test_dynamic_rope_grows_with_the_length_that_is_served() -> None:

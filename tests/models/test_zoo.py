@@ -127,3 +127,9 @@ def test_experts_that_call_an_activation_as_a_function() -> None:
     install(model)
     assert experts.count(model) == {"op": 2, "grouped_mm": 0}
     assert paged_tokens(DecoderStep(model, specs, zoo.VOCAB, 512), prompts(), 8) == expected
+
+
+def test_experts_that_a_gpu_runs_in_bfloat16_alone() -> None:
+    config = zoo.specimen("mixtral").config().to_dict() | {"hidden_act": "relu6"}
+    with pytest.raises(UnsupportedModel, match="use dtype=bfloat16"):
+        load(config, torch.float16, device="cuda", load_format="dummy")

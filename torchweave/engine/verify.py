@@ -198,6 +198,10 @@ def table(result: dict[str, Any]) -> str:
         f"read in chunks within a budget of {_BUDGET} tokens a step, {NUM_TOKENS} tokens generated. *Pieces* are distinct / all."
         + ("" if complete == sizes else " With more ranks some were verified by name; an empty cell was not run."),
         "",
+        "LongRoPE has two sets of factors, and transformers changes them as a sequence grows; here all requests have one: the long "
+        "factors, or, where `max_model_len` is at most the config's `original_max_position_embeddings`, the short ones. Short "
+        "prompts give transformers' tokens with the latter.",
+        "",
         f"| name | architecture | tokens equal |{''.join(f' {size} ranks |' for size in sizes[1:])} pieces | how | s |",
         "|---|---|---|" + "---|" * len(sizes[1:]) + "---|---|---|",
     ]

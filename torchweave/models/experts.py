@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import torchweave.ops.experts  # noqa: F401  (defines torchweave::experts)
+from torchweave.models.attention import UnsupportedModel
 
 NAME = "torchweave"
 _ACTIVATIONS = {
@@ -95,6 +96,15 @@ def count(model: nn.Module) -> dict[str, int]:
     """Experts blocks by how they run: the op, or transformers' grouped matmul."""
     forms = [runs_as_op(block) for block in blocks(model)]
     return {"op": sum(forms), "grouped_mm": len(forms) - sum(forms)}
+
+
+def refuse_dtype(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse on a GPU what would leave its graphs: transformers' grouped matmul reads counts on the host but for bfloat16."""
+    if device.type == "cuda" and dtype != torch.bfloat16 and count(model)["grouped_mm"]:
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be served in {str(dtype).removeprefix('torch.')} on a GPU: its experts are of a form "
+            "that runs in bfloat16 alone there; use dtype=bfloat16."
+        )
 
 
 def launch_samples(module: nn.Module, num_tokens: int) -> None:

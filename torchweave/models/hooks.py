@@ -148,8 +148,13 @@ def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
     transformers chooses them anew in each forward from the longest sequence of the batch. In a batch of many requests that
     would let one request change another, and cached keys would have been rotated by other frequencies than new ones.
     """
+    short = 0
     for name, module, varying in _varying_rope(model):
         for layer, kind in varying.items():
+            if kind == "longrope":
+                parameters = module.config.rope_parameters
+                parameters = parameters if layer is None else parameters[layer]
+                short = max(short, parameters["original_max_position_embeddings"])
             prefix = f"{layer}_" if layer is not None else ""
             buffer = getattr(module, f"{prefix}inv_freq")
             extra = {"layer_type": layer} if layer is not None else {}
@@ -159,6 +164,12 @@ def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
             buffer.copy_(frequencies)
             setattr(module, f"{prefix}attention_scaling", scaling)
         report.event("rope_frozen", module=name, kinds=sorted(set(varying.values())), max_model_len=max_model_len)
+    if 0 < short < max_model_len:
+        why = (
+            f"short prompts have the long factors, too, where transformers takes the short ones for up to {short} tokens; ask for "
+            f"max_model_len up to {short} to have those"
+        )
+        report.event("warning", what="LongRoPE", why=why)
 
 
 # -- warnings that read tensors ----------------------------------------------------------------------------------------

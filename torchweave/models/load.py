@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from torchweave.distributed.world import World
 from torchweave.log import Report
-from torchweave.models import weights
+from torchweave.models import experts, weights
 from torchweave.models.adapt import adapt, refuse_by_config, vocab_size
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep
@@ -127,6 +127,7 @@ def load(
         how = scheme_for(source, quantization)
         model = build_on_meta(config, chosen, trust_remote_code)
         specs = adapt(model, report)
+        experts.refuse_dtype(model, chosen, device)
     length = _max_model_len(model.config, max_model_len)
     specs = _with_cache_scales(specs, stored, report)
     size = _Size(vocab_size(model), sum(parameter.numel() for parameter in model.parameters()), length)
