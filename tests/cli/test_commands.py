@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from torchweave.cli import generate
 from torchweave.cli.main import main
 from torchweave.compile.explanation.facts import schema
 from torchweave.engine.request import CompletionOutput
+from torchweave.models.resolve import resolve
 
 Lines = pytest.MonkeyPatch
 
@@ -45,6 +47,17 @@ def test_several_answers_of_one_prompt(tiny_args: list[str], capsys: pytest.Capt
     first = row
     assert main(["generate", *tiny_args, *options, "ab"]) == 0
     assert json.loads(capsys.readouterr().out) == first
+
+
+def test_a_beam_search_is_not_told_how_its_checkpoint_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = shutil.copytree(resolve("demo").folder, tmp_path / "demo")
+    asked = {"do_sample": True, "temperature": 3.0, "top_k": 20, "repetition_penalty": 1.3}
+    (folder / "generation_config.json").write_text(json.dumps(asked))
+    assert (
+        main(["generate", str(folder), "12+30=", "--device", "cpu", "-O0", "--quiet", "--json", "--beam_width", "3"])
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["outputs"][0]["text"] == "42"
 
 
 def test_chat_keeps_the_turns(tiny_args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Lines):

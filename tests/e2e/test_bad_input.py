@@ -120,7 +120,7 @@ def test_from_the_command_line_it_is_exit_code_2(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["12+30=", "--temperature", "-1"], ("temperature must be 0 (greedy) or a positive number, but is -1",)),
+        (["12+30=", "--temperature", "-1"], ("temperature must be 0 (greedy) or a positive number", "but is -1")),
         (["1" * 600], ("prompt has 601 tokens", "max_model_len is 512", "shorten the prompt")),
         (["12+30=", "--temprature", "0"], ("unknown option --temprature", "--temperature")),
     ],

@@ -44,9 +44,11 @@ def engine(args: argparse.Namespace) -> Iterator[LLM]:
 
 
 def sampling(args: argparse.Namespace, llm: LLM) -> SamplingParams:
-    """Sampling parameters from the arguments, over what the checkpoint asks for."""
-    defaults = llm.default_sampling_params()
-    names: tuple[str, ...] = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
+    """Sampling parameters from the arguments, over what the checkpoint asks for: of a beam search, which draws nothing, no more
+    than its length."""
+    defaults, names = llm.default_sampling_params(), ["max_tokens"]
+    if fill(SamplingParams, args).beam_width == 1:
+        names += ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
     known: dict[str, Any] = {name: getattr(defaults, name) for name in names}
     return fill(SamplingParams, args, **known)
 
