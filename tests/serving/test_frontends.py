@@ -297,32 +297,6 @@ def test_a_signal_ends_all_of_them(serves: bool) -> None:
         assert running.process.returncode == 0 and not greeting and "ZMQError" not in said, said
 
 
-def meeting_places(pid: int) -> set[Path]:
-    """Folders of the Unix sockets that a process has bound."""
-    own = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
-    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    bound = (Path(line[7]) for line in lines if len(line) > 7 and f"socket:[{line[6]}]" in own)
-    return {path.parent for path in bound if path.is_absolute()}
-
-
-@pytest.mark.parametrize("deep", [False, True])
-def test_the_places_where_they_met_are_gone_with_a_server_that_was_killed(
-    deep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if deep:
-        monkeypatch.setenv("TMPDIR", str(tmp_path / ("deeper-than-the-path-of-a-socket-may-be-" * 3)))
-        Path(os.environ["TMPDIR"]).mkdir()
-    with serving(*SEVERAL) as running:
-        pids = [*running.pids("tw-http-"), running.engine_pid()]
-        places = meeting_places(running.process.pid)
-        assert len(places) == 2 and all(place.stat().st_mode & 0o77 == 0 for place in places), (
-            "nobody else can enter them"
-        )
-        assert running.client().completions.create(model="demo", prompt="1+1=", max_tokens=1).choices
-    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-    assert not any(place.exists() for place in places)
-
-
 def test_a_fault_of_the_model_is_told_once_and_nobody_stays() -> None:
     done = subprocess.run(serve_command("/no/such/model", *SEVERAL), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "/no/such/model" in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""Processes of a server stand apart from its group, and what they start does as other processes do."""
+"""Processes of a server stand apart from its group, what they start does as other processes do, and they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.serving.running import serving, wait_until
 from torchweave.serving.processes import spawn, vital
 
 
@@ -60,3 +62,29 @@ def test_signals_do_not_end_them() -> None:
     process.join(60)
     assert process.exitcode == 0
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set(), "nor does the mask stay here"
+
+
+def meeting_places(pid: int) -> set[Path]:
+    """Folders of the Unix sockets that a process has bound."""
+    own = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    bound = (Path(line[7]) for line in lines if len(line) > 7 and f"socket:[{line[6]}]" in own)
+    return {path.parent for path in bound if path.is_absolute()}
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_the_places_where_they_met_are_gone_with_a_server_that_was_killed(
+    deep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if deep:
+        monkeypatch.setenv("TMPDIR", str(tmp_path / ("deeper-than-the-path-of-a-socket-may-be-" * 3)))
+        Path(os.environ["TMPDIR"]).mkdir()
+    with serving("--api_server_count", "3") as running:
+        pids = [*running.pids("tw-http-"), running.engine_pid()]
+        places = meeting_places(running.process.pid)
+        assert len(places) == 2 and all(place.stat().st_mode & 0o77 == 0 for place in places), (
+            "nobody else can enter them"
+        )
+        assert running.client().completions.create(model="demo", prompt="1+1=", max_tokens=1).choices
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    assert not any(place.exists() for place in places)
