@@ -77,6 +77,8 @@ _REAL = (
 _OR_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _MOST = 1e30
 """Numbers of ours are float32 on the device, and so are their inverses."""
+_TEMPERATURES = f"0 (greedy) or a positive number up to {_MOST:g}"  # written once, not for every request
+_PENALTIES = f"between {1 / _MOST:g} and {_MOST:g}, 1 for none"
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class SamplingParams:
                     raise ValueError(f"{name} must be {expected}, but is {value!r}.")
         checks = (
             ("n", self.n >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature <= _MOST, f"0 (greedy) or a positive number up to {_MOST:g}"),
+            ("temperature", 0 <= self.temperature <= _MOST, _TEMPERATURES),
             ("top_k", self.top_k >= -1, "a positive number, or 0 or -1 for all tokens"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
@@ -165,7 +167,7 @@ class SamplingParams:
             (
                 "repetition_penalty",
                 1 / _MOST <= self.repetition_penalty <= _MOST,
-                f"between {1 / _MOST:g} and {_MOST:g}, 1 for none",
+                _PENALTIES,
             ),
             (
                 "stop_token_ids",
