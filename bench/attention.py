@@ -1,10 +1,11 @@
 """Time the attention kernels inside CUDA graphs, over a KV cache that the L2 cache cannot hold.
 
-    python -m bench.attention --out attention.json [--only decode|prefill] [--defaults]
+    python -m bench.attention --out attention.json [--only decode|prefill|mixed] [--defaults]
 
 Each number is one layer's call, KV write included. Decode is held against the bytes of the keys and values and the GPU's copy
 bandwidth, prefill against causal operations per second. Every launch configuration is compared in the one run; `--defaults`
-takes only what the backend would choose.
+takes only what the backend would choose. Of a mixed step, rows that generate and one that reads a prompt, the kernels run one
+behind the other and as branches of the graph.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +45,9 @@ HEADS = {"llama-1b": LayerSpec(8, 64, 64, 32), "llama-8b": LayerSpec(8, 128, 128
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXTS = (192, 1024, 8192)
 PREFILLS = ((16, 1024), (4, 8192), (1, 1000), (1, 16))
+MIXED = (64, 128, 256, 384, 512, 1024, 2048)
+"""Tokens of a step, of which MIXED_ROWS generate behind MIXED_CONTEXT tokens; the others are the second half of a prompt."""
+MIXED_ROWS, MIXED_CONTEXT = 48, 640
 DECODE_CONFIGS = (
     DecodeConfig(64, 4, 3, 2, 1),
     DecodeConfig(64, 4, 3, 2, 2),
@@ -80,30 +84,39 @@ class Bench:
     scale: float
 
 
-def make(spec: LayerSpec, rows: int, new: int, length: int, block_size: int, layers: int) -> Bench:
-    """`rows` sequences of `length` keys, of which `new` are this step's, in shuffled blocks."""
+def make(spec: LayerSpec, rows: Sequence[tuple[int, int]], block_size: int, layers: int, padded_rows: int = 0) -> Bench:
+    """A sequence for each of `rows`: tokens of this step, and keys with them; in shuffled blocks. Behind them rows of padding."""
     device, dtype = torch.device("cuda"), torch.bfloat16
-    per_row = -(-length // block_size)
-    table = torch.randperm(rows * per_row, device=device).view(rows, per_row).int()
-    positions = torch.arange(length - new, length, device=device)
-    slots = table.long()[:, positions // block_size] * block_size + positions % block_size
+    tokens = sum(new for new, _ in rows)
+    most = max(length for _, length in rows)
+    per_row = -(-most // block_size)
+    table = torch.randperm(len(rows) * per_row, device=device).view(len(rows), per_row).int()
+    starts, mapping = [0], []
+    for row, (new, length) in enumerate(rows):
+        positions = torch.arange(length - new, length, device=device)
+        mapping.append(table[row].long()[positions // block_size] * block_size + positions % block_size)
+        starts.append(starts[-1] + new)
+
+    def numbers(values: Sequence[int], padding: int) -> torch.Tensor:
+        return torch.tensor([*values, *[padding] * padded_rows], dtype=torch.int32, device=device)
+
     meta = AttentionMetadata(
-        slots=torch.arange(rows, dtype=torch.int32, device=device),
-        query_start=torch.arange(0, rows * new + 1, new, dtype=torch.int32, device=device),
-        seq_lens=torch.full((rows,), length, dtype=torch.int32, device=device),
+        slots=numbers(range(len(rows)), -1),
+        query_start=numbers(starts, tokens),
+        seq_lens=numbers([length for _, length in rows], 0),
         block_table=table,
-        slot_mapping=slots.flatten(),
-        num_rows=rows,
-        num_tokens=rows * new,
-        decode_only=new == 1,
-        max_seq_len=length,
+        slot_mapping=torch.cat(mapping),
+        num_rows=len(rows) + padded_rows,
+        num_tokens=tokens,
+        decode_only=all(new == 1 for new, _ in rows),
+        max_seq_len=most,
     )
 
     def draw(heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(rows * new, heads, dim, device=device, dtype=dtype)
+        return torch.randn(tokens, heads, dim, device=device, dtype=dtype)
 
     backend = TritonBackend(device)
-    caches = [backend.allocate(spec, rows * per_row, block_size, dtype, device) for _ in range(layers)]
+    caches = [backend.allocate(spec, len(rows) * per_row, block_size, dtype, device) for _ in range(layers)]
     for cache in caches:
         cache.k.normal_()
         cache.v.normal_()
@@ -156,7 +169,8 @@ def decode_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
         for context in CONTEXTS:
             for batch in BATCHES:
                 kv_bytes = batch * context * spec.bytes_per_token(torch.bfloat16)
-                bench = make(spec, batch, 1, context, block_size, max(2, min(48, COLD_BYTES // kv_bytes)))
+                layers = max(2, min(48, COLD_BYTES // kv_bytes))
+                bench = make(spec, [(1, context)] * batch, block_size, layers)
                 for config in configs:
                     us = _try(lambda c=config, b=bench: time_us(TritonBackend(torch.device("cuda"), decode=c), b))
                     facts = {"model": model, "batch": batch, "context": context, "default": config == chosen}
@@ -172,17 +186,37 @@ def prefill_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]
         configs = [chosen] if defaults else list(dict.fromkeys((chosen, *PREFILL_CONFIGS)))
         for rows, length in PREFILLS:
             operations = 4 * spec.num_heads * spec.head_dim * rows * length * (length + 1) / 2
-            bench = make(spec, rows, length, length, block_size, 4)
+            bench = make(spec, [(length, length)] * rows, block_size, 4)
             facts = {"kind": "prefill", "model": model, "rows": rows, "length": length}
             for config in configs:
                 us = _try(lambda c=config, b=bench: time_us(TritonBackend(torch.device("cuda"), prefill=c), b))
                 rate = {"us": us, "tflops": operations / us / 1e6} if isinstance(us, float) else {"error": us}
                 yield {**facts, "default": config == chosen, "config": asdict(config), **rate}
             if fa3:
-                bench = make(spec, rows, length, length, 128, 4)
+                bench = make(spec, [(length, length)] * rows, 128, 4)
                 us = _try(lambda b=bench: time_us(get_backend("fa3", "cuda", torch.bfloat16), b))
                 rate = {"us": us, "tflops": operations / us / 1e6} if isinstance(us, float) else {"error": us}
                 yield {**facts, "default": False, "config": "fa3", **rate}
+            del bench
+
+
+def mixed_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
+    """A result per heads and size of a step, in both orders. The padding is that of a recording."""
+    for model, spec in HEADS.items():
+        for tokens in MIXED:
+            new = tokens - MIXED_ROWS
+            rows = [(1, MIXED_CONTEXT)] * MIXED_ROWS + [(new, 2 * new)]
+            bench = make(spec, rows, block_size, 8, min(tokens, 512) - len(rows))
+            for branches in (False, True):
+                us = time_us(TritonBackend(torch.device("cuda"), branches=branches), bench)
+                yield {
+                    "kind": "mixed",
+                    "model": model,
+                    "tokens": tokens,
+                    "default": branches,
+                    "branches": branches,
+                    "us": us,
+                }
             del bench
 
 
@@ -207,13 +241,21 @@ def summary(results: list[dict[str, Any]]) -> str:
     for result in results:
         if "us" in result:
             key = tuple(
-                result[name] for name in ("kind", "model", "batch", "rows", "context", "length") if name in result
+                result[name]
+                for name in ("kind", "model", "tokens", "batch", "rows", "context", "length")
+                if name in result
             )
             shapes.setdefault(key, []).append(result)
     lines = []
     for key, found in shapes.items():
         best = min(found, key=lambda result: result["us"])
         chosen = next((result for result in found if result["default"]), best)
+        if "branches" in chosen:
+            apart = next(result for result in found if not result["branches"])
+            lines.append(
+                f"{' '.join(map(str, key)):<34} {chosen['us']:>9.1f} us, one behind the other {apart['us']:.1f} us"
+            )
+            continue
         speed = f"{chosen['tflops']:.0f} TFLOP/s" if "tflops" in chosen else f"{chosen['gb_per_s']:.0f} GB/s"
         config = best["config"] if isinstance(best["config"], str) else tuple(best["config"].values())
         faster = "" if best is chosen else f"; fastest {best['us']:.1f} us {config}"
@@ -225,7 +267,7 @@ def main() -> None:
     """Run the benchmark and write its JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where the results go, as JSON")
-    parser.add_argument("--only", choices=("decode", "prefill"))
+    parser.add_argument("--only", choices=("decode", "prefill", "mixed"))
     parser.add_argument("--block-size", type=int, default=TritonBackend.block_size)
     parser.add_argument("--defaults", action="store_true", help="only the configurations that the backend chooses")
     args = parser.parse_args()
@@ -233,7 +275,7 @@ def main() -> None:
         sys.exit("bench.attention needs a CUDA GPU")
     torch.manual_seed(0)
     results: list[dict[str, Any]] = []
-    for kind, run in (("prefill", prefill_results), ("decode", decode_results)):
+    for kind, run in (("prefill", prefill_results), ("decode", decode_results), ("mixed", mixed_results)):
         if args.only in (None, kind):
             for result in run(args.block_size, args.defaults):
                 results.append(result)

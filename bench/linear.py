@@ -5,8 +5,9 @@
 
 Each candidate is one CUDA graph that runs on as many distinct weights as make 256 MB, so that every weight comes from memory and
 not from a cache; the graphs of all candidates of a line are replayed in turn (torchweave/compile/tuning/measure.py). The first
-is the product by cuBLAS with kernels of their own around it, against which every other is checked and measured. With
-`dependent`, consecutive calls are dependent launches of one another. The JSON holds every candidate; the table the best of a kind.
+is the product by cuBLAS with kernels of their own around it, against which every other is checked and measured; beyond
+FUSED_TOKENS products stand alone. With `dependent`, consecutive calls are dependent launches of one another. The JSON holds every
+candidate; the table the best of a kind.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.compile.tuning.linears import TOKENS, LinearShape, candidates, cold_weights
+from torchweave.compile.tuning.linears import FUSED_TOKENS, TOKENS, LinearShape, candidates, cold_weights
 from torchweave.compile.tuning.measure import Call, GraphClock, Timing
 from torchweave.compile.tuning.table import Entry, Table
 from torchweave.compile.tuning.tuner import answer
@@ -50,6 +51,10 @@ SUBJECTS = {
 }
 
 
+def _as_it_runs(shape: LinearShape, tokens: int) -> LinearShape:
+    return shape if tokens <= FUSED_TOKENS else replace(shape, around="")
+
+
 def build_all(subjects: list[LinearShape], tokens: list[int], dtype: torch.dtype) -> None:
     """Build every kernel on all cores before anything is timed: launches on small weights with the real widths."""
 
@@ -63,10 +68,10 @@ def build_all(subjects: list[LinearShape], tokens: list[int], dtype: torch.dtype
             print(f"{config} does not build: {str(error)[:120]}", flush=True)
 
     jobs = {
-        (config, config.padded(count), replace(subject, outputs=256))
+        (config, config.padded(count), replace(_as_it_runs(subject, count), outputs=256))
         for subject in subjects
         for count in tokens
-        for config in candidates(count, subject.around)
+        for config in candidates(count, _as_it_runs(subject, count).around)
     }
     with ThreadPoolExecutor() as pool:
         list(pool.map(build, sorted(jobs, key=repr)))
@@ -155,7 +160,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             if time.monotonic() > started + arguments.seconds:
                 print(f"out of time at {name}, {count} tokens", flush=True)
                 break
-            results += compare(name, shape, count, weights, dtype)
+            results += compare(name, _as_it_runs(shape, count), count, weights, dtype)
     print(f"{len(results)} measurements in {time.monotonic() - started:.1f} s")
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False

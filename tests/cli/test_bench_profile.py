@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from torchweave.cli.benchmarks.profile import Steps, _busy, _by_name, profile
+from torchweave.cli.benchmarks.profile import Steps, _by_name, _gaps, profile
 from torchweave.cli.benchmarks.result import rows
 from torchweave.cli.main import main
 
@@ -93,8 +93,9 @@ def test_a_profiler_that_sees_no_kernel_is_a_fault(monkeypatch: pytest.MonkeyPat
 
 
 def test_kernels_at_the_same_time_count_once():
-    assert _busy([(0, 4), (1, 2), (3, 6), (8, 9)]) == 7
-    assert _busy([]) == 0
+    gaps, busy = _gaps([("d", 8, 9), ("a", 0, 4), ("b", 1, 2), ("c", 3, 6)])
+    assert busy == 7 and gaps == [("d", 2, 1)]
+    assert _gaps([]) == ([], 0)
 
 
 def test_launches_of_a_kernel_are_added():

@@ -148,7 +148,7 @@ def test_V8_a_pass_that_pays_in_a_range_makes_variants_where_it_matches() -> Non
 
 
 def test_the_default_start_has_one_variant_on_a_cpu_and_two_on_a_gpu() -> None:
-    assert token_ranges(PassManager().passes("aten")) == [(1, 64), (65, None)], "fused_linears, which is for GPUs"
+    assert token_ranges(PassManager().passes("aten")) == [(1, 32), (33, None)], "fused_linears, which is for GPUs"
     woven = weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
     assert all(not built.variants for built in woven.built.values()) and " if T" not in woven.code
 

@@ -127,6 +127,22 @@ def test_a_linear_takes_the_table_before_the_rule() -> None:
     assert shape.choices(table, torch.float32) == "" and LinearShape(2047, 2047).choices(table, BF16) == ""
     fused = LinearShape(2048, 2048, "r")
     assert fused.key == "2048x2048/r" and fused.choices(table, BF16) == rule(2048, 2048, BF16)
+
+
+def test_below_what_was_measured_the_rule_holds() -> None:
+    table = Table(GPU, (Entry("small_linears", "2048x2048", 48, "", 9.0, 9.0, 0.1),))
+    ruled = read_choices(rule(2048, 2048, BF16))
+    assert ruled[-1][0] > 48 and ruled[-1][1] is not None
+    assert read_choices(LinearShape(2048, 2048).choices(table, BF16)) == tuple(each for each in ruled if each[0] < 48)
+
+
+def test_a_product_is_asked_about_where_it_runs() -> None:
+    clock = FakeClock({"": (10.0, 0.1)})
+    table = tune_module(MODULE, FX, clock, Table("cpu"), Report(show=False), tokens=(8, 48))
+    assert {(entry.shape, entry.tokens) for entry in table} == {
+        *(("1536x768/n", 8), ("4608x768/ng", 8), ("768x2304/r", 8)),
+        *(("1536x768", 48), ("4608x768", 48), ("768x2304", 48)),
+    }
     assert letters(Around(norm=torch.ones(1), activation="silu", residual=torch.ones(1))) == "ngr"
 
 

@@ -41,4 +41,5 @@ def test_kernels_of_recorded_steps(capsys: pytest.CaptureFixture[str]) -> None:
         names = " ".join(kernel["name"] for kernel in step["kernels"])
         assert "paged_decode" in names and "ProfilerStep" not in names
         assert 0 < step["busy_ms"] <= sum(kernel["us"] for kernel in step["kernels"]) / 1e3 + 1e-6
+        assert step["idle"], "nobody keeps a GPU busy without a gap"
         assert step["busy_ms"] < 3 * step["ms"], "the profiler slows a step, but not by that much"

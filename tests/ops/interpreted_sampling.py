@@ -10,6 +10,7 @@ import torch
 from tests.ops.sampling_cases import PARAMETERS, build
 from torchweave.ops.kernels.sampling import launch_sample
 from torchweave.ops.sampling import GREEDY_BELOW, sample
+from torchweave.ops.state import SlotState
 
 
 def main() -> None:
@@ -23,10 +24,8 @@ def main() -> None:
     tied = torch.zeros(3, 6000)
     tied[1, [4500, 17]] = 1.0
     tied[2, 4100:] = -0.0
-    state = build(10)[2]
-    launch_sample(
-        tied, torch.full((3,), -1, dtype=torch.int32), state, got := torch.empty(3, dtype=torch.int32), GREEDY_BELOW
-    )
+    greedy, got = SlotState(3, 2), torch.empty(3, dtype=torch.int32)
+    launch_sample(tied, torch.arange(3, dtype=torch.int32), greedy, got, GREEDY_BELOW)
     assert got.tolist() == [0, 17, 0], got
 
 

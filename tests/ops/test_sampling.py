@@ -125,7 +125,12 @@ def test_greedy_is_the_first_largest_and_ignores_the_filters() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 3.0, 5.0, 1.0]])
     state = state_of(2, top_k=1, top_p=0.1, seed_lo=5)
     assert sample(logits, torch.tensor([1, 0], dtype=torch.int32), state).tolist() == [1, 0]
-    assert sample(logits.bfloat16(), torch.tensor([-1, -1], dtype=torch.int32), state).tolist() == [1, 0]
+    assert sample(logits.bfloat16(), torch.tensor([0, 1], dtype=torch.int32), state_of(2)).tolist() == [1, 0]
+
+
+def test_padding_is_not_looked_at() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0], [float("nan")] * 3, [0.0, 1.0, 2.0]])
+    assert sample(logits, torch.tensor([0, -1, 1], dtype=torch.int32), state_of(2)).tolist() == [1, 0, 2]
 
 
 def test_stop_ids_wait_for_min_position() -> None:

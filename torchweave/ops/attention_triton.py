@@ -1,11 +1,13 @@
 """The Triton backend: every length, slot and block table is read on the device, so that any step can be captured whole.
 
 A decode step is one launch a layer, or two where few rows turn their queries and keys. A mixed step is three: write the keys and
-values, context rows, decode rows; which rows are which is found on the device.
+values, context rows, decode rows; which rows are which is found on the device. Where it is recorded, the last two are branches of
+the graph: neither fills a GPU, and none reads what the other writes.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,7 +93,7 @@ class _Workspace:
 
 
 class TritonBackend:
-    """Triton kernels on one GPU. `num_sms` and the configurations are for measurements and tests."""
+    """Triton kernels on one GPU. `num_sms`, `branches` and the configurations are for measurements and tests."""
 
     name = "triton"
     captures_mixed = True
@@ -104,11 +106,13 @@ class TritonBackend:
         decode: DecodeConfig | None = None,
         prefill: PrefillConfig | None = None,
         num_sms: int | None = None,
+        branches: bool = True,
     ) -> None:
         self.device = torch.device(device)
         self.decode = decode
         self.prefill = prefill
         self.num_sms = num_sms or torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.branch = torch.cuda.Stream(self.device) if branches and self.device.type == "cuda" else None
         self._workspaces: dict[int, _Workspace] = {}
 
     def allocate(
@@ -215,8 +219,24 @@ class TritonStep:
             write(k, v, cache, self.meta)
         else:
             q, k = turn_and_write(rotary, q, k, v, cache, self.meta)
-        self._prefill(q, out, cache, variant)
+        with self._apart():
+            self._prefill(q, out, cache, variant)
         self._decode(None, q, k, v, Quantized(out, None, None), cache, variant)
+        self._join()
+
+    def _apart(self) -> AbstractContextManager[object]:
+        """What is launched within is a branch of the graph that is being recorded, until `_join`. Launches that nobody records
+        are not worth the events."""
+        branch = self.backend.branch
+        if branch is None or not torch.cuda.is_current_stream_capturing():
+            return nullcontext()
+        branch.wait_stream(torch.cuda.current_stream(branch.device))
+        return torch.cuda.stream(branch)
+
+    def _join(self) -> None:
+        branch = self.backend.branch
+        if branch is not None and torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(branch.device).wait_stream(branch)
 
     def _decode(
         self,

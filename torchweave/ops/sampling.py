@@ -21,7 +21,7 @@ GREEDY_BELOW = 1e-5
 
 
 def sample(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor | None = None) -> Tensor:
-    """Sample one token for each row. logits [N, V] float32, bfloat16 or float16; slots int32 [N] (-1 = padding: greedy, unused).
+    """Sample one token for each row. logits [N, V] float32, bfloat16 or float16; slots int32 [N] (-1 = padding: 0, unused).
 
     Returns `out`, int32 [N]. Greedy takes the first index on ties, like torch.argmax. Fit for CUDA graphs; V < 2**31.
     """
@@ -44,7 +44,7 @@ def sample_reference(logits: Tensor, slots: Tensor, state: SlotState) -> Tensor:
     held = real & (at < host["min_position"][rows])
     if held.any():
         logits = _without_stop_ids(logits, held, host["stop_ids"][rows])
-    tokens = logits.argmax(dim=-1)
+    tokens = logits.argmax(dim=-1) * torch.from_numpy(real)
     drawn = np.flatnonzero(real & (host["temperature"][rows] >= GREEDY_BELOW))
     if drawn.size:
         picked = torch.from_numpy(drawn)

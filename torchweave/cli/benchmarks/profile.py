@@ -144,7 +144,8 @@ def profiles(
 
 def profile(work: Steps, kind: str, advance: Callable[[], None]) -> Row:
     """What steps of a kind take, and where: `ms` a step without the profiler; with it `kernels`, each with its microseconds (`us`)
-    and its `launches` a step, the longest first, and on a GPU `busy_ms`: in which a step had at least one of them running.
+    and its `launches` a step, the longest first, and on a GPU `busy_ms`: in which a step had at least one of them running; `idle`:
+    before which kernels it had none, in rows like those of `kernels`.
 
     Raises:
         ValueError: the profiler saw nothing on the GPU.
@@ -176,7 +177,9 @@ def profile(work: Steps, kind: str, advance: Callable[[], None]) -> Row:
                 "end the other, or run as root."
             )
         spans = [(each.name, each.time_range.start, each.time_range.end) for each in kernels]
-        row["busy_ms"] = _busy((start, end) for _, start, end in spans) / 1e3 / work.count
+        gaps, busy = _gaps(spans)
+        row["busy_ms"] = busy / 1e3 / work.count
+        row["idle"] = _by_name(gaps, work.count)
         parts = [(name, end - start, 1) for name, start, end in spans]
     else:
         parts = [(each.name, each.self_cpu_time_total, 1) for each in events]
@@ -196,13 +199,17 @@ def _by_name(parts: Iterable[tuple[str, float, int]], num_steps: int) -> list[Ro
     ]
 
 
-def _busy(spans: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of them was under way."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(end - max(start, until), 0.0)
-        until = max(until, end)
-    return total
+def _gaps(spans: Iterable[tuple[str, float, float]]) -> tuple[list[tuple[str, float, int]], float]:
+    """Stretches in which nothing was under way, by what ended them, and how long something was."""
+    gaps: list[tuple[str, float, int]] = []
+    busy, until = 0.0, None
+    for name, start, end in sorted(spans, key=lambda span: span[1:]):
+        if until is not None and start > until:
+            gaps.append((name, start - until, 1))
+        begin = start if until is None else max(start, until)
+        busy += max(end - begin, 0.0)
+        until = max(begin, end)
+    return gaps, busy
 
 
 def _mean(values: Iterable[int]) -> float:

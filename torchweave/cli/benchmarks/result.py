@@ -19,7 +19,7 @@ import torchweave
 from torchweave.cli.benchmarks.serving.figures import rows as served
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy")
-_KERNELS, _NAME = 20, 70  # kernels of a profile that a table shows, and letters of their names; the JSON has all
+_KERNELS, _IDLE, _NAME = 20, 6, 70  # of a profile's kernels, and of their letters, what a table shows; the JSON has all
 
 
 def environment(device: str, num_ranks: int = 1) -> dict[str, Any]:
@@ -168,6 +168,9 @@ def _profiled(row: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     if rest:
         launches = f"{sum(each['launches'] for each in rest):g} a step"
         found.append((heading, f"{len(rest)} others", f"{sum(each['us'] for each in rest):.1f} us", launches))
+    for gap in row.get("idle", ())[:_IDLE]:
+        what = f"idle before `{gap['name'][:_NAME]}`"
+        found.append((heading, what, f"{gap['us']:.1f} us", f"{gap['launches']:g} a step"))
     return found
 
 

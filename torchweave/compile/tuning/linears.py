@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -16,10 +16,13 @@ from torchweave.compile.tuning.measure import Call, copies_for
 from torchweave.compile.tuning.table import Table
 from torchweave.compile.tuning.tuner import Question
 from torchweave.ops.linear import Around, run, run_apart
-from torchweave.ops.linear_config import LinearConfig, rule, supported, write_choices
+from torchweave.ops.linear_config import LinearConfig, read_choices, rule, supported, write_choices
 
 TOKENS = (1, 2, 4, 8, 16, 32, 48, 64)
 """Numbers of tokens that are measured; one between two takes the choice of the larger."""
+
+FUSED_TOKENS = 32
+"""Up to so many, products take in what is around them (the pass `fused_linears`)."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,17 @@ class LinearShape:
         return Around(norm=norm, eps=1e-5, residual=residual, activation="silu" if "g" in self.around else None)
 
     def choices(self, table: Table, dtype: torch.dtype) -> str:
-        """How the op is to run at every number of tokens: as measured; by the rule where nobody measured; by the BLAS where there
-        is no kernel."""
+        """How the op is to run at every number of tokens: as measured; by the rule below what was measured, or where nothing was;
+        by the BLAS where there is no kernel."""
         if not supported(self.outputs, self.width, dtype):
             return ""
+        ruled = read_choices(rule(self.outputs, self.width, dtype))
         answers = table.answers(self.subject, self.key)
         if not answers:
-            return rule(self.outputs, self.width, dtype)
-        return write_choices(
-            (each.tokens, LinearConfig.parse(each.choice) if each.choice else None) for each in answers
-        )
+            return write_choices(ruled)
+        below = (each for each in ruled if each[0] < answers[0].tokens)
+        measured = ((each.tokens, LinearConfig.parse(each.choice) if each.choice else None) for each in answers)
+        return write_choices((*below, *measured))
 
 
 def letters(around: Around) -> str:
@@ -153,10 +157,12 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def questions(
-    shapes: Iterable[tuple[LinearShape, torch.dtype]], tokens: Sequence[int], device: torch.device
-) -> Iterator[Question]:
+Asked = Mapping[tuple[LinearShape, torch.dtype], Sequence[int]]
+"""The numbers of tokens at which a product runs."""
+
+
+def questions(asked: Asked, device: torch.device) -> Iterator[Question]:
     """One question for every shape and number of tokens; the weights of one shape are there at a time."""
-    for shape, dtype in shapes:
+    for (shape, dtype), tokens in asked.items():
         weights = ColdWeights(shape, dtype, device)
         yield from (question(shape, count, weights) for count in tokens)

@@ -50,12 +50,16 @@ def tune_module(
     """
     plain = replace(config, max_num_streams=1, compile_sizes=())
     woven = module.weave(plain)
-    with linears.Products() as products:
-        module.step(woven, 1)
-    shapes = [pair for pair in products.shapes if not known.answers(pair[0].subject, pair[0].key)]
+    asked: dict[tuple[linears.LinearShape, torch.dtype], list[int]] = {}
+    for count in tokens:
+        with linears.Products() as products:
+            module.step(woven, count)
+        for shape, dtype in products.shapes:
+            if not known.answers(shape.subject, shape.key):
+                asked.setdefault((shape, dtype), []).append(count)
     about_pieces = list(_about_pieces(module, woven, plain, config, known, tokens))
-    about_products = linears.questions(shapes, tokens, module.device)
-    total = len(shapes) * len(tokens) + len(about_pieces)
+    about_products = linears.questions(asked, module.device)
+    total = sum(map(len, asked.values())) + len(about_pieces)
     return tune(chain(about_products, about_pieces), clock, known.device, report, total)
 
 

@@ -162,16 +162,12 @@ def _row_search(
 
 @triton.jit
 def _row_parameters(slot, temperature, top_k, top_p, min_p, position, min_position, vocab_size):
-    """(temperature, top_k or vocab_size, top_p, min_p, sampled token's position, may it not stop yet) of a slot; -1: greedy."""
-    real = slot >= 0
-    k = tl.load(top_k + slot, mask=real, other=0)
+    """(temperature, top_k or vocab_size, top_p, min_p, sampled token's position, may it not stop yet) of a slot."""
+    k = tl.load(top_k + slot)
     k = tl.where((k <= 0) | (k > vocab_size), vocab_size, k)
-    at = tl.load(position + slot, mask=real, other=0) + 1
-    held = real & (at < tl.load(min_position + slot, mask=real, other=0))
-    return (
-        tl.load(temperature + slot, mask=real, other=0.0), k, tl.load(top_p + slot, mask=real, other=1.0),
-        tl.load(min_p + slot, mask=real, other=0.0), at, held,
-    )  # fmt: skip
+    at = tl.load(position + slot) + 1
+    held = at < tl.load(min_position + slot)
+    return tl.load(temperature + slot), k, tl.load(top_p + slot), tl.load(min_p + slot), at, held
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -183,9 +179,11 @@ def partial_kernel(
     """partial_key[row, chunk]: key of the best score or the largest logit; partial_other: its index, or the mass as float bits."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
+    if slot < 0:  # a mixed step is padded to many rows
+        return
     t, k, p, m, at, held = _row_parameters(slot, temperature, top_k, top_p, min_p, position, min_position, vocab_size)
     row_logits = logits + row.to(tl.int64) * row_stride
-    row_stops = stop_ids + tl.maximum(slot, 0) * _STOPS
+    row_stops = stop_ids + slot * _STOPS
     first = chunk * CHUNK
     into = row * num_chunks + chunk
     if t < GREEDY_BELOW:
@@ -307,6 +305,9 @@ def finish_kernel(
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots + row)
+    if slot < 0:
+        tl.store(out + row, 0)
+        return
     t, k, p, m, at, held = _row_parameters(slot, temperature, top_k, top_p, min_p, position, min_position, vocab_size)
     chunk = tl.arange(0, CHUNKS)
     best = tl.load(partial_key + row * num_chunks + chunk, mask=chunk < num_chunks, other=INT_MIN)
