@@ -355,22 +355,9 @@ def finish_kernel(
             )
         else:
             token = _draw_row(
-                row_logits,
-                row_stops,
-                held,
-                k,
-                p,
-                whole_mass,
-                largest,
-                inverse,
-                log_min_p,
-                lo,
-                hi,
-                at,
-                vocab_size,
-                KEY_SHIFT,
-                TILE,
-            )
+                row_logits, row_stops, held, k, p, whole_mass, largest, inverse, log_min_p, lo, hi, at, vocab_size,
+                KEY_SHIFT, TILE,
+            )  # fmt: skip
         tl.store(out + row, token)
 
 
