@@ -1,7 +1,7 @@
 """Products of few tokens on a GPU: the BLAS against the project's kernels, with what a decoder layer has around each product.
 
     python bench/linear.py --json bench/results/linear_h100_202611.json [--models 1b 8b] [--tokens 1 2 4] [--dtype float16]
-    python bench/linear.py --read bench/results/linear_h100_202611.json --table torchweave/compile/tuning/tables/KIND.json
+    python bench/linear.py --read bench/results/linear*_h100_202611.json --table torchweave/compile/tuning/tables/KIND.json
 
 Each candidate is one CUDA graph that runs on as many distinct weights as make 256 MB, so that every weight comes from memory and
 not from a cache; the graphs of all candidates of a line are replayed in turn (torchweave/compile/tuning/measure.py). The first
@@ -183,19 +183,18 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.read:
         read = [json.loads(path.read_text()) for path in arguments.read]
-        facts = {**read[0], "results": [row for each in read for row in each["results"]]}
     elif torch.cuda.is_available():
-        facts = measure(arguments)
+        read = [measure(arguments)]
     else:
         sys.exit("this benchmark needs a CUDA GPU")
+    facts = {**read[0], "results": [row for each in read for row in each["results"]]}
     print(table(facts["results"]))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(facts, indent=1) + "\n")
     if arguments.table:
-        found = choices(
-            facts["results"], "-".join(facts["gpu"].lower().split()), f"{facts['command']} at {facts['commit']}"
-        )
+        measured = "; ".join(f"{each['command']} at {each['commit']}" for each in read)
+        found = choices(facts["results"], "-".join(facts["gpu"].lower().split()), measured)
         arguments.table.write_text(found.write())
 
 

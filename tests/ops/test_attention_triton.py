@@ -34,9 +34,11 @@ def test_interpreted_kernels_are_right() -> None:
     run_interpreted("interpreted_attention.py")
 
 
-def launches(case: Case, decode: DecodeConfig | None = None, prefill: PrefillConfig | None = None) -> list:
+def launches(
+    case: Case, decode: DecodeConfig | None = None, prefill: PrefillConfig | None = None, num_sms: int = 132
+) -> list:
     """What the backend launches on an H100 for one step of `case`."""
-    backend = TritonBackend(torch.device("cpu"), decode=decode, prefill=prefill, num_sms=132)
+    backend = TritonBackend(torch.device("cpu"), decode=decode, prefill=prefill, num_sms=num_sms)
     built = build(case)
     with recorded(attention_triton, *KERNELS) as found, recorded(rope, "rope_kernel") as turned:
         built.run(backend.begin(built.meta))
@@ -75,7 +77,10 @@ def test_kernels_build_for_hopper(name: str) -> None:
     spec, dtype, block_size = BUILT[name]
     found = launches(Case(DECODE, spec, block_size, dtype=dtype)) + launches(Case(MIXED, spec, block_size, dtype=dtype))
     assert names(found) == ["paged_decode", "write_kv", "paged_prefill", "paged_decode"]
-    for launch in found:
+    of_many_tokens = launches(Case(MIXED, spec, block_size, dtype=dtype), num_sms=1)[
+        1
+    ]  # many for so few multiprocessors
+    for launch in (*found, of_many_tokens):
         kernel = compile_for_hopper(launch)
         assert kernel.metadata.shared <= HOPPER_SMEM, f"{launch.kernel.fn.__name__} takes too much shared memory"
         if launch.kernel.fn.__name__ == "paged_prefill" and dtype != torch.float32:
@@ -127,6 +132,18 @@ def test_splits_fit_the_workspace(rows: int, kv_heads: int, max_len: int) -> Non
         work = backend.workspace(4, 64, 64, torch.bfloat16)
         assert rows * kv_heads * splits <= len(work.partial)
         assert rows * kv_heads <= len(work.counters)
+
+
+def test_tiles_are_smaller_where_they_are_few() -> None:
+    backend, bf16 = TritonBackend(torch.device("cpu"), num_sms=132), torch.bfloat16
+    of_1b = [backend.prefill_config(64, 32, 8, bf16, tokens).block_m for tokens in (16, 1000, 1056, 1057, 8192)]
+    assert of_1b == [64, 64, 64, 128, 128]
+    assert backend.prefill_config(64, 71, 1, bf16, 16).block_m == 128, "a tile holds a token's heads"
+    assert backend.prefill_config(64, 32, 8, torch.float32, 16) == backend.prefill_config(
+        64, 32, 8, torch.float32, 8192
+    )
+    given = PrefillConfig(256, 64, 8, 3)
+    assert TritonBackend(torch.device("cpu"), num_sms=132, prefill=given).prefill_config(64, 32, 8, bf16, 16) == given
 
 
 def test_batch_sizes_share_kernels() -> None:

@@ -32,7 +32,7 @@ from torchweave.ops.sampling_adjust import MASK, NUM_FIELDS
 from torchweave.ops.state import SlotState
 from torchweave.plan import Plan
 
-_TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024)
+_TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 """Of steps that together launch every kernel that a step of any size launches."""
 _BLOCKS = 2
 _PATIENCE = 15.0  # seconds without a kernel of the rank that builds them

@@ -102,7 +102,7 @@ def pick(text: str, num_tokens: int) -> LinearConfig | None:
     return next((config for most, config in read_choices(text) if num_tokens <= most), None)
 
 
-MAX_TOKENS = 64
+MAX_TOKENS = 32
 """Above this many tokens the rule takes the BLAS."""
 
 _MIN_WEIGHT = 1 << 20  # elements: below this the launch, not the bandwidth, decides
@@ -121,7 +121,8 @@ def choose(num_tokens: int, num_outputs: int, width: int, dtype: torch.dtype) ->
 
     From bench/results/linear_h100_202611.json (H100, cold weights, one CUDA graph, ten shapes of Llama 1B and 8B): one token by
     rows takes 0.55 to 0.9 of the time of cuBLAS and kernels around it, up to 16 on tensor cores with K split among warps 0.65 to
-    0.95, up to 64 with rows split among warps 0.85 to 1, where there are rows enough for every multiprocessor.
+    0.95, up to 32 with rows split among warps 0.85 to 1, where there are rows enough for every multiprocessor. At 48 and 64, where
+    products stand alone, cuBLAS takes 0.76 to 1.05 of what these kernels take (linear-48-64_h100_202611.json).
     """
     if num_tokens < 1 or not supported(num_outputs, width, dtype):
         return None
