@@ -75,6 +75,19 @@ def test_E1_echo_and_logprobs_of_the_prompt(server: Running) -> None:
     )
 
 
+def test_E1_tokens_of_a_stream_stand_where_they_do_in_the_whole_answer(server: Running) -> None:
+    """Text that may be the beginning of a stop string is told later than its tokens, and is counted all the same."""
+    client = server.client()
+    asked: Any = {"model": "demo", "prompt": ["1+1=", "12+30="], "temperature": 0, "logprobs": 1, "echo": True}
+    asked["stop"] = "a long stop string"
+    whole = client.completions.create(**asked).choices
+    offsets: list[list[int]] = [[], []]
+    for chunk in client.completions.create(stream=True, **asked):
+        for choice in chunk.choices:
+            offsets[choice.index] += choice.logprobs.text_offset if choice.logprobs else []
+    assert offsets == [choice.logprobs.text_offset for choice in whole if choice.logprobs]
+
+
 def test_E1_a_beam_search_has_several_answers(server: Running) -> None:
     client = server.client()
     asked: Any = {"model": "demo", "prompt": "12+30=", "max_tokens": 4}

@@ -52,7 +52,7 @@ class CompletionReply:
         self._run, self._codec, self._logprobs, self._scores = run, codec, logprobs, scores
         self._echoes, self._echoes_special, self._skip_special = echoes, echoes_special, skip_special_tokens
         self._num_drawn, self._num_kept = num_drawn, num_kept
-        self._lengths: dict[int, int] = {}  # characters of each answer that were told, the echo included
+        self._begun: set[int] = set()
         self._only_text = not logprobs and echoes is None and not scores
         self._texts = TextEvents()
 
@@ -87,19 +87,18 @@ class CompletionReply:
 
     def _choice(self, delta: Delta, index: int) -> dict[str, Any]:
         prompt = delta.index // self._num_drawn
-        begins = delta.index not in self._lengths
-        echo = self._echoes[prompt] if self._echoes is not None and begins else ""
-        offset = self._lengths.get(delta.index, 0)
-        self._lengths[delta.index] = offset + len(echo) + len(delta.text)
+        before = self._echoes[prompt] if self._echoes is not None else ""
+        echo = before if delta.index not in self._begun else ""
+        self._begun.add(delta.index)
         choice = {"index": index, "text": echo + delta.text, "logprobs": None, "finish_reason": delta.finish_reason}
         if self._logprobs:
             choice["logprobs"] = completion_logprobs(
-                self._codec, delta.logprobs, offset + len(echo), self._skip_special
+                self._codec, delta.logprobs, len(before) + delta.start, self._skip_special
             )
         if self._logprobs and echo:
             entries, first = self._run.prompt_logprobs(prompt), self._run.prompts[prompt][0]
-            before = completion_logprobs(self._codec, entries, 0, not self._echoes_special, first)
-            choice["logprobs"] = {name: values + choice["logprobs"][name] for name, values in before.items()}
+            of_prompt = completion_logprobs(self._codec, entries, 0, not self._echoes_special, first)
+            choice["logprobs"] = {name: values + choice["logprobs"][name] for name, values in of_prompt.items()}
         if self._scores:
             choice["prompt_logprobs"] = prompt_logprobs(self._codec, self._run.prompt_logprobs(prompt))
         return choice
