@@ -245,6 +245,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"json": "{3"}, "structured_outputs.json cannot be used: it is not JSON"),
     ({"json": "[3]"}, "a JSON schema is an object"),
     ({"json": {"type": "foo"}}, "Invalid type: foo"),
+    (
+        {"json": '{"items":' * 5000 + "{}" + "}" * 5000},
+        "structured_outputs.json cannot be used: it is nested too deeply",
+    ),
     ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
     ({"grammar": "start: b"}, 'unknown name: "b"'),
     ({"grammar": "b: /x/"}, "no start rule"),
@@ -252,7 +256,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("how", "words"), BAD, ids=[str(how) for how, _ in BAD])
+@pytest.mark.parametrize(("how", "words"), BAD, ids=[str(how)[:60] for how, _ in BAD])
 def test_D_a_form_that_cannot_be_is_refused_in_one_sentence(llm: LLM, how: dict[str, Any], words: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=words) as refusal:
         llm.generate(PROMPTS[0], form(**how))

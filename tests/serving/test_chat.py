@@ -126,3 +126,11 @@ def test_E1_closing_a_stream_cancels_the_request(server: Running) -> None:
     with client.completions.create(model="demo", prompt="1+1=", stream=True, **LONG) as stream:
         next(iter(stream))
     assert server.client().completions.create(model="demo", prompt="2+2=", temperature=0).choices[0].text == "4"
+
+
+def test_E1_arguments_that_are_no_json_are_text_to_the_template(server: Running) -> None:
+    for arguments in ("{", '{"a":' * 5000 + "1" + "}" * 5000):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [{"role": "assistant", "content": "1+1=", "tool_calls": [call]}]
+        answer = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+        assert answer.status_code == 200, answer.text

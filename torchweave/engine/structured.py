@@ -58,6 +58,8 @@ def why_not(structured: StructuredOutputs) -> str:
         complaint = LLMatcher.validate_grammar(_grammar(structured), limits=_limits())
     except ValueError as error:
         complaint = str(error)
+    except RecursionError:
+        complaint = "it is nested too deeply."
     return _sentence(structured, complaint) if complaint else ""
 
 

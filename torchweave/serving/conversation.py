@@ -119,6 +119,6 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or nested too deeply to be read
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
