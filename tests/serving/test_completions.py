@@ -99,6 +99,20 @@ def test_E1_a_beam_search_has_several_answers(server: Running) -> None:
         client.completions.create(stream=True, extra_body={"beam_width": 4}, **asked)
 
 
+@pytest.mark.parametrize("how", [{"beam_width": 4}, {"use_beam_search": True}], ids=str)
+def test_E1_the_best_of_a_beam_search_are_those_with_the_best_scores(server: Running, how: dict[str, Any]) -> None:
+    """Which, without a penalty of the length, are not those with the best mean."""
+    asked = {"prompt": "1+1=", "max_tokens": 12, "length_penalty": 0}
+    every = server.post("/v1/completions", asked | {"beam_width": 4, "n": 4}).json()["choices"]
+    best = server.post("/v1/completions", asked | how | {"n": 2, "best_of": 4}).json()["choices"]
+    assert [each["text"] for each in best] == [each["text"] for each in every[:2]]
+
+
+def test_E1_a_search_is_as_wide_as_the_answers_that_it_is_the_best_of(server: Running) -> None:
+    answer = server.post("/v1/completions", {"prompt": "1+1=", "beam_width": 3, "n": 2, "best_of": 4})
+    assert answer.status_code == 400 and "beam_width=3 has no best_of=4 answers" in answer.text
+
+
 def test_E1_no_number_ends_the_engine(server: Running) -> None:
     engine, asked = server.engine_pid(), {"prompt": "12+30=", "max_tokens": 4}
     refused: list[dict[str, Any]] = [

@@ -29,11 +29,24 @@ def completion_params(body: CompletionRequest, model: ModelCard) -> SamplingPara
             raise ValueError(f"best_of ({body.best_of}) must be at least n ({body.n or 1}).")
         if body.stream:
             raise ValueError("best_of cannot be streamed: which answers are the best is known when all have ended.")
-        if body.best_of > (body.n or 1):
+        if body.use_beam_search or (body.beam_width or 1) > 1:  # of a search, the answers come best first
+            others["beam_width"] = _width_for(body.best_of, body.beam_width)
+        elif body.best_of > (body.n or 1):
             others |= {"n": body.best_of, "logprobs": body.logprobs or 0}
     if body.echo and body.logprobs is not None:
         others["prompt_logprobs"] = body.logprobs if body.prompt_logprobs is None else body.prompt_logprobs
     return _params(body, model, **others)
+
+
+def _width_for(best_of: int, given: int | None) -> int:
+    """The width of a search for the best of so many answers.
+
+    Raises:
+        ValueError: the width that was given is smaller.
+    """
+    if given is not None and given < best_of:
+        raise ValueError(f"A beam search with beam_width={given} has no best_of={best_of} answers; raise beam_width.")
+    return given or best_of
 
 
 def chat_params(
