@@ -84,7 +84,7 @@ def test_E1_tokens_of_a_stream_stand_where_they_do_in_the_whole_answer(server: R
     offsets: list[list[int]] = [[], []]
     for chunk in client.completions.create(stream=True, **asked):
         for choice in chunk.choices:
-            offsets[choice.index] += choice.logprobs.text_offset if choice.logprobs else []
+            offsets[choice.index] += (choice.logprobs and choice.logprobs.text_offset) or []
     assert offsets == [choice.logprobs.text_offset for choice in whole if choice.logprobs]
 
 
@@ -97,6 +97,14 @@ def test_E1_a_beam_search_has_several_answers(server: Running) -> None:
     assert vllms[0].text == "42"
     with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
         client.completions.create(stream=True, extra_body={"beam_width": 4}, **asked)
+
+
+def test_E1_a_search_of_one_beam_draws_nothing() -> None:
+    card = wire.ModelCard(
+        "m", None, "D", "f", "cpu", None, 1, 64, 8, 104, 4, 16, repetition_penalty=1.3, temperature=0.6
+    )
+    params = completion_params(CompletionRequest(prompt="1+1=", use_beam_search=True), card)
+    assert (params.beam_width, params.temperature, params.repetition_penalty) == (1, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("how", [{"beam_width": 4}, {"use_beam_search": True}], ids=str)

@@ -84,11 +84,13 @@ def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams
     if body.prompt_logprobs is not None and body.stream:
         raise ValueError("prompt_logprobs cannot be streamed; echo with logprobs (completions) can.")
     if body.use_beam_search:
-        others.setdefault("beam_width", body.beam_width or body.n or 1)  # vLLM's name: `n` is the width
+        width = others.setdefault("beam_width", body.beam_width or body.n or 1)  # vLLM's name: `n` is the width
+        if width == 1:  # the most likely token each time: nothing is drawn
+            others["temperature"] = 0.0
     defaults = {name: getattr(model, name) for name in _OF_CHECKPOINT}
     given = {name: getattr(body, name) for name in _SAME_NAME}
     known = {name: value for name, value in {**given, **others}.items() if value is not None or name in others}
-    searches = (known.get("beam_width") or 1) > 1  # and draws nothing, nor knows penalties
+    searches = body.use_beam_search or (known.get("beam_width") or 1) > 1  # and draws nothing, nor knows penalties
     merged: dict[str, Any] = {} if searches else {name: value for name, value in defaults.items() if value is not None}
     merged |= known
     asked = _structure(body)
