@@ -90,6 +90,15 @@ def test_B8_a_request_that_cannot_be_read_is_answered(prompt: Any) -> None:
     assert h.said[1][0][2] and h.tokens(2) == expected([2], 5)
 
 
+@pytest.mark.parametrize("field", [{"cache_salt": None}, {"cache_salt": "\ud800"}, {"priority": None}], ids=ascii)
+def test_B8_a_request_that_cannot_be_queued_is_answered(field: dict[str, Any]) -> None:
+    with (h := Harness()).manager:
+        h.todo.append(InferenceRequest(1, np.arange(40) % 5, **field))
+        h.ask(2, [2], max_tokens=5)
+        h.wait_final(1, 2)
+    assert next(iter(field)) in h.said[1][0][2] and h.tokens(2) == expected([2], 5)
+
+
 @pytest.mark.parametrize("moment", ["start", "launch", "collect"])
 @pytest.mark.parametrize(
     "fault", [RuntimeError("the device is gone"), Lost("the device is gone")], ids=lambda f: type(f).__name__

@@ -61,7 +61,7 @@ class Limits:
 
     def why_not(self, request: InferenceRequest, kv: KVCache) -> str:
         """Why a request can never run, in one sentence; empty when it can."""
-        if why := _why_not_drawn(request.sampling, self.vocab_size):
+        if why := _why_not_drawn(request.sampling, self.vocab_size) or _why_not_queued(request):
             return why
         prompt = np.asarray(request.input_ids)
         if prompt.ndim != 1 or prompt.size == 0:
@@ -87,6 +87,17 @@ class Limits:
                 "beam_width) or give the KV cache more memory."
             )
         return ""
+
+
+def _why_not_queued(request: InferenceRequest) -> str:
+    """What is wrong with what orders and separates requests; the loop looks at it when others run."""
+    if not isinstance(request.priority, (int, np.integer)):
+        return f"priority must be a whole number, but is {request.priority!r}."
+    try:
+        request.cache_salt.encode()
+    except (AttributeError, UnicodeEncodeError):
+        return f"cache_salt must be a text, empty for none, but is {request.cache_salt!r}."
+    return ""
 
 
 def _why_not_drawn(params: SamplingParams, vocab_size: int) -> str:
