@@ -64,6 +64,24 @@ def test_B8_a_failing_callback_costs_no_request(callback: str) -> None:
     assert h.manager.failure is None
 
 
+def test_B8_ids_to_stop_may_be_an_array() -> None:
+    with (h := Harness()).manager:
+        h.stops = np.array([1, 8])  # type: ignore[assignment]
+        h.ask(1, [1], max_tokens=90)
+        h.ask(2, [2], max_tokens=20)
+        h.wait_final(1, 2)
+    assert h.said[1][-1][0].finish_reason == "cancelled" and h.tokens(2) == expected([2], 20)
+
+
+@pytest.mark.parametrize("stops", [[[1]], 5], ids=str)
+def test_B8_ids_to_stop_that_are_none_cost_no_request(stops: Any) -> None:
+    with (h := Harness()).manager:
+        h.stops = stops
+        h.ask(1, [1], max_tokens=20)
+        h.wait_final(1)
+    assert h.tokens(1) == expected([1], 20) and h.manager.failure is None
+
+
 def test_B8_what_was_handed_in_before_the_fault_is_answered() -> None:
     h = Harness()
 

@@ -288,7 +288,8 @@ class GenerationLoop:
         if poll_stop is None:
             return
         try:
-            stops = poll_stop()
+            found = poll_stop()
+            stops = [int(each) for each in found] if found is not None else []
         except Exception:
             self._complain("poll_stop", "nothing is stopped")
             return
