@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from torchweave.serving.protocol import Tool
+from torchweave.engine.request import StructuredOutputs
+from torchweave.engine.structured import why_not
+from torchweave.serving.protocol import Function, Tool
 from torchweave.serving.tools import (
     Arguments,
     Call,
@@ -136,14 +138,42 @@ def test_E1_the_schema_of_a_forced_call() -> None:
     assert forced_schema(TOOLS, "weather", parallel=True) == TOOLS[0].function.parameters
 
 
-def test_E1_definitions_of_tools_are_shared_or_refused() -> None:
-    def refers(kind: str) -> dict[str, Any]:
-        return {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": kind}}}
+@pytest.mark.parametrize(
+    ("parameters", "right", "wrong"),
+    [
+        ({"$defs": {"A": {"type": "null"}}, "properties": {"a": {"$ref": "#/$defs/A"}}}, {"a": None}, {"a": "1"}),
+        ({"properties": {"a": {"type": "null"}, "b": {"$ref": "#/properties/a"}}}, {"b": None}, {"b": "1"}),
+        ({"properties": {"a": {"anyOf": [{"$ref": "#"}]}}}, {"a": {"a": {}}}, {"a": []}),
+        ({"definitions": {"A": {"type": "null"}}, "properties": {"a": {"$ref": "#/definitions/A"}}}, {"a": None}, {"a": 1}),
+        ({"$id": "urn:two", "$defs": {"A": {"type": "null"}}, "properties": {"a": {"$ref": "#/$defs/A"}}}, {"a": None}, {"a": 1}),
+        ({"properties": {"$ref": {"type": "null"}}}, {"$ref": None}, {"$ref": 1}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_E1_references_of_a_tool_mean_the_same_in_the_schema_of_a_forced_call(
+    parameters: dict[str, Any], right: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    """Beside another tool, which has something else under the same name."""
+    import jsonschema
 
-    schema = forced_schema([tool("one", refers("string")), tool("two", refers("string"))], None, parallel=True)
-    assert schema["$defs"] == {"A": {"type": "string"}}
-    with pytest.raises(ValueError, match=r"\$defs/A"):
-        forced_schema([tool("one", refers("string")), tool("two", refers("integer"))], None, parallel=True)
+    other = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "string"}}}
+    asked = [tool("one", other), tool("two", {"type": "object", "additionalProperties": False} | parameters)]
+    schema = forced_schema(asked, None, parallel=True)
+    assert not why_not(StructuredOutputs(json=schema))
+    jsonschema.validate([{"name": "one", "parameters": {"a": "1"}}, {"name": "two", "parameters": right}], schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate([{"name": "two", "parameters": wrong}], schema)
+
+
+def test_E1_parameters_that_are_no_schema_are_refused_and_no_fault() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"items": deep}
+    with pytest.raises(ValueError, match="'deep' are nested too deeply"):
+        forced_schema(
+            [Tool.model_construct(function=Function.model_construct(name="deep", parameters=deep))], None, True
+        )
+    assert forced_schema([tool("odd", {"type": "object", "$defs": 5})], None, parallel=True)["minItems"] == 1
 
 
 @pytest.mark.parametrize(

@@ -38,33 +38,50 @@ def forced_schema(tools: Sequence[Tool], named: str | None, parallel: bool) -> d
     """The JSON schema of an answer that calls: the arguments of `named`, or a list of one call or more.
 
     Raises:
-        ValueError: two tools define different things under the same name.
+        ValueError: a tool's parameters are nested too deeply.
     """
     if named is not None:
         return _parameters(next(tool for tool in tools if tool.function.name == named))
     definitions: dict[str, Any] = {}
     calls = []
-    for tool in tools:
-        parameters = dict(_parameters(tool))
-        for name, definition in parameters.pop("$defs", {}).items():
-            if definitions.setdefault(name, definition) != definition:
-                raise ValueError(f"Two tools define different things as $defs/{name}; rename one of them.")
+    for number, tool in enumerate(tools):
+        place = f"#/$defs/{number}"
+        try:
+            definitions[str(number)] = _moved(_parameters(tool), place)
+        except RecursionError:
+            raise ValueError(f"The parameters of {tool.function.name!r} are nested too deeply.") from None
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": parameters},
+                "properties": {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": {"$ref": place}},
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
         )
     schema: dict[str, Any] = {
+        "$defs": definitions,
         "type": "array",
         "minItems": 1,
         "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
     }
     if not parallel:
         schema["maxItems"] = 1
-    return schema | ({"$defs": definitions} if definitions else {})
+    return schema
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references into itself hold where it stands at `place` of another one."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if isinstance(schema.get("$id"), str):  # references are into the nearest schema with an id
+        return schema
+    found = {name: _moved(value, place) for name, value in schema.items()}
+    refers = found.get("$ref")
+    if isinstance(refers, str) and (refers == "#" or refers.startswith("#/")):
+        found["$ref"] = place + refers[1:]
+    return found
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
