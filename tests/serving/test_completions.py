@@ -166,3 +166,5 @@ def test_E1_bad_requests_are_one_sentence(server: Running) -> None:
         client.completions.create(model="demo", prompt="a" * 600)
     with pytest.raises(openai.BadRequestError, match=r"outside 0\.\.103"):
         client.completions.create(model="demo", prompt=[104])
+    with pytest.raises(openai.BadRequestError, match="The prompt is empty; give at least one token"):
+        client.completions.create(model="demo", prompt="", extra_body={"add_special_tokens": False})

@@ -166,7 +166,7 @@ def _as_tokens(ids: Sequence[int]) -> np.ndarray:
     Raises:
         ValueError: one that no model can have.
     """
-    tokens = np.array(ids)
+    tokens = np.array(ids) if ids else np.empty(0, np.int32)  # else floats; that it is empty is for the engine to say
     if tokens.dtype.kind not in "iu" or (tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**31):
         raise ValueError("The prompt holds a token id outside 0..2**31 - 1, which no model knows.")
     return tokens.astype(np.int32)
