@@ -137,6 +137,21 @@ def test_no_names_of_the_module_can_shadow_the_code() -> None:
     assert torch.equal(woven(call_as_is, x), module(x))
 
 
+def test_no_names_of_inputs_can_shadow_the_code() -> None:
+    class Names(nn.Module):
+        def forward(self, boundary: Tensor, refuse: Tensor, tree: Tensor, no_grad: Tensor) -> tuple[Tensor, ...]:
+            return boundary * refuse + tree - no_grad, tree
+
+    module, names = Names(), ("boundary", "refuse", "tree", "no_grad")
+    config, dynamic = TorchCompileConfig(enable_inductor=False), {name: {0: "T"} for name in names}
+    woven = weave(module, {name: torch.zeros(3) for name in names}, dynamic, config=config)
+    inputs = [torch.randn(6) for _ in names]
+    result, same = woven(call_as_is, *inputs)
+    assert torch.equal(result, module(*inputs)[0]) and same is inputs[2]
+    with pytest.raises(ValueError, match=r"^boundary is int64"):
+        woven(call_as_is, inputs[0].long(), *inputs[1:])
+
+
 def test_V5_a_branch_on_the_size_is_never_silently_wrong() -> None:
     class Long(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

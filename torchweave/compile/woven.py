@@ -98,6 +98,7 @@ class _Stitcher:
         self.graph, self.parts, self.built, self.sizes = graph, parts, built, sizes
         self.namespace: dict[str, Any] = {"no_grad": torch.no_grad, "refuse": refuse}
         self.names: dict[fx.Node, str] = {}
+        self.arguments: dict[str, str] = {}
         self.taken: set[str] = {"no_grad", "refuse"}
         self.lines: list[str] = []
         self.chosen: dict[str, str] = {}
@@ -110,7 +111,8 @@ class _Stitcher:
             *(f"piece_{piece.digest}" for piece in pieces),
             *(f"constants_{piece.index}" for piece in pieces),
         }
-        header = [self._fresh(name) for name in ("boundary", *self.graph.inputs)]
+        boundary = self._fresh("boundary")
+        self.arguments = {name: self._fresh(name) for name in self.graph.inputs}
         self._check_inputs()
         last_use = self._last_uses()
         for position, part in enumerate(self.parts):
@@ -123,7 +125,7 @@ class _Stitcher:
                 self.lines.append(f"del {', '.join(dead)}")
         self.lines.append(f"return {self._result()}")
         body = "".join(f"    {line}\n" for line in self.lines)
-        return f"@no_grad()\ndef forward({', '.join(header)}):\n{body}", self.namespace
+        return f"@no_grad()\ndef forward({', '.join((boundary, *self.arguments.values()))}):\n{body}", self.namespace
 
     def _fresh(self, wanted: str) -> str:
         base = re.sub(r"\W", "_", wanted)
@@ -143,7 +145,7 @@ class _Stitcher:
             binding = self.graph.bindings[node.name]
             if not isinstance(binding, Input):
                 continue
-            name, fake, conditions = binding.name, value(node), []
+            name, fake, conditions = self.arguments[binding.name], value(node), []
             self.names[node] = name
             for dim, size in enumerate(fake.shape):
                 called = self.graph.symbols.get(str(size), str(size))
@@ -157,7 +159,7 @@ class _Stitcher:
             conditions.append(f"{name}.is_cuda" if fake.is_cuda else f"not {name}.is_cuda")
             self.lines.append(f"if not ({' and '.join(conditions)}):")
             kind = f"{str(fake.dtype).removeprefix('torch.')}[{shape.strip(', ')}] on {fake.device.type}"
-            self.lines.append(f"    refuse({name!r}, {name}, {f'{kind}, {low} <= sizes <= {high}'!r})")
+            self.lines.append(f"    refuse({binding.name!r}, {name}, {f'{kind}, {low} <= sizes <= {high}'!r})")
         symbol = token_count(self.graph.symbols)
         self.tokens = known[self.graph.symbols[symbol]] if symbol is not None else ""
         for node in self.graph.placeholders():
@@ -257,7 +259,9 @@ class _Stitcher:
         return f"tree(({''.join(f'{item}, ' for item in flat)}), {{{self._inputs_of(tree)}}})"
 
     def _inputs_of(self, tree: OutputTree) -> str:
-        return ", ".join(f"{leaf.name!r}: {leaf.name}" for leaf in tree.leaves if isinstance(leaf, Input))
+        return ", ".join(
+            f"{leaf.name!r}: {self.arguments[leaf.name]}" for leaf in tree.leaves if isinstance(leaf, Input)
+        )
 
 
 def refuse(name: str, found: Tensor, wanted: str) -> None:
