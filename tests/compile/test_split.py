@@ -74,6 +74,33 @@ def test_what_is_unpacked_behind_a_boundary_op_is_unpacked_before_it() -> None:
     assert torch.equal(woven(call_as_is, x), module(x))
 
 
+class _WritesAlone(nn.Module):
+    """Its last piece computes nothing that anybody reads, but changes an input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        out = torch.empty_like(x)
+        attention(x, x, x, out, 0, 1.0)
+        x.mul_(2)
+        return x
+
+
+class _WritesOnly(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.view(-1).add_(1)
+        return x
+
+
+@pytest.mark.parametrize("module", [_WritesAlone(), _WritesOnly()])
+@pytest.mark.parametrize("inductor", [False, True])
+def test_a_piece_that_does_nothing_but_write_is_run(module: nn.Module, inductor: bool) -> None:
+    config = TorchCompileConfig(enable_inductor=inductor)
+    woven = weave(module, {"x": torch.zeros(5, 1, 4)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=config)
+    x = torch.randn(7, 1, 4)
+    given, wanted = x.clone(), x.clone()
+    assert torch.equal(woven(call_as_is, given), module(wanted)) and torch.equal(given, wanted)
+
+
 @torch.library.custom_op("toy::returns", mutates_args=())
 def returns(x: Tensor) -> Tensor:
     return x.clone()

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from torchweave.compile.errors import InvariantError, TraceError, place
 from torchweave.compile.graph import CapturedGraph, Constant, Faked
+from torchweave.compile.mutation import storage, written
 from torchweave.compile.symbols import free_symbols, is_size, value
 
 _CONSTANT = "constant_"  # how the name of a placeholder begins that stands for a tensor of the module
@@ -79,11 +80,19 @@ def split(graph: CapturedGraph) -> list[Piece | BoundaryCall]:
     for segment in segments:
         if isinstance(segment, BoundaryCall):
             parts.append(segment)
-        elif any(user not in set(segment) for node in segment for user in node.users):
+        elif any(user not in set(segment) for node in segment for user in node.users) or _writes_outside(segment):
             parts.append(_piece(graph, segment, num_pieces))
             num_pieces += 1
     check(graph, parts)
     return parts
+
+
+def _writes_outside(segment: list[fx.Node]) -> bool:
+    """Whether it changes a tensor that it did not make: that counts where nobody reads what it computes."""
+    inside, changed = set(segment), {storage(target) for node in segment for target in written(node)} - {None}
+    return any(
+        storage(source) in changed for node in segment for source in node.all_input_nodes if source not in inside
+    )
 
 
 def boundary_op(target: Any, names: frozenset[str]) -> torch._ops.OpOverload | None:
