@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._inductor.async_compile import AsyncCompile
 
 from tests.compile import toy as toy_module
@@ -143,6 +146,77 @@ def test_S8_every_factor_of_a_graph_counts(monkeypatch: pytest.MonkeyPatch) -> N
     assert len({base, *variants}) == len(variants) + 1
 
 
+class _Settings:
+    """What a forward can read from."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: float) -> None:
+        self.inner = inner
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.inner
+
+
+def _scaling(by: float) -> Any:
+    return lambda x: x * by
+
+
+def _scaling_by_default(by: float) -> Any:
+    def scaled(x: Tensor, by: float = by) -> Tensor:
+        return x * by
+
+    return scaled
+
+
+def _hidden(by: float) -> list[nn.Module]:
+    module = nn.Module()
+    module.scale = by  # type: ignore[assignment]
+    return [module]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"_scale": 2.0}, {"_scale": 3.0}),
+        ({"num_path": 2}, {"num_path": 3}),
+        ({"act": partial(F.gelu, approximate="none")}, {"act": partial(F.gelu, approximate="tanh")}),
+        ({"act": _scaling(2.0)}, {"act": _scaling(3.0)}),
+        ({"act": _scaling_by_default(2.0)}, {"act": _scaling_by_default(3.0)}),
+        ({"act": lambda x: x * 2}, {"act": lambda x: x * 3}),
+        ({"act": _Settings(2.0).scaled}, {"act": _Settings(3.0).scaled}),
+        ({"settings": _Settings(2.0)}, {"settings": _Settings(3.0)}),
+        ({"order": range(3)}, {"order": range(4)}),
+        ({"order": deque([1, 2])}, {"order": deque([2, 1])}),
+        ({"part": slice(0, 2)}, {"part": slice(0, 3)}),
+        ({"table": {1: 2.0}}, {"table": {"1": 2.0}}),
+        ({"modules_": _hidden(2.0)}, {"modules_": _hidden(3.0)}),
+        ({"modules_": {"a": _hidden(2.0)}}, {"modules_": {"a": _hidden(3.0)}}),
+    ],
+)
+def test_S8_whatever_a_forward_can_read_from_its_module_counts(one: dict[str, Any], other: dict[str, Any]) -> None:
+    def factors(settings: dict[str, Any]) -> str:
+        module = toy()
+        for name, setting in settings.items():
+            setattr(module.layers[0], name, setting)
+        return _factors(module)
+
+    assert factors(one) == factors(one) != factors(other)
+
+
+def test_S8_what_is_set_around_a_capture_counts() -> None:
+    cpu = torch.device("cpu")
+    base = machine(cpu)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert machine(cpu) != base
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert machine(cpu) != base
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert machine(cpu) == base
+
+
 def test_S8_every_factor_of_a_piece_counts() -> None:
     woven = weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
     cpu = torch.device("cpu")
@@ -160,11 +234,18 @@ def test_V2_no_factor_holds_a_path_or_an_address() -> None:
     class Config:
         def __init__(self) -> None:
             self.hidden, self.name_or_path, self.nested = 3, "/somewhere/else", {"dir": "/x", "fn": torch.relu}
+            self._original_object_hash = hash(object())  # transformers' configs keep theirs
 
     module = toy()
     module.config = Config()
     text = describe_module(module)
-    assert "hidden: 3" in text and "/somewhere" not in text and "/x" not in text and "0x" not in text
+    assert (
+        "hidden: 3" in text
+        and "object_hash" not in text
+        and "/somewhere" not in text
+        and "/x" not in text
+        and "0x" not in text
+    )
     woven = weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
     assert str(Path(__file__).parent) not in json.dumps(piece_factors(woven.pieces[0], FX, torch.device("cpu")))
 

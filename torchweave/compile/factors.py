@@ -11,8 +11,10 @@ import importlib
 import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,8 +25,13 @@ from torchweave.compile.split import Piece, structure
 from torchweave.compile.symbols import DynamicDims
 from torchweave.config import TorchCompileConfig
 
-_PATH_LIKE = re.compile(r"(^|_)(path|paths|dir|file|folder|object_hash)$")
+_PATH_LIKE = re.compile(r"(^|_)(path|paths|dir|file|folder)$")
+_BY_PROCESS = "object_hash"
+"""How the name of a hash ends that transformers' configs keep, another one in each process."""
 _DEPTH = 6
+_PLAIN = (bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.Size)
+_TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
+"""What every module holds: its parameters, children and hooks, which are described apart."""
 _TRACE_ONCE = ("clone", "found", "kinds", "layers", "stand_in", "stitch", "tails", "watch")
 CAPTURING = ("capture", "fakes", "flat", "graph", "persist", *(f"trace_once.{name}" for name in _TRACE_ONCE))
 """Modules of this package whose source decides what is captured and how it is kept."""
@@ -40,6 +47,8 @@ def machine(device: torch.device) -> dict[str, Any]:
         "device": device_kind(device),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "default_dtype": str(torch.get_default_dtype()),
+        "autocast": str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else "off",
     }
 
 
@@ -59,7 +68,7 @@ def graph_factors(
     return {
         **machine(device),
         "module": type(module).__qualname__,
-        "module_config": _digest(describe_module(module)),
+        "module_config": _digest("\n".join(map(describe_module, (module, *_unregistered(module))))),
         "inputs": {
             name: [
                 str(tensor.dtype),
@@ -109,7 +118,7 @@ def describe_module(module: nn.Module, known: Known | None = None) -> str:
     lines, known = [], {} if known is None else known
     for name, child in module.named_modules(remove_duplicate=False):
         hooks = [describe(hook, 1) for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())]
-        plain = {key: value for key, value in vars(child).items() if not key.startswith("_")}
+        plain = {key: value for key, value in vars(child).items() if key not in _TORCH_OWN}
         forward = getattr(child.forward, "__func__", child.forward)
         lines.append(f"{name}: {_name(type(child))} {_name(forward)} {hooks} {describe(plain, 0, known)}")
         tensors = {**child._parameters, **child._buffers}
@@ -117,9 +126,29 @@ def describe_module(module: nn.Module, known: Known | None = None) -> str:
     return "\n".join(lines)
 
 
+def _unregistered(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules that a forward may call and that torch does not know of: those in plain lists and dicts."""
+    seen = {id(child) for child in module.modules()}
+    waiting = deque(module.modules())
+    while waiting:
+        for found in _modules_in([value for key, value in vars(waiting.popleft()).items() if key not in _TORCH_OWN]):
+            if id(found) not in seen:
+                yield found
+                seen |= {id(child) for child in found.modules()}
+                waiting.extend(found.modules())
+
+
+def _modules_in(thing: Any, depth: int = 0) -> Iterator[nn.Module]:
+    if isinstance(thing, nn.Module):
+        yield thing
+    elif isinstance(thing, (list, tuple, dict)) and depth <= _DEPTH:
+        for item in thing.values() if isinstance(thing, dict) else thing:
+            yield from _modules_in(item, depth + 1)
+
+
 def describe(thing: Any, depth: int = 0, known: Known | None = None) -> str:
     """A setting as text: plain values, geometry of tensors, names of classes and functions, nests of them; no paths."""
-    if thing is None or isinstance(thing, (bool, int, float, str, bytes, torch.dtype, torch.Size)):
+    if thing is None or isinstance(thing, _PLAIN):
         return repr(thing)
     if isinstance(thing, torch.device):
         return thing.type
@@ -128,29 +157,66 @@ def describe(thing: Any, depth: int = 0, known: Known | None = None) -> str:
     if depth > _DEPTH:
         return _name(type(thing))
     if isinstance(thing, Mapping):
-        kept = {str(key): value for key, value in thing.items() if not _is_path(str(key))}
-        return "{" + ", ".join(f"{key}: {describe(kept[key], depth + 1, known)}" for key in sorted(kept)) + "}"
-    if isinstance(thing, (list, tuple)):
+        kept = [(_key(key), value) for key, value in thing.items() if not _is_path(str(key), value)]
+        return "{" + ", ".join(sorted(f"{key}: {describe(value, depth + 1, known)}" for key, value in kept)) + "}"
+    if isinstance(thing, (list, tuple, deque)):
         return "[" + ", ".join(describe(item, depth + 1, known) for item in thing) + "]"
     if isinstance(thing, (set, frozenset)):
         return "{" + ", ".join(sorted(describe(item, depth + 1, known) for item in thing)) + "}"
     if isinstance(thing, nn.Module):
         return _name(type(thing))
+    if isinstance(thing, MethodType):
+        return f"{_name(thing)} of {describe(thing.__self__, depth + 1, known)}"
+    if isinstance(thing, functools.partial):
+        return f"partial{describe([thing.func, thing.args, thing.keywords], depth + 1, known)}"
+    if isinstance(thing, FunctionType):
+        return _describe_function(thing, depth, known)
     if callable(thing) and hasattr(thing, "__qualname__"):
         return _name(thing)
     return _describe_object(thing, depth, {} if known is None else known)
 
 
+def _describe_function(function: FunctionType, depth: int, known: Known | None) -> str:
+    """Its name, its code, and what it holds: lambdas of one line and closures of one maker have one name."""
+    code, held = function.__code__, [function.__defaults__, function.__kwdefaults__]
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            held.append((name, cell.cell_contents))
+        except ValueError:  # a function that is defined further down
+            held.append((name, "empty"))
+    return f"{_name(function)} {_digest(_code_text(code))} {describe(held, depth + 1, known)}"
+
+
+def _code_text(code: CodeType) -> str:
+    constants = [_code_text(each) if isinstance(each, CodeType) else describe(each) for each in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
 def _describe_object(thing: Any, depth: int, known: Known) -> str:
     where = (id(thing), depth)
     if where not in known:
-        facts = getattr(thing, "__dict__", None)
+        slots = [name for kind in type(thing).__mro__ for name in _slots(kind) if hasattr(thing, name)]
+        facts = {**{name: getattr(thing, name) for name in slots}, **getattr(thing, "__dict__", {})}
         known[where] = f"{_name(type(thing))}{describe(facts, depth + 1, known) if facts else ''}"
     return known[where]
 
 
+def _slots(kind: type) -> list[str]:
+    slots = vars(kind).get("__slots__", ())
+    return [slots] if isinstance(slots, str) else list(slots)
+
+
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) else f"<{describe(key)}>"
+
+
+def _is_path(key: str, value: Any) -> bool:
+    """Whether a setting says where something is, not what it is; a number is no path, whatever it is called."""
+    return key.endswith(_BY_PROCESS) or (not isinstance(value, (bool, int, float)) and _names_path(key))
+
+
 @functools.lru_cache(maxsize=4096)
-def _is_path(key: str) -> bool:
+def _names_path(key: str) -> bool:
     return _PATH_LIKE.search(key) is not None
 
 
