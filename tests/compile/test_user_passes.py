@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import torchweave
-from torchweave.compile import weave
+from torchweave.compile import Fusion, GraphPass, PassResult, weave
 from torchweave.compile.forward import call_as_is
+from torchweave.compile.passes.identity import stage_factors
 from torchweave.compile.passes.load import load_pass
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
@@ -81,3 +83,30 @@ def test_S1_a_bad_name_is_one_sentence(own_module: str, name: str, why: str) -> 
     with pytest.raises(ValueError, match=why) as raised:
         weave(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config=TorchCompileConfig(passes=(name,)))
     assert str(raised.value).count("\n") == 0 and name in str(raised.value)
+
+
+class Times(GraphPass):
+    """A pass whose setting is private."""
+
+    name, stage = "times", "aten"
+
+    def __init__(self, by: float) -> None:
+        self._by = by
+
+    def run(self, graph: Any) -> PassResult:
+        found = list(self.calls(graph, torch.ops.aten.mul.Tensor, "self", "other"))
+        for node, (x, _) in found:
+            node.args = (x, self._by)
+        return PassResult(len(found), len(found))
+
+
+def made(by: float) -> Fusion:
+    def scaled(x: Tensor, a: float) -> Tensor:
+        return torch.ops.aten.mul.Tensor(x, a)
+
+    return Fusion("made", scaled, lambda x: x * by)
+
+
+@pytest.mark.parametrize("kind", [Times, made])
+def test_V2_a_pass_set_otherwise_is_another_factor(kind: Any) -> None:
+    assert stage_factors([kind(2.0)]) == stage_factors([kind(2.0)]) != stage_factors([kind(3.0)])

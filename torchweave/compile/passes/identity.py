@@ -34,7 +34,9 @@ def describe_pass(each: Pass) -> str:
     if dataclasses.is_dataclass(each):
         facts = {field.name: getattr(each, field.name) for field in dataclasses.fields(each)}
     else:
-        facts = {"name": each.name, **{key: fact for key, fact in vars(each).items() if not key.startswith("_")}}
+        own = type(each).__module__.startswith("torchweave.")  # what those keep to themselves changes nothing
+        facts = {key: fact for key, fact in vars(each).items() if not (own and key.startswith("_"))}
+        facts = {"name": each.name, **facts}
     return f"{type(each).__module__}.{type(each).__qualname__}{describe(facts)}"
 
 
