@@ -153,6 +153,10 @@ class Pair(nn.Module):
         if self.between == "flat":
             return self.a(x).view(-1), self.b(x)
         a = self.a(x)
+        if self.between == "method":
+            return a.as_strided((a.shape[0], 4), (16, 2)), self.b(x)
+        if self.between == "strides":
+            return torch.as_strided(a[0], (a.shape[0], 4), (16, 2)), self.b(x)
         if self.between == "write":
             x.add_(1)
         if self.between == "write a view":
@@ -176,6 +180,8 @@ class Pair(nn.Module):
         (Pair("boundary"), "the boundary op"),
         (Pair("computed"), "computed, not a parameter"),
         (Pair("flat", rows=(16, 16)), "needs a contiguous result"),
+        (Pair("method"), "strides of its own"),
+        (Pair("strides"), "strides of its own"),
         (Pair(bias=(True, False)), "differs in bias"),
         (Pair(rows=(16, 1)), "misalign"),
         (Pair("same weight"), "already part of"),

@@ -24,6 +24,15 @@ from torchweave.compile.symbols import value
 Stacked = dict[tuple[fx.Node, ...], tuple[fx.Node, ...]]
 """First constants of the calls of a group -> all its stacked constants; a weight that two groups read is stacked once."""
 
+_BY_STRIDES: tuple[tuple[str, Any], ...] = (
+    ("call_method", "as_strided"),
+    ("call_method", "as_strided_"),
+    ("call_function", torch.as_strided),
+    ("call_function", torch.as_strided_),
+    ("call_function", torch.ops.aten.as_strided.default),
+)
+"""What these find depends on how their argument lies in memory, and nothing fails where that is another way."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -79,6 +88,10 @@ def stack(graph: CapturedGraph, group: Sequence[Call], stacked: Stacked) -> str 
         faked = _fake_outputs(graph, group)
     except Exception as error:  # whatever a reader raises when it cannot take a strided view
         return f"a reader needs a contiguous result ({str(error).splitlines()[0]})"
+    made = {storage(item.node) for item in group}
+    for node in (node for op, target in _BY_STRIDES for node in graph.graph.find_nodes(op=op, target=target)):
+        if any(storage(source) in made for source in node.all_input_nodes):
+            return f"{node.name} reads a result by strides of its own"
     _rewrite(graph, group, stacked, faked)
     return None
 
