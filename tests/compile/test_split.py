@@ -15,6 +15,7 @@ from torchweave.compile.errors import InvariantError, TraceError
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.split import normalize
 from torchweave.config import TorchCompileConfig
+from torchweave.log import Report
 
 FX = TorchCompileConfig(enable_inductor=False)
 
@@ -72,6 +73,43 @@ def test_what_is_unpacked_behind_a_boundary_op_is_unpacked_before_it() -> None:
     woven = weave(module, {"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=FX)
     x = torch.randn(11, 4)
     assert torch.equal(woven(call_as_is, x), module(x))
+
+
+class _Alias(nn.Module):
+    """The piece behind the attention writes to y, of which z is a view in the middle layer only."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in range(self.layers):
+            y = x * 2
+            z = (y if layer == 1 else x * 3).view(-1).view(-1, 2, 4)
+            out = torch.empty_like(y)
+            attention(y, y, y, out, 0, 1.0)
+            y.add_(1)
+            x = (y + z * 3 + out).tanh()
+        return x
+
+
+def test_a_view_of_what_a_piece_writes_to_makes_it_another_piece() -> None:
+    def last(layers: int) -> str:
+        woven = weave(_Alias(layers), {"x": torch.zeros(5, 2, 4)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=FX)
+        return woven.pieces[-1].digest
+
+    assert last(1) == last(3) != last(2)
+
+
+def test_a_piece_that_writes_to_an_input_by_two_names_is_not_built_by_inductor() -> None:
+    module, report, config = _Alias(2), Report(show=False), TorchCompileConfig()
+    x = {"x": torch.zeros(5, 2, 4)}
+    woven = weave(module, x, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=config, report=report)
+    assert [woven.built[piece.digest].built for piece in woven.pieces] == ["inductor", "inductor", "fx"]
+    (event,) = report.select("fallback")
+    assert "shares its memory with another input" in event["why"]
+    given = torch.randn(64, 2, 4)
+    torch.testing.assert_close(woven(call_as_is, given), module(given))
 
 
 class _WritesAlone(nn.Module):

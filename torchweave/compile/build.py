@@ -19,6 +19,7 @@ from torchweave.compile.cache import CompileCache
 from torchweave.compile.dump import graph_text
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.lower import NotLowered, lower, lowering
+from torchweave.compile.mutation import written_by_two_names
 from torchweave.compile.passes.aten.reinplace import Reinplace
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.identity import stage_factors
@@ -244,7 +245,14 @@ class PieceBuilder:
     def _make(self, rewritten: Rewritten, tune: bool = False) -> BuiltPiece:
         piece = rewritten.piece
         self.ahead.see(piece)
-        built = build_inductor(piece, self.config, tune) if self.config.enable_inductor else build_fx(piece)
+        shared = next(iter(written_by_two_names(piece.graph).values()), None)
+        if self.config.enable_inductor and shared is not None:
+            # AOTAutograd joins such inputs to one, whose shape it takes from how they are views while it compiles; when the code
+            # runs they are views in another way, and it reads sizes that are not those.
+            why = f"it writes to {shared.name}, which shares its memory with another input"
+            self.report.event("fallback", what=f"piece {piece.digest} by Inductor", why=why)
+        by_inductor = self.config.enable_inductor and shared is None
+        built = build_inductor(piece, self.config, tune) if by_inductor else build_fx(piece)
         return replace(built, passes=tuple(rewritten.facts), ranges=rewritten.ranges)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torchweave.compile.mutation import storage, written
+from torchweave.compile.mutation import storage, written, written_by_two_names
 from torchweave.compile.split import Piece, digest
 from torchweave.compile.symbols import value
 
@@ -161,15 +160,13 @@ def _fixed(thing: Any, sizes: Mapping[str, int]) -> Any:
 def _refuse_aliased_writes(piece: Piece) -> None:
     """A functional graph writes to an input at its end: nobody may look at it by another name."""
     nodes = list(piece.module.graph.nodes)
+    for node in written_by_two_names(piece.module.graph).values():
+        raise NotLowered(f"it writes to {node.name}, which shares its memory with another input")
     targets = {storage(argument) for node in nodes for argument in written(node)}
-    seen = Counter(storage(node) for node in nodes if node.op == "placeholder")
     returned = {storage(node) for node in nodes[-1].all_input_nodes}
     for node in nodes:
-        if node.op == "placeholder" and (home := storage(node)) in targets and home is not None:
-            if seen[home] > 1:
-                raise NotLowered(f"it writes to {node.name}, which shares its memory with another input")
-            if home in returned:
-                raise NotLowered(f"it writes to {node.name} and returns a view of it")
+        if node.op == "placeholder" and (home := storage(node)) in targets and home is not None and home in returned:
+            raise NotLowered(f"it writes to {node.name} and returns a view of it")
 
 
 def _tidy(traced: fx.GraphModule) -> None:

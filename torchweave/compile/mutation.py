@@ -53,6 +53,18 @@ def storage(node: fx.Node) -> int | None:
     return fake.untyped_storage()._cdata if isinstance(fake, Tensor) else None
 
 
+def written_by_two_names(graph: fx.Graph) -> dict[int, fx.Node]:
+    """Storages that the graph writes to and that several of its inputs live in, each with the first of these."""
+    targets = {storage(argument) for node in graph.nodes for argument in written(node)} - {None}
+    first: dict[int, fx.Node] = {}
+    found: dict[int, fx.Node] = {}
+    for node in graph.nodes if targets else ():
+        home = storage(node) if node.op == "placeholder" else None
+        if home is not None and home in targets and first.setdefault(home, node) is not node:
+            found[home] = first[home]
+    return found
+
+
 def _names_in_place(name: str) -> bool:
     return name.endswith("_") and not name.startswith("_") and not name.endswith("__")
 

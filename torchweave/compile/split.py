@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from torchweave.compile.errors import InvariantError, TraceError, place
 from torchweave.compile.graph import CapturedGraph, Constant, Faked
-from torchweave.compile.mutation import storage, written
+from torchweave.compile.mutation import storage, written, written_by_two_names
 from torchweave.compile.symbols import free_symbols, is_size, value
 
 _CONSTANT = "constant_"  # how the name of a placeholder begins that stands for a tensor of the module
@@ -252,9 +252,12 @@ def digest(module: fx.GraphModule, num_inputs: int) -> str:
 
 def structure(module: fx.GraphModule, num_inputs: int) -> str:
     """The text that the digest is taken of: nodes by number, symbols by order of appearance, no names, no devices' indices."""
-    texts = _Texts()
+    texts, shared = _Texts(), written_by_two_names(module.graph)
     lines = [f"inputs {num_inputs}"]
     for node in module.graph.nodes:
+        home = storage(node) if shared and node.op == "placeholder" else None
+        if home is not None and home in shared and shared[home] is not node:
+            lines.append(f"a write to %{texts.numbers[shared[home]]} changes it")
         texts.numbers[node] = len(texts.numbers)
         arguments = "" if node.op == "placeholder" else texts.text([node.args, dict(sorted(node.kwargs.items()))])
         target = "" if node.op in ("placeholder", "output") else _target(node, module)
