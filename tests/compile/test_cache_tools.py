@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import io
 import json
 import os
 import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,7 @@ from tests.compile.toy import BOUNDARY, DYNAMIC, example, toy
 from torchweave.cli.main import main
 from torchweave.compile import CompileCache, weave
 from torchweave.compile import cache as cache_module
-from torchweave.compile.cache import CODE_FOLDER, READABLE_FOLDER, UNFINISHED
+from torchweave.compile.cache import CODE_FOLDER, FORMAT, MAGIC, READABLE_FOLDER, UNFINISHED, key_of
 from torchweave.compile.cache_tools import export, find, import_archive, summaries, to_prune
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
@@ -128,6 +131,30 @@ def test_an_archive_cannot_write_where_it_likes(cache: CompileCache, tmp_path: P
     assert not list(tmp_path.glob("*.weave")) and not list((tmp_path / "deep").glob("*.weave"))
     with pytest.raises(ValueError, match="no archive"):
         import_archive(elsewhere, next(iter(cache.entries())))
+
+
+@pytest.mark.parametrize("kind", ["../outside", "/outside", 5, None, ["piece"]])
+def test_an_entry_of_a_kind_that_is_none_is_written_nowhere(tmp_path: Path, kind: Any) -> None:
+    """Its kind is the folder that an entry goes to, and its maker can give it a key that fits."""
+    kind = str(tmp_path / "outside") if kind == "/outside" else kind
+    factors = {"a": 1}
+    header = {"format": FORMAT, "kind": kind, "key": key_of(kind, factors), "factors": factors, "facts": {}}
+    text = json.dumps({**header, "sha256": hashlib.sha256(b"").hexdigest(), "bytes": 0}).encode()
+    entry = MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text
+    with tarfile.open(tmp_path / "e.tar", "w") as archive:
+        member = tarfile.TarInfo("piece/e.weave")
+        member.size = len(entry)
+        archive.addfile(member, io.BytesIO(entry))
+    added, (fault,) = import_archive(CompileCache(tmp_path / "cache", Report(show=False)), tmp_path / "e.tar")
+    assert added == 0 and "there is no kind" in fault and not list(tmp_path.rglob("*.weave"))
+
+
+def test_an_archive_that_was_cut_off_is_one_sentence(cache: CompileCache, tmp_path: Path) -> None:
+    export(cache, tmp_path / "e.tar", summaries(cache))
+    packed = gzip.compress((tmp_path / "e.tar").read_bytes())
+    (tmp_path / "e.tgz").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(ValueError, match="is no archive of a compile cache"):
+        import_archive(cache, tmp_path / "e.tgz")
 
 
 def test_pruning_removes_what_is_damaged_old_or_too_much(cache: CompileCache) -> None:

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torchweave.config import TorchCompileConfig, cache_dir
 from torchweave.log import Report
@@ -208,6 +208,10 @@ def parse_entry(data: bytes) -> Entry:
             raise DamagedEntry("its payload is damaged")
         if key_of(header["kind"], header["factors"]) != header["key"]:
             raise DamagedEntry("its factors do not give its key")
+        if header["kind"] not in get_args(Kind):  # it names a folder
+            raise DamagedEntry(f"there is no kind {header['kind']!r} of entries")
+        if not (isinstance(header["factors"], dict) and isinstance(header["facts"], dict)):
+            raise DamagedEntry("its header is damaged (factors and facts are tables)")
         return Entry(header["kind"], header["key"], header["factors"], header["facts"], payload)
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedEntry(f"its header is damaged ({type(error).__name__})") from error

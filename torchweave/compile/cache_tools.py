@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import lzma
 import shutil
 import tarfile
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,8 @@ from torchweave.compile.cache import (
     write_atomic,
 )
 
+_NO_ARCHIVE = (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+"""What reading raises where a file is something else or was cut off; somebody may have compressed it."""
 _LONGEST_ENTRY = 1 << 32  # bytes: what an archive claims beyond this is not read
 
 
@@ -153,6 +158,6 @@ def import_archive(cache: CompileCache, file: Path) -> tuple[int, list[str]]:
                     path.parent.mkdir(exist_ok=True, mode=0o700)
                     write_atomic(path, data)
                     added += 1
-    except tarfile.TarError as error:
+    except _NO_ARCHIVE as error:
         raise ValueError(f"{file} is no archive of a compile cache; give one that `cache export` wrote") from error
     return added, faults
