@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -105,6 +107,18 @@ def test_S9_a_replacement_of_another_kind_is_refused() -> None:
     only = Fusion("wide", alone, wide)
     result = check(only, lambda x, y: (x + y) * 3.0, XY, near_miss="float64[s")
     assert result.rewritten == 0
+
+
+@pytest.mark.parametrize(
+    ("replacement", "why"),
+    [
+        (lambda x, y: x.add_(y).mul_(3.0), "writes to input_0; compute"),
+        (lambda x, y: (x + y) * 3.0 if x.shape[0] == T else x, "not of all sizes"),
+    ],
+)
+def test_S9_a_replacement_that_is_none_is_one_sentence(replacement: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=f"a replacement .*{why}"):
+        check(Fusion("none", alone, replacement), lambda x, y: (x + y) * 3.0, XY, matches=1)
 
 
 def test_S9_a_match_that_would_feed_on_itself_is_refused() -> None:

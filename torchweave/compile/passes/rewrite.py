@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from torchweave.compile.graph import Faked
 from torchweave.compile.lower import trace
+from torchweave.compile.mutation import written
 from torchweave.compile.symbols import value
 
 
@@ -21,7 +22,8 @@ def insert(graph: Faked, before: fx.Node, function: Callable[..., Any], argument
             place of nodes.
 
     Raises:
-        ValueError: the function makes a tensor that does not come from its arguments.
+        ValueError: the function makes a tensor that does not come from its arguments, writes to one of them, or holds for
+            some sizes alone.
     """
     leaves, spec = pytree.tree_flatten(list(arguments))
     nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
@@ -34,9 +36,30 @@ def insert(graph: Faked, before: fx.Node, function: Callable[..., Any], argument
         returned.append(shape)
         return flat
 
+    sizes = [_sizes(node) for node in nodes]
     traced = trace(on_values, [value(node) for node in nodes])
+    _refuse_what_is_no_function(traced.graph, nodes, sizes)
     flat = _copy(graph, before, traced.graph, nodes)
     return pytree.tree_unflatten(flat, returned[-1])
+
+
+def _refuse_what_is_no_function(traced: fx.Graph, nodes: list[fx.Node], sizes: list[str]) -> None:
+    """Nobody looks for writes in a functional graph, and a size that tracing fixed is fixed in all of it."""
+    for node, known in zip(nodes, sizes, strict=True):
+        if known != _sizes(node):
+            raise ValueError(
+                f"a replacement is right for {node.name} of sizes {_sizes(node)}, not of all sizes {known}"
+            )
+    arguments = dict(zip((node for node in traced.nodes if node.op == "placeholder"), nodes, strict=True))
+    for node in traced.nodes:
+        for target in written(node):
+            what = arguments[target].name if target in arguments else target.name
+            raise ValueError(f"a replacement writes to {what}; compute a new tensor instead")
+
+
+def _sizes(node: fx.Node) -> str:
+    fake = value(node)
+    return str(list(fake.shape)) if isinstance(fake, Tensor) else str(fake)
 
 
 def _copy(graph: Faked, before: fx.Node, traced: fx.Graph, nodes: list[fx.Node]) -> list[Any]:
