@@ -15,6 +15,7 @@ from torchweave.compile import Fusion, GraphPass, PassResult, weave
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.identity import stage_factors
 from torchweave.compile.passes.load import load_pass
+from torchweave.compile.passes.manager import PassManager
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
 
@@ -110,3 +111,20 @@ def made(by: float) -> Fusion:
 @pytest.mark.parametrize("kind", [Times, made])
 def test_V2_a_pass_set_otherwise_is_another_factor(kind: Any) -> None:
     assert stage_factors([kind(2.0)]) == stage_factors([kind(2.0)]) != stage_factors([kind(3.0)])
+
+
+@pytest.mark.parametrize(
+    ("fact", "declared", "why"),
+    [
+        ("stage", "ATen", "stage is 'ATen', not one of torch_ir, aten"),
+        ("numerics", "approximate", "numerics is 'approximate', not one of exact, tolerance"),
+        ("builds", ("Inductor",), "builds has 'Inductor', not only inductor, fx"),
+        ("token_range", (8, 2), "token_range 8..2 holds no token count"),
+        ("token_range", (None, 0), "token_range None..0 holds no token count"),
+    ],
+)
+def test_S1_a_pass_that_declares_what_means_nothing_is_refused(fact: str, declared: Any, why: str) -> None:
+    each = Times(2.0)
+    setattr(each, fact, declared)
+    with pytest.raises(ValueError, match=f"^pass times: {why}$"):
+        PassManager([each])

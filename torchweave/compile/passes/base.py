@@ -20,7 +20,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from torch import fx
 
@@ -100,6 +100,17 @@ def document(each: Pass) -> str:
         return written
     module = inspect.getdoc(sys.modules[type(each).__module__]) or ""
     return module if "Before" in module else inspect.getdoc(type(each)) or ""
+
+
+def misdeclared(each: Pass) -> str | None:
+    """What a pass declares that means nothing, or None: of an unknown stage it would never run, and nobody would say so."""
+    for fact, known in (("stage", Stage), ("numerics", Numerics)):
+        if getattr(each, fact) not in get_args(known):
+            return f"{fact} is {getattr(each, fact)!r}, not one of {', '.join(get_args(known))}"
+    if unknown := set(each.builds) - set(get_args(Build)):
+        return f"builds has {sorted(unknown)[0]!r}, not only {', '.join(get_args(Build))}"
+    low, high = each.token_range
+    return f"token_range {low}..{high} holds no token count" if high is not None and high < max(low or 1, 1) else None
 
 
 class Mismatch(Exception):

@@ -30,7 +30,7 @@ from torchweave.compile.passes.aten.reinplace import Reinplace
 from torchweave.compile.passes.aten.route import FUSION as ROUTE
 from torchweave.compile.passes.aten.sequence_parallel import SequenceParallel
 from torchweave.compile.passes.aten.userbuffers import Convert, Finalize, Prologue
-from torchweave.compile.passes.base import Build, NearMiss, Pass, PassResult, Stage
+from torchweave.compile.passes.base import Build, NearMiss, Pass, PassResult, Stage, misdeclared
 from torchweave.compile.passes.load import load_pass
 from torchweave.compile.passes.torch_ir.fp8_attention import Fp8Attention
 from torchweave.compile.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
@@ -100,7 +100,7 @@ class PassManager:
         ranks: how many share each layer.
 
     Raises:
-        ValueError: two passes have one name, or the config names a pass that is not there.
+        ValueError: two passes have one name, one declares what means nothing, or the config names one that is not there.
     """
 
     def __init__(
@@ -116,6 +116,8 @@ class PassManager:
         names = [each.name for each in passes]
         if len(set(names)) < len(names):
             raise ValueError(f"two passes have one name: {', '.join(names)}")
+        if wrong := next((f"pass {each.name}: {why}" for each in passes if (why := misdeclared(each))), None):
+            raise ValueError(wrong)
         known = {*names, *(each.name for each in default_passes())}
         asked = {*self.config.disabled_passes, *self.config.enabled_passes}
         if unknown := sorted(asked - known):
