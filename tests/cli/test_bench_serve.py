@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import statistics
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from tests.cli.openai_server import FakeServer, serving
 from torchweave.cli.benchmarks.serving.figures import figures
 from torchweave.cli.benchmarks.serving.request import Seen
+from torchweave.cli.benchmarks.serving.stalls import Watch, summary
 from torchweave.cli.benchmarks.serving.workload import Lengths, Vocabulary, arrivals, prompts
 from torchweave.cli.main import main
 
@@ -53,6 +55,7 @@ def test_figures_are_those_of_the_server(capsys: pytest.CaptureFixture[str]):
     assert found["request_goodput"] == pytest.approx(found["request_throughput"])
     assert 1 < found["max_concurrent_requests"] <= 8 and 0 < found["max_output_tokens_per_s"] <= 48
     assert set(found["generated_texts"]) == {" a" * 6}
+    assert set(found["machine_stalls"]) == {"longest_ms", "over_2_ms"}
 
 
 def test_the_public_client_sees_the_same(capsys: pytest.CaptureFixture[str]):
@@ -80,12 +83,18 @@ def test_the_public_client_sees_the_same(capsys: pytest.CaptureFixture[str]):
         await one()  # connects
         return list(await asyncio.gather(*(one() for _ in range(count))))
 
+    def agree(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+        assert ours["total_output_tokens"] == theirs["total_output_tokens"] == count * length
+        within = (("ttft", 60), ("itl", 10), ("tpot", 10), ("e2el", 60))
+        return all(abs(ours[f"median_{name}_ms"] - theirs[f"median_{name}_ms"]) < most for name, most in within)
+
     with serving(FakeServer(first=0.15, gap=0.03)) as server:
-        ours = bench(server, capsys, "--num_prompts", str(count), "--output_len", str(length))
-        theirs = figures(asyncio.run(by_the_public_client()), 1.0, (99,), {})
-    assert ours["total_output_tokens"] == theirs["total_output_tokens"] == count * length
-    for name, tolerance in (("ttft", 60), ("itl", 10), ("tpot", 10), ("e2el", 60)):
-        assert ours[f"median_{name}_ms"] == pytest.approx(theirs[f"median_{name}_ms"], abs=tolerance), name
+        for _ in range(5):  # a busy machine holds one of them up; another meaning of a word would show every time
+            ours = bench(server, capsys, "--num_prompts", str(count), "--output_len", str(length))
+            theirs = figures(asyncio.run(by_the_public_client()), 1.0, (99,), {})
+            if agree(ours, theirs):
+                return
+    pytest.fail(f"{ours}\n{theirs}")
 
 
 def test_failed_requests_are_counted_and_named(capsys: pytest.CaptureFixture[str]):
@@ -161,6 +170,24 @@ def test_requests_come_at_the_rate(capsys: pytest.CaptureFixture[str]):
     sent = found["start_times"][-1] - found["start_times"][0]
     planned = arrivals(30, 60.0, 1.0, 0)
     assert sent == pytest.approx(planned[-1] - planned[0], abs=_SLACK)
+
+
+def test_a_machine_that_stands_still_is_seen():
+    with Watch() as machine:
+        assert machine._process is not None
+        machine._process.send_signal(signal.SIGSTOP)
+        time.sleep(0.05)
+        machine._process.send_signal(signal.SIGCONT)
+    assert machine.seen["longest_ms"] > 40 and machine.seen["over_2_ms"] >= 1
+    assert summary([0.0011, 0.003, 0.0052]) == {"longest_ms": 5.2, "over_2_ms": 2}
+    assert summary([]) == {"longest_ms": 0.0, "over_2_ms": 0}
+
+
+def test_stalls_are_no_part_of_a_run_whose_watch_died():
+    with Watch() as machine:
+        assert machine._process is not None
+        machine._process.kill()
+    assert machine.seen == {}
 
 
 def test_goodput_and_single_tokens():

@@ -135,6 +135,11 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         others = [key.split("_")[0] for key in result if key.endswith(f"_{name}_ms") and not key.startswith("median")]
         note = ", ".join(f"{other} {result[f'{other}_{name}_ms']:,.2f}" for other in others)
         found.append(("Latency, median", what, f"{result[f'median_{name}_ms']:,.2f} ms", note))
+    if stalls := result.get("machine_stalls"):
+        often = f"{stalls['over_2_ms']} longer than 2 ms, which every stream here waited for"
+        found.append(
+            ("Latency, median", "longest stall of this machine itself", f"{stalls['longest_ms']:,.2f} ms", often)
+        )
     return found
 
 

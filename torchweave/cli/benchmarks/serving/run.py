@@ -12,6 +12,7 @@ from typing import Any
 from torchweave.cli.benchmarks.serving.figures import details, figures
 from torchweave.cli.benchmarks.serving.http import Http
 from torchweave.cli.benchmarks.serving.request import Seen, ask
+from torchweave.cli.benchmarks.serving.stalls import Watch
 from torchweave.cli.benchmarks.serving.workload import Lengths, Prompt, Vocabulary, arrivals, prompts, text_ids
 from torchweave.collector import uncollected
 
@@ -70,13 +71,13 @@ async def _run(plan: Run, advance: Advance) -> tuple[dict[str, Any], dict[str, A
             seen = await ask(http, plan.endpoint, prompt.body, prompt.input_tokens)
             if not seen.success:
                 raise ValueError(f"the server does not answer as it should: {seen.error}")
-        begin = time.perf_counter()
-        with uncollected():  # a pause here would be seen as one of the server
+        with Watch() as machine, uncollected():  # a pause here would be seen as one of the server
+            begin = time.perf_counter()
             all_seen = await _send_all(http, plan, measured, advance)
-        duration = time.perf_counter() - begin
+            duration = time.perf_counter() - begin
     finally:
         http.close()
-    head = {"model_id": model, "exact_prompts": vocabulary.exact}
+    head = {"model_id": model, "exact_prompts": vocabulary.exact, "machine_stalls": machine.seen}
     return head | figures(all_seen, duration, plan.percentiles, plan.goodput), details(all_seen)
 
 
