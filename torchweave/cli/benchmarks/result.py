@@ -141,6 +141,8 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
             parts = ", ".join(
                 f"{part['name']} {part['seconds']:.1f}" for part in row["stages"] if part["seconds"] >= 0.05
             )
+            if without := row.get("modules_without_bytecode"):
+                parts += f"; {without:,} modules were imported without bytecode"
             found.append(("Start-up to the first token", kind, f"{row['seconds']:.1f} s", parts))
     for row in result.get("steps", ()):
         found += _profiled(row)

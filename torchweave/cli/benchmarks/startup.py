@@ -21,8 +21,8 @@ _CHILD = "torchweave.cli.benchmarks.start_once"
 def startup(options: Mapping[str, Any], advance: Callable[..., None]) -> dict[str, Any]:
     """Measure a cold and a warm start of an engine with these options (dotted names, as in a config file).
 
-    Returns `cold` and `warm`, each `seconds` and `stages` (name, seconds, within: the stage that holds it, or None), and vLLM's
-    `avg_cold_startup_time` and `avg_warm_startup_time`.
+    Returns `cold` and `warm`, each `seconds`, `stages` (name, seconds, within: the stage that holds it, or None) and
+    `modules_without_bytecode`, and vLLM's `avg_cold_startup_time` and `avg_warm_startup_time`.
     """
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="torchweave-startup-") as folder:
@@ -46,7 +46,8 @@ def _start(options: Mapping[str, Any], caches: Path) -> dict[str, Any]:
     stages = [{"name": "interpreter", "seconds": facts["began_at"] - begin, "within": None}, *facts["stages"]]
     listed = sum(stage["seconds"] for stage in stages if stage["within"] is None)
     rest = {"name": "the rest", "seconds": max(seconds - listed, 0.0), "within": None}
-    return {"seconds": seconds, "stages": [*stages, rest]}
+    without = facts["modules_without_bytecode"]
+    return {"seconds": seconds, "stages": [*stages, rest], "modules_without_bytecode": without}
 
 
 def _command(caches: Path, options: str) -> Sequence[str]:
