@@ -212,6 +212,7 @@ REQUESTS: list[tuple[str, Callable[[LLM], object], str]] = [
     ("unknown token", lambda llm: llm.generate([[5, 104]]), "outside 0..103"),
     ("negative token", lambda llm: llm.generate([[-1]]), "outside 0..103"),
     ("huge token", lambda llm: llm.generate([[2**70]]), "whole numbers"),
+    ("no list at all", lambda llm: llm.generate([1.5]), "whole numbers"),  # type: ignore[list-item]
     ("fraction of a token", lambda llm: llm.generate([[5, 1.5]]), "whole numbers"),  # type: ignore[list-item]
     ("temperature", lambda llm: llm.generate("1", SamplingParams(temperature=-0.1)), "temperature must be 0"),
     ("not a number", lambda llm: llm.generate("1", SamplingParams(temperature=float("nan"))), "temperature must be"),

@@ -126,6 +126,12 @@ def test_D_an_answer_is_one_of_the_choices(llm: LLM, choices: list[str]) -> None
     assert set(texts(llm, PROMPTS, [form(choice=choices)] * 3)) <= set(choices)
 
 
+def test_D_choices_may_be_many_and_hold_any_character(llm: LLM) -> None:
+    many = [f"{number}." for number in range(5000)]
+    assert set(texts(llm, PROMPTS, [form(choice=many)] * 3)) <= set(many)
+    assert why_not(StructuredOutputs(choice=["a\x7fb", "\u2028", "(?i)[x]|\\d+"])) == ""
+
+
 def test_D_an_answer_follows_a_lark_grammar(llm: LLM) -> None:
     grammar = """
         start: term (("+" | "-") term){1,3} "=" NUMBER

@@ -6,7 +6,7 @@ To import this imports no torch: with several ranks, they are started first, and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -267,7 +267,8 @@ def _as_ids(prompt: Sequence[int]) -> np.ndarray:
     Raises:
         ValueError: something that is no token id.
     """
-    ids = np.asarray(list(prompt)) if len(prompt) else np.empty(0, np.int64)
+    found = list(prompt) if isinstance(prompt, Iterable) else [None]
+    ids = np.asarray(found) if found else np.empty(0, np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError("A prompt is a text or a list of token ids, which are whole numbers; this one is neither.")
     return ids.astype(np.int64)
