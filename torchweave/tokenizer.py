@@ -36,6 +36,20 @@ def import_without_torch() -> None:
         advice.disabled = False
 
 
+def check_text(text: str) -> None:
+    """Refuse what a tokenizer would fail on: Python reads bytes that are no text as halves of surrogate pairs.
+
+    Raises:
+        ValueError: it is no text.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"The text holds half of a surrogate pair at character {error.start}; send whole characters."
+        ) from None
+
+
 class Tokenizer:
     """The tokenizer of a model folder.
 
@@ -68,7 +82,12 @@ class Tokenizer:
             raise ValueError(f"The tokenizer in {self.folder} cannot be read: {error}") from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the beginning-of-text token where the model has one."""
+        """Token ids of a text, with the beginning-of-text token where the model has one.
+
+        Raises:
+            ValueError: it is no text.
+        """
+        check_text(text)
         # Not verbose: a text that is too long is told of by the engine, as an error.
         return self.hugging_face.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 

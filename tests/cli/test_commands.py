@@ -162,6 +162,13 @@ def test_a_prompt_longer_than_the_context(tiny_args: list[str], capsys: pytest.C
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_bytes_that_are_no_text_are_refused_as_a_prompt(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", *tiny_args, "ab\udcff"]) == 2
+    assert capsys.readouterr().err == (
+        "torchweave: The text holds half of a surrogate pair at character 2; send whole characters.\n"
+    )
+
+
 def test_a_folder_without_weights(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
     assert main(["generate", str(tmp_path), "ab", "--quiet"]) == 2

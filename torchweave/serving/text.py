@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.text import in_tokens
-from torchweave.tokenizer import TextStream, Tokenizer, import_without_torch
+from torchweave.tokenizer import TextStream, Tokenizer, check_text, import_without_torch
 
 Value = TypeVar("Value")
 
@@ -53,7 +53,6 @@ class Codec:
         Raises:
             ValueError: it is no text.
         """
-        _check_text(text)
         return await self._on_thread(lambda: self._encoder.encode(text, add_special_tokens))
 
     async def chat(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
@@ -67,7 +66,7 @@ class Codec:
         return await self._on_thread(lambda: self._chat(messages, variables))
 
     def _chat(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
-        _check_text(json.dumps([messages, variables], ensure_ascii=False, default=str))
+        check_text(json.dumps([messages, variables], ensure_ascii=False, default=str))
         return self._encoder.chat(messages, **variables)
 
     @property
@@ -104,15 +103,6 @@ class Codec:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"The text holds half of a surrogate pair at character {error.start}; send whole characters."
-        ) from None
 
 
 async def prepare() -> None:
