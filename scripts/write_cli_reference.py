@@ -45,7 +45,8 @@ Options may be written `--max_model_len 512`, `--max-model-len=512`; flags `--ig
 `--no_ignore_eos`. `-cc.NAME=VALUE` is short for `--torch_compile_config.NAME=VALUE`. Lists are `1,2,4` or the option more than
 once. Text that starts with a dash goes after `--`. A name that is not known is refused with the nearest one.
 
-A YAML file (`--config FILE`) holds the same names, nested or dotted:
+A YAML file (`--config FILE`) holds the same names, nested or dotted: options of the engine, and those of the server, of sampling
+or of what is measured where the command has them.
 
 ```yaml
 max_model_len: 4096

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchweave.cli import generate, serve
 from torchweave.cli.arguments import Parser, engine_config, engine_parser, fill, normalised
 from torchweave.cli.options import attribute_texts, build, convert, flatten, options_of, read_yaml
-from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.config import EngineConfig, ServerConfig, TorchCompileConfig
 from torchweave.engine.request import SamplingParams, StructuredOutputs
 
 
@@ -179,6 +180,29 @@ def test_a_bad_file_is_one_sentence(tmp_path: Path, content: bytes | None, sente
 def test_an_empty_file_holds_no_option(tmp_path: Path):
     (tmp_path / "x.yaml").write_text("# nothing\n")
     assert read_yaml(tmp_path / "x.yaml") == {} and flatten({"a": {}}) == {}
+
+
+def test_a_section_without_a_line_holds_no_option(tmp_path: Path):
+    (tmp_path / "x.yaml").write_text("torch_compile_config:\n  # debug: true\nmax_model_len: null\n")
+    assert read("--config", str(tmp_path / "x.yaml")) == EngineConfig("demo")
+
+
+def test_a_file_holds_every_option_that_the_command_has(tmp_path: Path):
+    (tmp_path / "serve.yaml").write_text("max_batch_size: 4\nport: 8123\nserved_model_name: [a, b]\ndp: 2\n")
+    args = serve.parser().read(["demo", "--config", str(tmp_path / "serve.yaml"), "--port", "0"])
+    assert engine_config(args) == EngineConfig("demo", max_batch_size=4)
+    assert fill(ServerConfig, args) == ServerConfig(port=0, served_model_name=("a", "b"), data_parallel_size=2)
+
+    (tmp_path / "generate.yaml").write_text(
+        "temperature: 0.5\nlogit_bias: {25: -2}\nstructured_outputs:\n  json: {type: object}\n"
+    )
+    args = generate.parser().read(["demo", "--config", str(tmp_path / "generate.yaml"), "--max_tokens", "5"])
+    params = fill(SamplingParams, args, temperature=0.0, max_tokens=9)
+    assert (params.temperature, params.max_tokens, params.logit_bias) == (0.5, 5, {25: -2.0})
+    assert params.structured_outputs is not None and params.structured_outputs.json == {"type": "object"}
+
+    with pytest.raises(ValueError, match=r"serve.yaml: unknown option port; `--help` lists those that are known"):
+        generate.parser().read(["demo", "--config", str(tmp_path / "serve.yaml")])
 
 
 def read(*argv: str) -> EngineConfig:

@@ -87,7 +87,17 @@ class Parser(argparse.ArgumentParser):
                 raise ValueError(f"unknown option {name}; text that starts with a dash goes after `--`")
         if unknown:
             raise ValueError(f"unexpected argument {unknown[0]!r}")
+        args.from_file = self._read_file(args.config) if getattr(args, "config", None) else {}
         return args
+
+    def _read_file(self, path: str) -> dict[str, Any]:
+        """The options in a file, of which there may be any that the command has."""
+        known = [*self.options, "model"]
+        found = _renamed(read_yaml(path, known))
+        for name in found:
+            if name not in known:
+                raise ValueError(f"config file {path}: {unknown_option(name, known)}")
+        return found
 
     def _options_first(self, argv: Sequence[str]) -> list[str]:
         """Options with their values, then `--`, then the rest: argparse would end a list of prompts at an option."""
@@ -143,15 +153,19 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's options as far as they were given, by dotted name, not yet converted."""
-    from_file = _renamed(read_yaml(args.config)) if args.config else {}
-    given = {name: value for name, value in vars(args).items() if name in options_of(EngineConfig)}
-    return {**LEVELS[args.level], **from_file, **_joined(EngineConfig, given)}
+    return {**LEVELS[args.level], **_asked(EngineConfig, args)}
 
 
 def fill(config: type[Config], args: argparse.Namespace, **defaults: Any) -> Config:
-    """A dataclass from those of its options that were given, over `defaults`."""
-    given = {name: value for name, value in vars(args).items() if name in options_of(config)}
-    return build(config, defaults, _joined(config, given))
+    """A dataclass from those of its options that were given, in the file or on the command line, over `defaults`."""
+    return build(config, defaults, _asked(config, args))
+
+
+def _asked(config: type, args: argparse.Namespace) -> dict[str, Any]:
+    """What was asked of a dataclass: by the file, and over that on the command line."""
+    known = options_of(config)
+    from_file = {name: value for name, value in args.from_file.items() if name in known}
+    return {**from_file, **_joined(config, {name: value for name, value in vars(args).items() if name in known})}
 
 
 def _joined(config: type, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,8 +81,8 @@ def attribute_texts(config: type) -> dict[str, str]:
     return texts
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The options in a YAML file as a flat dict; nested mappings and dotted keys mean the same."""
+def read_yaml(path: str | Path, known: Iterable[str] = ()) -> dict[str, Any]:
+    """The options in a YAML file as a flat dict; nested mappings and dotted keys mean the same. `known`: see `flatten`."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except OSError as error:
@@ -99,15 +99,22 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict):
         raise ValueError(f"config file {path} must hold options as `name: value`, but holds a {type(loaded).__name__}")
-    return flatten(loaded)
+    return flatten(loaded, known=tuple(known))
 
 
-def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`; an empty mapping holds no option."""
+def flatten(tree: Mapping[Any, Any], prefix: str = "", known: Sequence[str] = ()) -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`; an empty mapping holds no option.
+
+    By the names of `known` options a mapping that is the value of one stays whole, and a section of which every line is
+    commented out, which YAML reads as null, is empty.
+    """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = prefix + str(key)
-        flat.update(flatten(value, name + ".") if isinstance(value, Mapping) else {name: value})
+        if isinstance(value, Mapping) and name not in known:
+            flat.update(flatten(value, name + ".", known))
+        elif value is not None or not any(each.startswith(f"{name}.") for each in known):
+            flat[name] = value
     return flat
 
 
