@@ -39,6 +39,27 @@ def test_json_and_stdin(tiny_args: list[str], capsys: pytest.CaptureFixture[str]
     assert all(row["outputs"][0]["finish_reason"] == "length" for row in rows)
 
 
+def test_an_output_without_all_characters_gets_those_that_it_lacks_escaped(tiny_args: list[str], monkeypatch: Lines):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    asked = ["generate", *tiny_args, "\N{EURO SIGN}", "ab", "--allowed_token_ids", "3", "--max_tokens", "1"]
+    assert main(asked) == main([*asked, "--json"]) == 0
+    out.seek(0)
+    first, second, *rows = out.read().splitlines()
+    assert (first, second) == (r"\u20ac \u2192 a", r"ab \u2192 a")
+    assert sorted(json.loads(row)["prompt"] for row in rows) == ["ab", "\N{EURO SIGN}"]
+
+
+def test_streams_that_were_closed_are_empty_ones(
+    tiny_args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Lines
+):
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["generate", *tiny_args]) == 2
+    assert "there is no prompt" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["generate", *tiny_args, "ab", "--max_tokens", "2"]) == 0
+
+
 def test_several_answers_of_one_prompt(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
     options = ["--n", "3", "--temperature", "1", "--seed", "5", "--max_tokens", "3", "--json"]
     assert main(["generate", *tiny_args, *options, "ab"]) == 0

@@ -59,14 +59,21 @@ def _interactive(args: argparse.Namespace) -> int:
 def _answer(llm: LLM, prompts: Sequence[str], params: SamplingParams, as_json: bool) -> None:
     deltas = llm.stream_all(prompts, params)
     if as_json:
-        for line in json_lines(prompts, deltas, params.n):
+        for line in json_lines(prompts, deltas, params.n, in_ascii=not _has_all_characters(sys.stdout)):
             print(line, flush=True)
     else:
         print_in_order(prompts, deltas, params.n, sys.stdout)
 
 
+def _has_all_characters(out: TextIO) -> bool:
+    return (out.encoding or "").lower().startswith("utf")
+
+
 def json_lines(
-    prompts: Sequence[str], deltas: Iterator[tuple[int, CompletionOutput]], num_answers: int
+    prompts: Sequence[str],
+    deltas: Iterator[tuple[int, CompletionOutput]],
+    num_answers: int,
+    in_ascii: bool = False,
 ) -> Iterator[str]:
     """One JSON object a prompt, when the last of its answers is done: `index`, `prompt`, `outputs`."""
     outputs: list[dict[int, dict[str, Any]]] = [{} for _ in prompts]
@@ -78,7 +85,7 @@ def json_lines(
         answers = outputs[number]
         if len(answers) == num_answers and all(answer["finish_reason"] for answer in answers.values()):
             ordered = [answers[index] for index in sorted(answers)]
-            yield json.dumps({"index": number, "prompt": prompts[number], "outputs": ordered}, ensure_ascii=False)
+            yield json.dumps({"index": number, "prompt": prompts[number], "outputs": ordered}, ensure_ascii=in_ascii)
 
 
 def print_in_order(

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 
 import torchweave
 
@@ -28,6 +29,7 @@ USAGE_FAULT, INTERRUPTED = 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, 1 (a check failed), 2 (a fault in what was asked), 130 (interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     try:
         return _dispatch(arguments)
     except KeyboardInterrupt:
@@ -40,6 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"torchweave: {_sentence(error)}", file=sys.stderr)
         return USAGE_FAULT
+
+
+def _open_streams() -> None:
+    """Streams that can be used: one that was closed when we were started is none to Python, and its number would be given to the
+    next file; and where a locale has not all characters, those that it has not are escaped, as Python does it for errors."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _dispatch(arguments: list[str]) -> int:
