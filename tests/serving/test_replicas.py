@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -26,7 +27,7 @@ from torchweave.engine.request import SamplingParams
 from torchweave.plan.check import check_server
 from torchweave.serving import wire
 from torchweave.serving.flight import EngineGone, Flight
-from torchweave.serving.own_engine import own_engines
+from torchweave.serving.own_engine import OwnEngine, own_engines
 from torchweave.serving.replicas import Replicas
 
 PROMPTS = [f"{left}+{right}=" for left in (11, 12, 13, 14) for right in range(20, 28)]
@@ -235,6 +236,19 @@ def test_the_page_sums_what_the_metrics_label() -> None:
     assert [each["open"] for each in shown["replicas"]] == [1, 2] and shown["recent"][0]["id"] == 5
     labels = {key for (name, pairs) in found for key, _ in pairs if not name.startswith(("http", "build"))}
     assert labels == {"replica", "le", "finished_reason"}
+
+
+def test_a_dead_one_runs_and_holds_nothing_and_what_it_counted_stays() -> None:
+    app, engines, _ = watched_replicas(2)
+    for engine in engines:
+        engine.state = "ready"
+        engine._hear(wire.Stats(json.dumps(STATS), []))
+    cast(OwnEngine, engines[0])._end_life()
+    found = values_of(ask(app, "/metrics")[0].text)
+    for name in ("num_requests_running", "num_requests_waiting", "num_requests_paused", "kv_cache_usage_perc"):
+        dead, alive = by_replica(found, name)
+        assert dead == 0 < alive, name
+    assert by_replica(found, "prefix_cache_hits_total") == [480, 480]
 
 
 def test_each_has_gpus_and_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,6 @@ class OwnEngine(EngineClient):
         self._side.announce(Began(self.place.index, addresses))
         self._events.clear()
         self._bars.clear()
-        self._looked_up_before, self._stats = self.looked_up, {}
         self._note(0.0, "progress", wire.PROCESS_BAR)
         name = f"tw-engine-{self.place.index}"
         self._process = spawn(_run_engine, self._config, addresses, self.place, name=name)
@@ -99,6 +98,7 @@ class OwnEngine(EngineClient):
     def _end_life(self) -> None:
         """Who waits for the engine hears that it is gone, before its memory is; then `state` says whether there is another life."""
         self.model = None
+        self._looked_up_before, self._stats = self.looked_up, {}  # what it ran and held last, it does no more
         why, was_ready = self.failure or "The engine process ended unexpectedly.", self.state == "ready"
         self._refuse_all(why)
         if was_ready and self._restart:
