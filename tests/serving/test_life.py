@@ -266,6 +266,24 @@ def test_E1_the_engine_is_started_again_by_option_and_sigterm_drains() -> None:
         assert server.process.wait(15) == 0
 
 
+def test_a_second_signal_ends_it_now_and_who_waits_hears_why(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving() as server, ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(server.post, "/v1/completions", {"prompt": "1+1=", "max_tokens": 450, "ignore_eos": True})
+        stream = server.client().completions.create(model="demo", prompt="1+1=", stream=True, **LONG)
+        assert wait_until(lambda: server.get("/live").json()["requests"]["open"] == 2)
+        engine = server.engine_pid()
+        os.kill(engine, signal.SIGSTOP)  # nor does it wait for an engine that hangs
+        server.process.send_signal(signal.SIGTERM)
+        assert wait_until(lambda: server.get("/ready").status_code == 503)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        answer = whole.result()
+        assert answer.status_code == 503 and "shutting down" in answer.json()["error"]["message"]
+        assert server.process.wait(15) == 0 and not Path(f"/proc/{engine}").exists()
+    assert capfd.readouterr().err == ""
+
+
 def test_E1_ctrl_c_in_a_terminal_drains_too() -> None:
     """It goes to every process of the group."""
     with serving("--tp", "2", apart=True) as server:

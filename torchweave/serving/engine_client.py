@@ -100,7 +100,7 @@ class EngineClient(ABC):
         """See to it that the engine will be there; returns at once."""
 
     @abstractmethod
-    async def stop(self) -> None:
+    async def stop(self, at_once: bool = False) -> None:
         """Have done with the engine; requests in flight are answered with an error."""
 
     @property

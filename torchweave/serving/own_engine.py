@@ -49,7 +49,7 @@ class OwnEngine(EngineClient):
         self.state = "starting"
         self._task = asyncio.create_task(self._live())
 
-    async def stop(self) -> None:
+    async def stop(self, at_once: bool = False) -> None:
         """End the engine process; requests in flight are answered with an error."""
         if self._task is None or self._task.done():
             return
@@ -57,7 +57,7 @@ class OwnEngine(EngineClient):
             self.state, self.failure = "stopped", "The server is shutting down."
             self._announce_state()
         if self._process is not None and self._process.is_alive():
-            if self.model is not None:
+            if self.model is not None and not at_once:
                 self._send(wire.End())
             else:
                 self._process.kill()

@@ -67,9 +67,9 @@ class Replicas:
             self._changed.clear()
             await self._changed.wait()
 
-    async def stop(self) -> None:
-        """End all engines; requests in flight are answered with an error."""
-        await asyncio.gather(*(engine.stop() for engine in self.engines))
+    async def stop(self, at_once: bool = False) -> None:
+        """End all engines, `at_once`: without waiting for them; requests in flight are answered with an error."""
+        await asyncio.gather(*(engine.stop(at_once) for engine in self.engines))
 
     @property
     def state(self) -> State:

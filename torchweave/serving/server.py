@@ -81,7 +81,11 @@ class Server:
         tasks = [asyncio.create_task(self._greet()), vital(self._follow())]
         await serving
         await _end(*tasks, *([self._draining] if self._draining is not None else []))
-        await self._frontends.stop(at_once=self._uvicorn.force_exit)
+        at_once = self._uvicorn.force_exit
+        if at_once:  # uvicorn has left requests and application as they were, to be cancelled with the loop
+            await self.client.stop(at_once)
+            await self._uvicorn.lifespan.shutdown()
+        await self._frontends.stop(at_once)
         if self.service.fault:
             raise ValueError(self.service.fault)
         return 1 if self.client.state == "failed" or self._frontends.failure else 0

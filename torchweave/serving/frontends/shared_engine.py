@@ -23,7 +23,7 @@ class SharedEngine(EngineClient):
         """It is starting, as far as is known."""
         self.state = "starting"
 
-    async def stop(self) -> None:
+    async def stop(self, at_once: bool = False) -> None:
         """Hear no more of it; requests in flight are answered with an error."""
         if self._life is not None:
             self._life.cancel()
