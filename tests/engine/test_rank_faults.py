@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.ops.collective_cases import Mirror
-from torchweave.config import TorchCompileConfig
+from torchweave.config import EngineConfig, TorchCompileConfig
 from torchweave.distributed.crew import RankFailure
+from torchweave.distributed.link import Link
 from torchweave.distributed.world import TENSOR, World
+from torchweave.engine import worker
 from torchweave.engine.lead import LeadRunner
 from torchweave.ops.collectives import register_communicator
 
@@ -47,3 +52,19 @@ def test_B9_a_kernel_that_gave_up_is_a_failure() -> None:
     finally:
         register_communicator(TENSOR, None)
     assert World.single().fault() is None
+
+
+def test_a_rank_whose_refusal_nobody_hears_any_more_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = Pipe()
+    link = Link(theirs)
+
+    def refuse(*_: object) -> None:
+        ours.close()
+        raise ValueError("cannot be divided")
+
+    monkeypatch.setattr(worker, "_work", refuse)
+    monkeypatch.setattr(worker, "Follower", lambda link, _: SimpleNamespace(failed=lambda *_: link.send(b"f")))
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        worker.work(link, worker.Task(EngineConfig("demo"), 1, "cpu"))
+    assert ended.value.code == 1

@@ -5,6 +5,7 @@ It knows no requests, forms no steps and tells no statistics; whatever its devic
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -66,7 +67,8 @@ def work(link: Link, task: Task, store: MeetingPoint | None = None) -> None:
 
 
 def _give_up(follower: Follower, sentence: str, asked: bool) -> None:
-    follower.failed(sentence, asked)
+    with contextlib.suppress(OSError):  # all refuse the same, and the leader may have ended them for another's word
+        follower.failed(sentence, asked)
     os._exit(1)
 
 
