@@ -163,6 +163,10 @@ FAULTS = [
     (["models", "verfy"], "invalid choice: 'verfy'"),
     (["models", "verify", "lama"], "lama"),
     (["models", "verify", "llama", "--pipeline_parallel_size", "2", "--write", "x"], "no column for stages"),
+    (
+        ["models", "verify", "llama", "--write", "/nowhere/models.md"],
+        "--write /nowhere/models.md: there is no such folder",
+    ),
     (["models", "verify", "llama", "--tensor_parallel_size", "2;4"], "expected a number of ranks, or several"),
 ]
 

@@ -45,6 +45,8 @@ def run(argv: Sequence[str]) -> int:
         return _list(args.json)
     if args.write and args.pipeline_parallel_size > 1:
         raise ValueError("the table of --write has no column for stages; leave --pipeline_parallel_size or --write out")
+    if args.write and not Path(args.write).expanduser().absolute().parent.is_dir():
+        raise ValueError(f"--write {args.write}: there is no such folder")
     ranks, stages = _sizes(args.tensor_parallel_size), args.pipeline_parallel_size
     return _verify(args.names, args.all, args.json, args.quiet, args.write, ranks, stages)
 
@@ -96,7 +98,7 @@ def _verify(
     report = Report(show=False if quiet else None)
     result: dict[str, Any] = verify(None if everything else list(names), report, ranks, stages)
     if write:
-        Path(write).write_text(table(result), encoding="utf-8")
+        Path(write).expanduser().write_text(table(result), encoding="utf-8")
     if as_json:
         print(json.dumps(result))
     else:
