@@ -79,7 +79,8 @@ def page() -> str:
     actions = "\n".join(f"- `{name}`: {text}" for name, text in cache.ACTIONS.items())
     lines += _command(
         "cache",
-        f"Look after the compile cache: captured graphs and built pieces of earlier starts.\n\n{actions}",
+        "`torchweave cache ACTION [FILE] [KEY...]` looks after the compile cache: captured graphs and built pieces of earlier "
+        f"starts.\n\n{actions}",
         cache.parser(),
     )
     lines += _command("doctor", doctor.DESCRIPTION, doctor.parser())
@@ -87,8 +88,6 @@ def page() -> str:
     lines += _command(
         "models", "`torchweave models list`, `torchweave models verify NAME...` or `--all`.", models.parser()
     )
-    actions = " ".join(f"`{name}`: {text}." for name, text in cache.ACTIONS.items())
-    lines += _command("cache", f"`torchweave cache ACTION [FILE] [KEY...]`. {actions}", cache.parser())
     lines += [
         "## bench",
         "",

@@ -131,6 +131,9 @@ def test_the_reference_names_every_option():
     known = {*options_of(EngineConfig), *options_of(SamplingParams)} - {"model"}
     missing = [name for name in sorted(known) if f"`--{name}`" not in page]
     assert not missing, "run scripts/write_cli_reference.py"
+    assert page == script("write_cli_reference").page(), "run scripts/write_cli_reference.py"
+    headings = [line for line in page.splitlines() if line.startswith("## ")]
+    assert len(headings) == len(set(headings)), "a link to one of two finds the first"
 
 
 def test_the_page_of_passes_is_current_and_whole():

@@ -20,7 +20,9 @@ the CUDA graphs and the memory, the compile cache, and how long each stage of st
 def parser() -> Parser:
     found = engine_parser("explain", DESCRIPTION)
     found.add_argument(
-        "--json", action="store_true", help="print a JSON object; its schema is docs/explain.schema.json"
+        "--json",
+        action="store_true",
+        help="print a JSON object; its schema is explain.schema.json in torchweave.compile.explanation",
     )
     found.add_argument(
         "--html", metavar="FILE", default="", help="write the report as one page, which needs no network"
