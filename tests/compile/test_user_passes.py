@@ -37,6 +37,9 @@ NOT_A_PASS = 3
 """
 
 
+FX = TorchCompileConfig(enable_inductor=False)
+
+
 class Scaled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 0.5 * 4.0 + 1
@@ -128,3 +131,29 @@ def test_S1_a_pass_that_declares_what_means_nothing_is_refused(fact: str, declar
     setattr(each, fact, declared)
     with pytest.raises(ValueError, match=f"^pass times: {why}$"):
         PassManager([each])
+
+
+class Fails(Times):
+    def run(self, graph: Any) -> PassResult:
+        raise KeyError("oops")
+
+
+class Forgets(Times):
+    def run(self, graph: Any) -> PassResult:
+        return None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("stage", ["torch_ir", "aten"])
+@pytest.mark.parametrize(
+    ("kind", "why", "cause"),
+    [
+        (Fails, r"raised KeyError: 'oops' \(.*test_user_passes.py:\d+\)$", KeyError),
+        (Forgets, "returned None; `run` returns a PassResult", type(None)),
+    ],
+)
+def test_S1_a_pass_that_raises_or_returns_nothing_is_named(stage: Any, kind: Any, why: str, cause: type) -> None:
+    each = kind(2.0)
+    each.stage = stage
+    with pytest.raises(ValueError, match=f"^pass times {why}") as raised:
+        weave(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config=FX, passes=[each])
+    assert isinstance(raised.value.__cause__, cause)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchweave.compile.dump import graph_text
+from torchweave.compile.errors import WeaveError
 from torchweave.compile.graph import CapturedGraph, Faked, run_fake, same_geometry
 from torchweave.compile.passes.aten import (
     add_rms_norm,
@@ -209,12 +211,13 @@ def run_pass(each: Pass, graph: Faked, debug: bool = False) -> PassResult:
     """Run a pass, to a fixpoint where it asks for that; the graph is checked after each round.
 
     Raises:
+        ValueError: the pass raised, or returned no result, and its name.
         RuntimeError: the pass left a graph that does not hold together, and its name.
     """
     matches = rewritten = 0
     near_misses: tuple[NearMiss, ...] = ()
     for _ in range(_MOST_ROUNDS):
-        result = each.run(graph)
+        result = _round(each, graph)
         near_misses = result.near_misses
         matches, rewritten = matches + result.matches, rewritten + result.rewritten
         try:
@@ -224,6 +227,22 @@ def run_pass(each: Pass, graph: Faked, debug: bool = False) -> PassResult:
         if not (each.fixpoint and result.matches):
             return PassResult(matches, rewritten, near_misses)
     raise RuntimeError(f"pass {each.name} still matches after {_MOST_ROUNDS} rounds: it feeds on its own results")
+
+
+def _round(each: Pass, graph: Faked) -> PassResult:
+    """Run a pass once. What it raises says nothing of which pass it was; a refusal of the model's goes on as it is."""
+    try:
+        result = each.run(graph)
+    except WeaveError:
+        raise
+    except Exception as error:  # whatever a pass raises
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"pass {each.name} raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        ) from error
+    if not isinstance(result, PassResult):
+        raise ValueError(f"pass {each.name} returned {result!r}; `run` returns a PassResult(matches, rewritten)")
+    return result
 
 
 def _lint(graph: Faked, changed: bool, debug: bool) -> None:
