@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.compile.toy import BOUNDARY, DYNAMIC, SIZES, example, step, toy
-from torchweave.compile import broken, weave
+from torchweave.compile import TraceError, broken, weave
 from torchweave.compile.forward import call_as_is
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
@@ -159,8 +159,10 @@ def test_V5_a_branch_on_the_size_is_never_silently_wrong() -> None:
 
     module = Long()
     config = TorchCompileConfig(enable_inductor=False)
-    with pytest.raises(ValueError, match="another path"):
+    with pytest.raises(TraceError, match="another path") as raised:
         weave(module, {"x": torch.zeros(23)}, {"x": {0: "T"}}, config=config)
+    assert raised.value.where == f"{__file__}:{Long.forward.__code__.co_firstlineno + 1}"
+    assert raised.value.cause.endswith("<= 40 in `return x * 2 if x.shape[0] > 40 else x`)")
 
 
 def test_a_branch_far_up_becomes_a_limit_that_is_checked() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchweave.compile.errors import TraceError
+from torchweave.compile.errors import TraceError, users_line
 from torchweave.compile.graph import CapturedGraph
 from torchweave.config import DynamicShapes
 from torchweave.log import Report
@@ -32,9 +32,11 @@ def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report) -> tup
     guards = (
         [(shape_env.replace(guard.expr), guard.sloc) for guard in shape_env.guards] if shape_env is not None else []
     )
-    for guard, where in guards:
+    for guard, sloc in guards:
         if wrong := [size for size in _ORDINARY if not _holds(guard, size, graph.symbols)]:
-            raise TraceError(f"forward takes another path for a size of {wrong[0]} ({guard}, from {where})")
+            where, code = users_line(sloc)
+            said = f"{guard} in `{code}`" if code else f"{guard}, from {sloc}"
+            raise TraceError(f"forward takes another path for a size of {wrong[0]} ({said})", where)
     for text in sorted({str(guard) for guard, _ in guards if not _holds(guard, 1, graph.symbols)}):
         report.event("assumption", expression=text, fails_at=1, mode=mode)
     lowest = 2 if mode == "backed" else 1

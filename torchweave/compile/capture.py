@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from torchweave.compile.dump import bytecode_text
-from torchweave.compile.errors import InvariantError, TraceError, place, trace_error
+from torchweave.compile.errors import InvariantError, TraceError, place, trace_error, users_line
 from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size, tidy
 from torchweave.compile.mutation import storage, written
 from torchweave.compile.sources import SourceError, resolve
@@ -233,9 +233,8 @@ def _specialisation(size: Any, graph: CapturedGraph) -> tuple[str, str]:
     shape_env = getattr(graph.fake_mode, "shape_env", None)
     for guard in reversed(getattr(shape_env, "guards", [])):
         if str(size) in str(guard.expr):
-            location = str(getattr(guard.sloc, "maybe_user_loc", None) or "")
-            code, _, where = location.partition("#")
-            return where.strip().split(" in ")[0], f" by a comparison ({guard.expr}) in `{code.strip()}`"
+            where, code = users_line(guard.sloc)
+            return where, f" by a comparison ({guard.expr}) in `{code}`"
     return "", ": forward needs this very size"
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import re
+import sys
 import traceback
+from typing import Any
 
 from torch import fx
+from torch.utils._traceback import shorten_filename
 
 
 class WeaveError(ValueError):
@@ -54,6 +58,20 @@ def _sentence(error: BaseException) -> str:
         if line.startswith("Explanation:"):
             return f"{title}: {line.removeprefix('Explanation:').strip()}"
     return title if title.startswith(type(error).__name__) else f"{type(error).__name__}: {title}"
+
+
+def users_line(sloc: Any) -> tuple[str, str]:
+    """`file:line` of the user's code that a guard is from, and that line; "" for what is not known.
+
+    torch writes `code  # file:line in function` and cuts off the beginning of the file's name; the whole one is of a module, or of
+    what was read to show the line.
+    """
+    code, _, rest = (getattr(sloc, "maybe_user_loc", None) or "").rpartition("#")
+    short, _, line = rest.strip().partition(" in ")[0].rpartition(":")
+    if not short:
+        return "", code.strip()
+    files = [*linecache.cache, *(str(getattr(module, "__file__", "")) for module in list(sys.modules.values()))]
+    return f"{next((file for file in files if shorten_filename(file) == short), short)}:{line}", code.strip()
 
 
 def place(node: fx.Node) -> str:
