@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,18 @@ def test_data_dependent_control_names_the_line_and_the_cause() -> None:
         capture(Branch(), {"x": torch.zeros(3)}, {}, "backed")
     file, line = caught.value.where.rsplit(":", 1)
     assert file == __file__ and "if x.sum() > 0" in linecache.getline(file, int(line))
+
+
+@pytest.mark.parametrize("setting", [np.float32(2), np.ones(4, np.float32)])
+def test_a_setting_of_numpys_is_refused_with_what_to_do(setting: Any) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.by
+
+    module = Scaled()
+    module.by = setting
+    with pytest.raises(TraceError, match=r"reads self.by, which is numpy's; keep a number as Python's .`float"):
+        capture(module, {"x": torch.zeros(3, 4)}, {}, "backed")
 
 
 def test_a_size_that_forward_fixes_is_refused() -> None:

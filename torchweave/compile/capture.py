@@ -34,6 +34,8 @@ from torchweave.config import DynamicShapes
 from torchweave.log import Report
 
 _OWN = f"{__package__}.trace_once."
+_NUMPYS = "___from_numpy("
+"""How Dynamo's source of a numpy number or array begins."""
 
 
 def capture(
@@ -182,6 +184,12 @@ def _bind(gm: fx.GraphModule, roots: dict[str, Any], inputs: dict[str, Tensor]) 
         if isinstance(value(node), (torch.SymInt, int)):
             continue
         source = _source(node)
+        if source.startswith(_NUMPYS):
+            name = source.removeprefix(_NUMPYS).removesuffix(")").replace("L['self']", "self")
+            raise TraceError(
+                f"forward reads {name}, which is numpy's; keep a number as Python's (`float(...)`, `int(...)`), and an array as "
+                "a tensor (`torch.from_numpy(...)`, a buffer)"
+            )
         try:
             found = resolve(source, roots)
         except SourceError as error:
