@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -169,6 +169,20 @@ def _scaling_by_default(by: float) -> Any:
     return scaled
 
 
+class Pair(NamedTuple):
+    one: int
+    other: int
+
+
+def _deep(inner: Any) -> Any:
+    """Nine lists and dicts around it, and a list that holds itself beside it."""
+    around: list[Any] = []
+    around.append(around)
+    for level in range(9):
+        inner = [inner] if level % 2 else {"next": inner, "itself": around}
+    return inner
+
+
 def _hidden(by: float) -> list[nn.Module]:
     module = nn.Module()
     module.scale = by  # type: ignore[assignment]
@@ -190,6 +204,14 @@ def _hidden(by: float) -> list[nn.Module]:
         ({"order": deque([1, 2])}, {"order": deque([2, 1])}),
         ({"part": slice(0, 2)}, {"part": slice(0, 3)}),
         ({"table": {1: 2.0}}, {"table": {"1": 2.0}}),
+        ({"table": {"a": 1, "b": 2}}, {"table": {"b": 2, "a": 1}}),
+        ({"path": "left"}, {"path": "right"}),
+        ({"path": ["left"]}, {"path": ["right"]}),
+        ({"order": [1, 2]}, {"order": (1, 2)}),
+        ({"order": Pair(1, 2)}, {"order": (1, 2)}),
+        ({"memory": torch.channels_last}, {"memory": torch.contiguous_format}),
+        ({"deep": _deep([2])}, {"deep": _deep([3])}),
+        ({"deep": _deep({"a": 2})}, {"deep": _deep({"a": 3})}),
         ({"modules_": _hidden(2.0)}, {"modules_": _hidden(3.0)}),
         ({"modules_": {"a": _hidden(2.0)}}, {"modules_": {"a": _hidden(3.0)}}),
     ],
@@ -234,6 +256,7 @@ def test_V2_no_factor_holds_a_path_or_an_address() -> None:
     class Config:
         def __init__(self) -> None:
             self.hidden, self.name_or_path, self.nested = 3, "/somewhere/else", {"dir": "/x", "fn": torch.relu}
+            self.cache_dir, self.log_file, self.where = ["/y/z"], {"a": "/w/x"}, Path("/v")
             self._original_object_hash = hash(object())  # transformers' configs keep theirs
 
     module = toy()
@@ -242,7 +265,7 @@ def test_V2_no_factor_holds_a_path_or_an_address() -> None:
     assert (
         "hidden: 3" in text
         and "object_hash" not in text
-        and "/somewhere" not in text
+        and not any(path in text for path in ("/somewhere", "/y", "/w", "/v"))
         and "/x" not in text
         and "0x" not in text
     )

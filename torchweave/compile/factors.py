@@ -13,7 +13,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -28,11 +28,34 @@ from torchweave.config import TorchCompileConfig
 _PATH_LIKE = re.compile(r"(^|_)(path|paths|dir|file|folder)$")
 _BY_PROCESS = "object_hash"
 """How the name of a hash ends that transformers' configs keep, another one in each process."""
+_BY_PLACE = "name_or_path"
+"""How the names of a checkpoint's place end that transformers' models and configs keep."""
+_WORD = re.compile(r"[\w-]*")
 _DEPTH = 6
-_PLAIN = (bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.Size)
+"""Objects that are further inside are only named; lists and dicts are described however deep."""
+_OPEN = -1
+"""Where a text would stand: a list or dict that is being described."""
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    torch.dtype,
+    torch.Size,
+    torch.memory_format,
+    torch.layout,
+)
 _TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
 """What every module holds: its parameters, children and hooks, which are described apart."""
 _TRACE_ONCE = ("clone", "found", "kinds", "layers", "stand_in", "stitch", "tails", "watch")
+_OF_ITS_PLACE = frozenset({"__module__", "__doc__", "__firstlineno__", "__static_attributes__"})
+"""What a class holds that says where it is written, and nothing of what it does."""
+MISSING = "missing"
+"""In the place of the hash of a source that cannot be read."""
 CAPTURING = ("capture", "fakes", "flat", "graph", "persist", *(f"trace_once.{name}" for name in _TRACE_ONCE))
 """Modules of this package whose source decides what is captured and how it is kept."""
 
@@ -100,13 +123,19 @@ def source_digests(modules: Iterable[str]) -> dict[str, str]:
         try:
             module = sys.modules.get(name) or importlib.import_module(name)
             digests[name] = hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()[:16]
-        except (ImportError, OSError, AttributeError):
-            digests[name] = "missing"
+        except (
+            ImportError,
+            OSError,
+            AttributeError,
+            TypeError,
+            ValueError,
+        ):  # TypeError: a file's name that begins with a dot
+            digests[name] = MISSING
     return digests
 
 
 Known = dict[tuple[int, int], str]
-"""Texts of objects by identity and depth, while they live: modules of one model share their config."""
+"""Texts of objects and classes by identity and depth, while they live: modules of one model share their config."""
 
 
 def describe_module(module: nn.Module, known: Known | None = None) -> str:
@@ -118,12 +147,28 @@ def describe_module(module: nn.Module, known: Known | None = None) -> str:
     lines, known = [], {} if known is None else known
     for name, child in module.named_modules(remove_duplicate=False):
         hooks = [describe(hook, 1) for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())]
-        plain = {key: value for key, value in vars(child).items() if key not in _TORCH_OWN}
+        plain = {key: value for key, value in sorted(vars(child).items()) if key not in _TORCH_OWN}
         forward = getattr(child.forward, "__func__", child.forward)
-        lines.append(f"{name}: {_name(type(child))} {_name(forward)} {hooks} {describe(plain, 0, known)}")
+        made = [_describe_class(kind, known) for kind in type(child).__mro__ if "<locals>" in kind.__qualname__]
+        lines.append(f"{name}: {_name(type(child))} {_name(forward)} {made} {hooks} {describe(plain, 0, known)}")
         tensors = {**child._parameters, **child._buffers}
         lines += [f"  {key}: {describe(tensor, 0)}" for key, tensor in tensors.items()]
     return "\n".join(lines)
+
+
+def _describe_class(kind: type, known: Known) -> str:
+    """What a class that a function made holds: classes of one maker have one name, and may differ in what it was called with."""
+    where = (id(kind), 0)
+    if where not in known:
+        held = {
+            key: each
+            for key, each in sorted(vars(kind).items())
+            if isinstance(each, (FunctionType, bool, int, float, str))
+        }
+        known[where] = _digest(
+            describe({key: each for key, each in held.items() if key not in _OF_ITS_PLACE}, 1, known)
+        )
+    return known[where]
 
 
 def _unregistered(module: nn.Module) -> Iterator[nn.Module]:
@@ -154,15 +199,13 @@ def describe(thing: Any, depth: int = 0, known: Known | None = None) -> str:
         return thing.type
     if isinstance(thing, Tensor):
         return f"{type(thing).__name__}{tuple(thing.shape)}{tuple(thing.stride())}{thing.dtype}@{thing.device.type}"
+    if isinstance(thing, PurePath):
+        return "path"
+    known = {} if known is None else known
+    if isinstance(thing, (Mapping, list, tuple, deque, set, frozenset)):
+        return _describe_nest(thing, depth, known)
     if depth > _DEPTH:
         return _name(type(thing))
-    if isinstance(thing, Mapping):
-        kept = [(_key(key), value) for key, value in thing.items() if not _is_path(str(key), value)]
-        return "{" + ", ".join(sorted(f"{key}: {describe(value, depth + 1, known)}" for key, value in kept)) + "}"
-    if isinstance(thing, (list, tuple, deque)):
-        return "[" + ", ".join(describe(item, depth + 1, known) for item in thing) + "]"
-    if isinstance(thing, (set, frozenset)):
-        return "{" + ", ".join(sorted(describe(item, depth + 1, known) for item in thing)) + "}"
     if isinstance(thing, nn.Module):
         return _name(type(thing))
     if isinstance(thing, MethodType):
@@ -173,7 +216,26 @@ def describe(thing: Any, depth: int = 0, known: Known | None = None) -> str:
         return _describe_function(thing, depth, known)
     if callable(thing) and hasattr(thing, "__qualname__"):
         return _name(thing)
-    return _describe_object(thing, depth, {} if known is None else known)
+    return _describe_object(thing, depth, known)
+
+
+def _describe_nest(thing: Any, depth: int, known: Known) -> str:
+    """A list, dict or set, however deep; one that holds itself is named there."""
+    where = (id(thing), _OPEN)
+    if where in known:
+        return f"a {_name(type(thing))} around it"
+    known[where] = ""
+    try:
+        if isinstance(thing, Mapping):
+            kept = [(_key(key), value) for key, value in thing.items() if not _is_path(str(key), value)]
+            return "{" + ", ".join(f"{key}: {describe(value, depth + 1, known)}" for key, value in kept) + "}"
+        items = [describe(item, depth + 1, known) for item in thing]
+        if isinstance(thing, (set, frozenset)):
+            return "{" + ", ".join(sorted(items)) + "}"
+        kind = "" if type(thing) is list else _name(type(thing))
+        return f"{kind}[{', '.join(items)}]"
+    finally:
+        del known[where]
 
 
 def _describe_function(function: FunctionType, depth: int, known: Known | None) -> str:
@@ -197,7 +259,7 @@ def _describe_object(thing: Any, depth: int, known: Known) -> str:
     if where not in known:
         slots = [name for kind in type(thing).__mro__ for name in _slots(kind) if hasattr(thing, name)]
         facts = {**{name: getattr(thing, name) for name in slots}, **getattr(thing, "__dict__", {})}
-        known[where] = f"{_name(type(thing))}{describe(facts, depth + 1, known) if facts else ''}"
+        known[where] = f"{_name(type(thing))}{describe(dict(sorted(facts.items())), depth + 1, known) if facts else ''}"
     return known[where]
 
 
@@ -211,8 +273,15 @@ def _key(key: Any) -> str:
 
 
 def _is_path(key: str, value: Any) -> bool:
-    """Whether a setting says where something is, not what it is; a number is no path, whatever it is called."""
-    return key.endswith(_BY_PROCESS) or (not isinstance(value, (bool, int, float)) and _names_path(key))
+    """Whether a setting says where something is, not what it is: its name says so, and its text, or one in its lists, is no mere
+    word. The name that a checkpoint was asked for by is one of a place too."""
+    return key.endswith((_BY_PROCESS, _BY_PLACE)) or (_names_path(key) and _holds_place(value))
+
+
+def _holds_place(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset, Mapping)) and depth <= _DEPTH:
+        return any(_holds_place(item, depth + 1) for item in (value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, str) and not _WORD.fullmatch(value)
 
 
 @functools.lru_cache(maxsize=4096)
