@@ -21,7 +21,7 @@ def files(folder: Path) -> set[str]:
 
 
 def test_V6_dump_dir_holds_graphs_around_passes_and_the_code_of_pieces(tmp_path: Path) -> None:
-    config = TorchCompileConfig(dump_dir=str(tmp_path / "dump"))
+    config = TorchCompileConfig(compile_cache=False, dump_dir=str(tmp_path / "dump"))
     report = Report(show=False)
     torchweave.compile(toy(layers=1), example(), DYNAMIC, config, report)
     folder = tmp_path / "dump"
@@ -38,7 +38,7 @@ def test_V6_dump_dir_holds_graphs_around_passes_and_the_code_of_pieces(tmp_path:
 
 
 def test_V6_a_second_dump_leaves_nothing_of_the_first(tmp_path: Path) -> None:
-    config = TorchCompileConfig(enable_inductor=False, dump_dir=str(tmp_path))
+    config = TorchCompileConfig(enable_inductor=False, compile_cache=False, dump_dir=str(tmp_path))
     (tmp_path / "mine.txt").write_text("kept")
     torchweave.compile(torch.nn.Linear(4, 8), {"input": torch.ones(3, 4)}, {"input": {0: "T"}}, config)
     first = files(tmp_path)

@@ -22,7 +22,7 @@ from torchweave.compile.explanation.page import _repeat, page, seconds_text, siz
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
 
-FX = TorchCompileConfig(enable_inductor=False)
+FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 
 
 def valid(facts: Facts) -> Facts:
@@ -130,7 +130,7 @@ def test_V6_the_page_of_an_empty_report_says_that_nothing_happened() -> None:
 
 
 def test_V6_the_dump_folder_holds_the_page_and_the_data(tmp_path: Path) -> None:
-    config = TorchCompileConfig(enable_inductor=False, dump_dir=str(tmp_path))
+    config = TorchCompileConfig(enable_inductor=False, compile_cache=False, dump_dir=str(tmp_path))
     torchweave.compile(torch.nn.Linear(4, 8), {"input": torch.ones(3, 4)}, {"input": {0: "T"}}, config)
     jsonschema.Draft202012Validator(schema()).validate(json.loads((tmp_path / "explain.json").read_text()))
     assert "<!doctype html>" in (tmp_path / "report.html").read_text()

@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 
 import torchweave
 from torchweave.config import TorchCompileConfig
+from torchweave.log import Report
 
 ROOT = Path(__file__).parents[2]
-FX = TorchCompileConfig(enable_inductor=False)
+FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,48 @@ def test_a_boundary_op_of_the_project_is_called_as_it_is() -> None:
     compiled = torchweave.compile(module, {"x": torch.zeros(3, 2, 8)}, {"x": {0: "T"}}, FX)
     x = torch.randn(6, 2, 8)
     assert torch.equal(compiled(x), module(x)) and len(compiled.woven.pieces) == 2
+
+
+class Scale(nn.Module):
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+def scaling(by: float) -> nn.Module:
+    class Scales(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scaled(x)
+
+        def scaled(self, x: Tensor) -> Tensor:
+            return x * by
+
+    return Scales()
+
+
+def of_no_file(by: float) -> nn.Module:
+    namespace = {"Scale": Scale}
+    exec(f"class Cell(Scale):\n    def forward(self, x):\n        return x * {by}", namespace)
+    cell: Any = namespace["Cell"]
+    return cell(0.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"), [(Scale, True), (scaling, True), (of_no_file, False)], ids=["class", "made", "typed"]
+)
+def test_V2_a_module_of_ones_own_is_kept_in_the_compile_cache(make: Any, kept: bool, tmp_path: Path) -> None:
+    config = TorchCompileConfig(enable_inductor=False, compile_cache_dir=str(tmp_path))
+    outcomes = []
+    for by in (2.0, 2.0, 3.0):
+        report = Report(show=False)
+        compiled = torchweave.compile(make(by), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config, report)
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), by))
+        outcomes.append([each["outcome"] for each in report.select("cache") if each["entry"] == "graph"])
+    miss = ["miss", "stored" if kept else "miss"]
+    assert outcomes == [miss, ["hit"] if kept else miss, miss]
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

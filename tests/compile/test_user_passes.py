@@ -37,7 +37,7 @@ NOT_A_PASS = 3
 """
 
 
-FX = TorchCompileConfig(enable_inductor=False)
+FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 
 
 class Scaled(nn.Module):
@@ -66,7 +66,7 @@ def test_S1_a_pass_of_ones_own_by_config(own_module: str) -> None:
 def test_S1_a_pass_of_ones_own_as_an_argument(own_module: str) -> None:
     report = Report(show=False)
     passes = [*torchweave.compile.default_passes(), load_pass(f"{own_module}:SCALE_ONCE")]
-    config = TorchCompileConfig(enable_inductor=False, enabled_passes=("scale_once",))
+    config = TorchCompileConfig(enable_inductor=False, compile_cache=False, enabled_passes=("scale_once",))
     compiled = torchweave.compile(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config, report, passes=passes)
     assert [each["matches"] for each in report.select("pass") if each["name"] == "scale_once"] == [1]
     x = torch.randn(7)

@@ -63,7 +63,7 @@ def compile_module(
     Args:
         inputs: example tensors by forward's parameter names, in forward's order; values are not read.
         dynamic: names of the dimensions that vary, by input and dimension: `{"x": {0: "T"}}`.
-        config: how; see `torchweave.TorchCompileConfig`.
+        config: how; see `torchweave.TorchCompileConfig`. With its `compile_cache` an equal module is loaded, not captured again.
         report: collects what was decided.
         passes: what runs instead of the stack's own passes; `[*default_passes(), Mine()]` adds one to them.
 

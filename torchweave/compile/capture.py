@@ -7,8 +7,10 @@ What the graph was specialised to by declaration (example dtypes, devices, every
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Mapping
+from types import CodeType
 from typing import Any
 
 import torch
@@ -320,7 +322,17 @@ def _refuse_mutated_constants(graph: CapturedGraph) -> None:
 
 
 def _traced_modules(captured: Any) -> tuple[str, ...]:
-    """Importable names of the files whose code was traced, without those that torch's version stands for."""
-    by_file = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
-    found = {by_file.get(code.co_filename) for code in captured.graph_capture_output.traced_code}
+    """Importable names of the files whose code was traced, without those that torch's version stands for; and the names of files
+    that are no module's, such as a cell of a notebook."""
+    by_file = {getattr(module, "__file__", None): name for name, module in reversed(list(sys.modules.items()))}
+    traced = captured.graph_capture_output.traced_code
+    found = {by_file.get(code.co_filename, code.co_filename) for code in traced if not _is_generated(code)}
     return tuple(sorted(name for name in found if name and not name.startswith(("torch.", _OWN))))
+
+
+def _is_generated(code: CodeType) -> bool:
+    """Whether Python or torch wrote it (an `__init__` of a dataclass, a lambda), or Python brings it."""
+    name = code.co_filename
+    return name.startswith("<frozen ") or (
+        name == "<string>" and re.fullmatch("__.*__|<lambda>", code.co_name) is not None
+    )

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchweave.compile.backend import weave
+from torchweave.compile.cache import open_cache
 from torchweave.compile.dump import open_dump
 from torchweave.compile.explanation.page import keep_explanation
 from torchweave.compile.forward import call_as_is
@@ -31,7 +32,10 @@ class Compiled:
         config, report = config or TorchCompileConfig(), report or Report(show=False)
         open_dump(config, report)
         ops = _known_boundary_ops()
-        self.woven = weave(module, inputs, dynamic, boundary_ops=ops, config=config, report=report, passes=passes)
+        cache = open_cache(config, report)
+        self.woven = weave(
+            module, inputs, dynamic, boundary_ops=ops, config=config, cache=cache, report=report, passes=passes
+        )
         keep_explanation(None, report)
 
     def __call__(self, *inputs: Tensor) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweave.compile.cache import CompileCache, key_of
-from torchweave.compile.factors import graph_factors, piece_factors, source_digests
+from torchweave.compile.factors import MISSING, graph_factors, piece_factors, source_digests
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.persist import NotStorable, dump_graph, dump_piece, load_graph, load_piece
 from torchweave.compile.pieces import BuiltPiece
@@ -57,12 +57,17 @@ class StoredGraph:
         return graph
 
     def store(self, graph: CapturedGraph) -> None:
+        sources = source_digests(graph.sources)
         try:
+            if unread := [name for name, digest in sources.items() if digest == MISSING]:
+                raise NotStorable(
+                    f"{unread[0]} was traced and is no file that can be read, so nobody could see it change"
+                )
             payload = dump_graph(graph)
         except NotStorable as error:
             self.cache.miss("graph", key_of("graph", self.factors), f"not stored: {error}")
             return
-        self.cache.store("graph", self.factors, payload, {"sources": source_digests(graph.sources)})
+        self.cache.store("graph", self.factors, payload, {"sources": sources})
 
 
 class StoredPiece:
