@@ -73,6 +73,12 @@ def test_T12_nothing_is_found_in_a_clean_module(specimen: type[nn.Module]) -> No
     assert examine(find(f"{clean.__name__}:{specimen.__name__}")) == []
 
 
+def test_T12_a_branch_in_a_function_that_forward_calls_is_named_by_its_line() -> None:
+    function = recompiles.scaled_where_long
+    findings = examine(find(f"{recompiles.__name__}:{function.__name__}", {"x": "float32[T,16]"}))
+    assert found(findings) == {(function.__code__.co_firstlineno + 1, "size_branch")}
+
+
 def test_T12_the_command_prints_findings_and_says_so_by_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{ZOO / 'graph_breaks.py'}:SliceByData"
     assert main.main(["doctor", name]) == 1

@@ -63,15 +63,23 @@ def _sentence(error: BaseException) -> str:
 def users_line(sloc: Any) -> tuple[str, str]:
     """`file:line` of the user's code that a guard is from, and that line; "" for what is not known.
 
-    torch writes `code  # file:line in function` and cuts off the beginning of the file's name; the whole one is of a module, or of
-    what was read to show the line.
+    torch writes `code  # file:line in function`.
     """
     code, _, rest = (getattr(sloc, "maybe_user_loc", None) or "").rpartition("#")
     short, _, line = rest.strip().partition(" in ")[0].rpartition(":")
     if not short:
         return "", code.strip()
-    files = [*linecache.cache, *(str(getattr(module, "__file__", "")) for module in list(sys.modules.values()))]
-    return f"{next((file for file in files if shorten_filename(file) == short), short)}:{line}", code.strip()
+    return f"{whole_name(short) or short}:{line}", code.strip()
+
+
+def whole_name(short: str) -> str:
+    """The name of a file of which torch cut off the beginning, with dots in its place or without; "" when it is of no module, and
+    nothing that was read to show a line."""
+    end = short.lstrip(".")
+    for file in (*linecache.cache, *(str(getattr(module, "__file__", "")) for module in list(sys.modules.values()))):
+        if shorten_filename(file) == short or (end != short and file.endswith(end)):
+            return file
+    return ""
 
 
 def place(node: fx.Node) -> str:

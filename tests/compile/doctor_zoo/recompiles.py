@@ -108,3 +108,21 @@ class TwoBranches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x * 2 if x.shape[0] > 32 else x  # FIND size_branch
         return y + 1 if x.shape[0] < 3 else y  # FIND size_branch
+
+
+def scaled_where_long(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] > 20 else x  # a size_branch
+
+
+class BranchOnEven(nn.Module):
+    doctor_inputs = X
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] % 2 == 0 else x + 1  # FIND size_branch
+
+
+class LoopOverRows(nn.Module):
+    doctor_inputs = X
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row * 2 for row in x])  # FIND fixed_size

@@ -40,15 +40,17 @@ class Finding:
 def settle(findings: Iterable[Finding]) -> list[Finding]:
     """One finding for a kind at a line, and none that only follows from another at the same line; worst first.
 
-    The first of several at one line is the most telling: callers hand findings over in this order.
+    The first of several at one line is the most telling: callers hand findings over in this order. An error is told all the same
+    where the first is a warning.
     """
     kept: dict[tuple[str, str], Finding] = {}
     blamed: set[str] = set()
     for finding in findings:
-        if finding.where and finding.where in blamed and finding.kind != "performance":
-            continue
         key = (finding.where or finding.cause, finding.rule if finding.kind == "performance" else "")
-        if key not in kept:
+        worse = key in kept and (kept[key].severity, finding.severity) == ("warning", "error")
+        if finding.where and finding.where in blamed and finding.kind != "performance" and not worse:
+            continue
+        if key not in kept or worse:
             kept[key] = finding
             if finding.kind != "performance":
                 blamed.add(finding.where)

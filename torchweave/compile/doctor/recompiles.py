@@ -96,7 +96,9 @@ def _rule(one: Recompile) -> str:
     if "size()" in one.guard and line.node is not None and line.loop() is line.node:
         return "dynamic_loop"
     if "size()" in one.guard:
-        return "zero_one" if re.search(r"(!=|==|<=|<|>) *[01]$|^[12] <= ", one.guard) else "size_branch"
+        return (
+            "zero_one" if re.search(r"size\(\)\[\d+\] *(!=|==|<=|<|>) *[01]$|^[12] <= ", one.guard) else "size_branch"
+        )
     if calls & {"min", "max"} and "[" in one.guard:
         return "min_max_of_list"
     if _ATTRIBUTE.search(one.guard):

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from torchweave.compile.doctor.reading import innermost
 from torchweave.compile.doctor.subject import Subject
+from torchweave.compile.errors import whole_name
 from torchweave.compile.symbols import shapes_mode, value
 
 # Sizes in the order in which they are run; a third call with the numbers of the first must find its code again.
@@ -102,9 +103,12 @@ def _recompile(failure: Any) -> Recompile:
     place = _GUARD_PLACE.search(failure.reason)
     code, where = failure.orig_code, ""
     if place is not None:
-        # Dynamo cuts long paths; the rest of the file's name is that of the frame, or in the stack behind the guard.
+        # Dynamo cuts paths; the rest of the file's name is that of the frame, in the stack behind the guard, or a module's: of a
+        # function that the frame calls.
         full = [code.co_filename, *re.findall(r'File "([^"]+)"', failure.reason)]
-        file = next((name for name in full if name.endswith(place["file"].lstrip("."))), "")
+        file = next((name for name in full if name.endswith(place["file"].lstrip("."))), "") or whole_name(
+            place["file"]
+        )
         where = f"{file}:{place['line']}" if file else ""
     return Recompile(guard, where, code.co_name, f"{code.co_filename}:{code.co_firstlineno}")
 
