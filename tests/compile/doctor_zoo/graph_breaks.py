@@ -168,3 +168,13 @@ class Several(nn.Module):
             y = y + 1
         zlib.crc32(b"y")  # FIND native_call
         return y * 2
+
+
+class RowsOfAnExpert(nn.Module):
+    doctor_inputs = X
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.where(x[:, 0] > 0)[0]  # FIND data_dependent_shape
+        out = torch.zeros_like(x)
+        out[rows] = x[rows] * 2
+        return out

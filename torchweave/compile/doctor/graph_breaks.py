@@ -84,7 +84,7 @@ def _rule(one: Break, line: Statement) -> str:
         return "tolist"
     if "item()" in kind:
         return _wait(line)
-    if "dynamic shape" in kind:
+    if "dynamic shape" in kind or "output shape depends" in kind:
         return "data_dependent_shape"
     if "data-dependent" in kind or "data dependent" in kind:
         return "data_dependent_control"
