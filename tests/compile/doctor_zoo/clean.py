@@ -87,6 +87,13 @@ class LayerLoop(nn.Module):
         return x
 
 
+class Draws(nn.Module):
+    doctor_inputs = X
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
 class HonestOp(nn.Module):
     doctor_inputs = X
 

@@ -6,9 +6,10 @@ compared with what the op did.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -68,13 +69,21 @@ def observe(subject: Subject, sizes: Sequence[int] = SIZES) -> Observed:
         before, watch = sys.gettrace(), _Watch(observed, size)
         sys.settrace(_tracer(observed, watch))
         try:
-            with torch.no_grad(), watch:
+            with torch.no_grad(), drawn_alike(), watch:
                 observed.results[size] = subject.module(*subject.arguments(size, variant))
         except Exception as error:  # whatever the subject raises
             observed.errors[size] = f"{type(error).__name__}: {error}"
         finally:
             sys.settrace(before)
     return observed
+
+
+@contextlib.contextmanager
+def drawn_alike() -> Iterator[None]:
+    """Let what draws random numbers draw the same ones meanwhile as in every other such place."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
 
 
 def _tracer(observed: Observed, watch: _Watch) -> Any:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from torchweave.compile.backend import weave
 from torchweave.compile.capture import capture
-from torchweave.compile.doctor.eager import SIZES, Observed
+from torchweave.compile.doctor.eager import SIZES, Observed, drawn_alike
 from torchweave.compile.doctor.subject import Subject
 from torchweave.compile.errors import WeaveError
 from torchweave.compile.forward import call_as_is
@@ -74,7 +74,7 @@ def attempt(subject: Subject, observed: Observed) -> Wove:
 
 def _compare(woven: Woven, arguments: list[Any], expected: Any) -> str:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), drawn_alike():
             result = woven(call_as_is, *arguments)
     except Exception as error:  # whatever a wrong graph raises
         return f"it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
