@@ -87,6 +87,21 @@ class LayerLoop(nn.Module):
         return x
 
 
+class LayersByNumber(nn.Module):
+    """As many layers as would count as an unrolled loop, called by their numbers and in a comprehension."""
+
+    doctor_inputs = X
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(34)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(34):
+            x = x + self.layers[i](x)
+        return x + sum(layer(x) * 2 for layer in self.layers)
+
+
 class Draws(nn.Module):
     doctor_inputs = X
 

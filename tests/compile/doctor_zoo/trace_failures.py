@@ -126,3 +126,10 @@ class TwoBadOps(nn.Module):
         z = torch.ops.doctor_zoo.wrong_dtype(y).float()  # FIND wrong_fake_kernel
         print("then")  # FIND print
         return y + z
+
+
+class GeneratorOverNumbers(nn.Module):
+    doctor_inputs = X
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x * i for i in range(40)]).sum(0)  # FIND unrolled_loop

@@ -37,7 +37,7 @@ def source_line(where: str) -> str:
 class Statement:
     """The innermost statement at a line; of a compound one (`if`, `for`, `with`), its header alone."""
 
-    def __init__(self, node: ast.stmt | None, parents: tuple[ast.AST, ...] = ()) -> None:
+    def __init__(self, node: ast.stmt | ast.expr | None, parents: tuple[ast.AST, ...] = ()) -> None:
         self.node, self.parents = node, parents
 
     def _header(self) -> Iterator[ast.AST]:
@@ -75,13 +75,18 @@ class Statement:
                 return node
         return None
 
+    def comprehension(self) -> ast.expr | None:
+        """The first comprehension or generator in the statement."""
+        kinds = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
+        return next((node for node in self._header() if isinstance(node, kinds)), None)
+
     def goes_over_modules(self) -> bool:
-        """Whether a loop calls what it loops over, as over the layers of a model."""
-        if not isinstance(self.node, ast.For):
+        """Whether a loop calls what it loops over, as over the layers of a model: `layer(x)`, `self.layers[i](x)`."""
+        if self.node is None:
             return False
-        names = {node.id for node in ast.walk(self.node.target) if isinstance(node, ast.Name)}
-        called = (node.func for node in ast.walk(self.node) if isinstance(node, ast.Call))
-        return any(isinstance(function, ast.Name) and function.id in names for function in called)
+        loops = [self.node] if isinstance(self.node, ast.For) else getattr(self.node, "generators", ())
+        names = {name.id for loop in loops for name in ast.walk(loop.target) if isinstance(name, ast.Name)}
+        return any(isinstance(node, ast.Call) and _is_one_of(node.func, names) for node in ast.walk(self.node))
 
     def reads_shape(self) -> bool:
         """Whether the header asks for a size: `.shape`, `.size()`, `len()`, `.numel()`."""
@@ -96,6 +101,13 @@ class Statement:
                 bases = " ".join(ast.unparse(base) for base in node.bases)
                 return "forward" not in methods and "Module" not in bases
         return False
+
+
+def _is_one_of(function: ast.expr, names: set[str]) -> bool:
+    """Whether what is called is a loop's variable, or was looked up by one."""
+    if isinstance(function, ast.Subscript):
+        return any(isinstance(node, ast.Name) and node.id in names for node in ast.walk(function.slice))
+    return isinstance(function, ast.Name) and function.id in names
 
 
 @lru_cache(maxsize=256)

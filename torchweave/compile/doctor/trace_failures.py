@@ -10,7 +10,7 @@ from torch import fx
 
 from torchweave.compile.doctor.eager import Observed
 from torchweave.compile.doctor.finding import Finding
-from torchweave.compile.doctor.reading import is_users, source_line, statement
+from torchweave.compile.doctor.reading import Statement, is_users, source_line, statement
 from torchweave.compile.doctor.tracing import Traced
 
 _UNROLLED = 32  # times that one line of one module was traced from one place
@@ -74,13 +74,12 @@ def _loops(graphs: Iterable[fx.GraphModule]) -> Iterator[Finding]:
             if node.op.startswith("call") and stack:
                 modules = node.meta.get("nn_module_stack") or {}
                 times[stack, str(list(modules)[-1:])] += 1
-    told: dict[str, int] = {}
+    told: dict[tuple[str, bool], int] = {}
     for (stack, _), count in times.items():
-        where = _loop_of(stack) if count >= _UNROLLED else ""
-        if where:
-            told[where] = told.get(where, 0) + count
-    for where, count in told.items():
-        sized = statement(where).reads_shape()
+        found = _loop_of(stack) if count >= _UNROLLED else None
+        if found is not None:
+            told[found] = told.get(found, 0) + count
+    for (where, sized), count in told.items():
         cause = f"the loop was unrolled into {count} operations, which makes tracing and building slow"
         if sized:
             cause += ", and its count follows a size, so each size would be captured anew"
@@ -94,14 +93,16 @@ def _loops(graphs: Iterable[fx.GraphModule]) -> Iterator[Finding]:
         )
 
 
-def _loop_of(stack: str) -> str:
-    """The line of the innermost loop around any frame of a stack."""
+def _loop_of(stack: str) -> tuple[str, bool] | None:
+    """The line of the innermost loop around any frame of a stack, and whether its count follows a size; None: there is none, or it
+    goes over modules. A loop that stands on one line with its body is read by itself, not by its line."""
     for file, line in reversed(_FRAMES.findall(stack)):
-        loop = statement(f"{file}:{line}").loop() if is_users(file) else None
-        if loop is not None:
-            where = f"{file}:{loop.lineno}"
-            return "" if statement(where).goes_over_modules() else where
-    return ""
+        around = statement(f"{file}:{line}") if is_users(file) else Statement(None)
+        node = around.loop() or around.comprehension()
+        if node is not None:
+            loop = Statement(node)
+            return None if loop.goes_over_modules() else (f"{file}:{node.lineno}", loop.reads_shape())
+    return None
 
 
 def _refused(traced: Traced, known: set[str]) -> Iterator[Finding]:
