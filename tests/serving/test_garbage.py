@@ -33,7 +33,7 @@ class Parrot(EngineClient):
         self.state = "ready"
         self._changed.set()
 
-    async def stop(self) -> None: ...
+    async def stop(self, at_once: bool = False) -> None: ...
 
     def _send_bytes(self, message: bytes) -> None:
         request = wire.decode_to_engine(message)
@@ -72,6 +72,7 @@ async def garbage_of(path: str, body: dict[str, Any] | None) -> tuple[set[bytes]
     reader, writer = await asyncio.open_connection(*door.getsockname())
     statuses = {await ask(reader, writer, path, body)}  # what is made with the first request stays
     gc.collect()
+    gc.freeze()  # what was there before is let go of by whoever holds it, now or later
     gc.disable()
     try:
         for _ in range(3):
@@ -84,6 +85,7 @@ async def garbage_of(path: str, body: dict[str, Any] | None) -> tuple[set[bytes]
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+        gc.unfreeze()
     writer.close()
     uvicorn.should_exit = True
     await serving

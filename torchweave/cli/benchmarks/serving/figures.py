@@ -136,7 +136,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         note = ", ".join(f"{other} {result[f'{other}_{name}_ms']:,.2f}" for other in others)
         found.append(("Latency, median", what, f"{result[f'median_{name}_ms']:,.2f} ms", note))
     if stalls := result.get("machine_stalls"):
-        often = f"{stalls['over_2_ms']} longer than 2 ms, which every stream here waited for"
+        often = f"of a process that only sleeps; {stalls['over_2_ms']} were longer than 2 ms"
         found.append(
             ("Latency, median", "longest stall of this machine itself", f"{stalls['longest_ms']:,.2f} ms", often)
         )
