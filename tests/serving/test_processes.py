@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.serving.running import serving, wait_until
+from torchweave.config import EngineConfig
+from torchweave.serving import own_engine, wire
 from torchweave.serving.processes import spawn, vital
 
 
@@ -88,3 +90,16 @@ def test_the_places_where_they_met_are_gone_with_a_server_that_was_killed(
         assert running.client().completions.create(model="demo", prompt="1+1=", max_tokens=1).choices
     assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     assert not any(place.exists() for place in places)
+
+
+def test_an_engine_ends_with_its_server_while_it_still_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It looks out before it does anything else: imports take up to a quarter of a minute on a slow machine."""
+
+    def gone(folder: str) -> None:
+        assert folder == str(tmp_path)
+        raise SystemExit
+
+    monkeypatch.setattr(own_engine, "follow_parent", gone)
+    monkeypatch.setattr(own_engine, "waiting_ranks", lambda *_: pytest.fail("ranks were started first"))
+    with pytest.raises(SystemExit):
+        own_engine._run_engine(EngineConfig(model="demo"), wire.Addresses(str(tmp_path)), wire.Place())

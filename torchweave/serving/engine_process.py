@@ -28,7 +28,6 @@ from torchweave.engine.request import InferenceRequest, Output
 from torchweave.engine.responses import NO_TOKENS, Response
 from torchweave.log import Report
 from torchweave.serving import wire
-from torchweave.serving.processes import follow_parent
 
 STATS_SECONDS = 0.2
 """Between two statistics that are sent."""
@@ -36,13 +35,12 @@ _FLUSH_SECONDS = 2.0  # for what was said last to reach the other process
 
 
 def main(config: EngineConfig, addresses: wire.Addresses, place: wire.Place, waiting: WaitingRanks) -> None:
-    """Build the engine that `config` asks for and run it until the HTTP process ends it, or ends.
+    """Build the engine that `config` asks for and run it until the HTTP process ends it.
 
     Args:
         place: which of the engines behind the server it is.
         waiting: its other ranks, as `open_engine` takes them.
     """
-    follow_parent(addresses.folder)
     for name in ("transformers", "torch"):  # their advice on start-up is not for whoever runs a server
         logging.getLogger(name).setLevel(logging.ERROR)
     requests = zmq.Context.instance().socket(zmq.PULL)

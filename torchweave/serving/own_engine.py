@@ -14,7 +14,7 @@ from torchweave.serving import wire
 from torchweave.serving.engine_client import EngineClient, Side
 from torchweave.serving.frontends.messages import Became, Began, Ended
 from torchweave.serving.ledger import Ledger
-from torchweave.serving.processes import bury, ended, meeting_place, spawn
+from torchweave.serving.processes import bury, ended, follow_parent, meeting_place, spawn
 from torchweave.serving.replicas import Replicas
 
 _END_SECONDS = 5.0  # for the engine process to end by itself
@@ -117,6 +117,7 @@ class OwnEngine(EngineClient):
 
 
 def _run_engine(config: EngineConfig, addresses: wire.Addresses, place: wire.Place) -> None:
+    follow_parent(addresses.folder)  # before imports, which take seconds
     with waiting_ranks(config, place.index) as waiting:
         with collector.for_good():
             from torchweave.serving.engine_process import main  # torch is imported in that process
