@@ -104,12 +104,16 @@ def test_F_live_shows_how_far_the_start_is():
     }
 
 
+def counted(service: Any) -> tuple[Any, list[float]]:
+    """The service, and when it makes what it tells."""
+    made, snapshot = list[float](), service.snapshot
+    service.snapshot = lambda now: made.append(now) or snapshot(now)
+    return service, made
+
+
 def test_however_many_ask_it_is_made_a_few_times_a_second():
     app, client, clock = watched()
-    service = app.state.live
-    made = []
-    snapshot = service.snapshot
-    service.snapshot = lambda now: made.append(now) or snapshot(now)
+    service, made = counted(app.state.live)
 
     async def ask() -> bytes:
         for _ in range(100):
@@ -124,10 +128,7 @@ def test_however_many_ask_it_is_made_a_few_times_a_second():
 
 def test_those_who_ask_at_once_get_the_same():
     app, _, clock = watched()
-    service = app.state.live
-    made = []
-    snapshot = service.snapshot
-    service.snapshot = lambda now: made.append(now) or snapshot(now)
+    service, made = counted(app.state.live)
 
     async def look() -> None:
         await asyncio.sleep(0.01)

@@ -123,13 +123,8 @@ def source_digests(modules: Iterable[str]) -> dict[str, str]:
         try:
             module = sys.modules.get(name) or importlib.import_module(name)
             digests[name] = hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()[:16]
-        except (
-            ImportError,
-            OSError,
-            AttributeError,
-            TypeError,
-            ValueError,
-        ):  # TypeError: a file's name that begins with a dot
+        except (ImportError, OSError, AttributeError, TypeError, ValueError):
+            # A TypeError where the name of a file begins with a dot.
             digests[name] = MISSING
     return digests
 
@@ -160,14 +155,13 @@ def _describe_class(kind: type, known: Known) -> str:
     """What a class that a function made holds: classes of one maker have one name, and may differ in what it was called with."""
     where = (id(kind), 0)
     if where not in known:
+        plain = (FunctionType, bool, int, float, str)
         held = {
             key: each
             for key, each in sorted(vars(kind).items())
-            if isinstance(each, (FunctionType, bool, int, float, str))
+            if key not in _OF_ITS_PLACE and isinstance(each, plain)
         }
-        known[where] = _digest(
-            describe({key: each for key, each in held.items() if key not in _OF_ITS_PLACE}, 1, known)
-        )
+        known[where] = _digest(describe(held, 1, known))
     return known[where]
 
 
