@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torchweave.collector import uncollected
 from torchweave.compile.errors import InvariantError
 from torchweave.compile.forward import Boundary, Forward
+from torchweave.side_streams import side_stream
 
 __all__ = ["Boundary", "Forward", "GraphPool", "Recorder", "Recording", "record"]
 
@@ -61,7 +62,7 @@ class GraphPool:
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self.handle = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(self.device)
+        self._stream = side_stream(self, self.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._segments: list[tuple[int, int]] = []
 

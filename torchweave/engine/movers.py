@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchweave.engine.offload import Mover
 from torchweave.ops.attention import KVLayer
+from torchweave.side_streams import side_stream
 
 _CHUNK = 1 << 30  # bytes that are pinned at once: torch rounds what it pins up to a power of two
 
@@ -77,7 +78,7 @@ class StreamMover:
         sizes = [self._per_chunk] * chunks + [rest] * (rest > 0)
         self._chunks = [torch.empty(size * self._place_bytes, dtype=torch.uint8, pin_memory=True) for size in sizes]
         self._addresses = np.array([chunk.data_ptr() for chunk in self._chunks], np.int64)
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream = side_stream(self, self._device)
         self._pending: deque[tuple[int, torch.cuda.Event, Tensor, Tensor]] = deque()
         self._begun = self._done = -1
 

@@ -36,6 +36,7 @@ from torchweave.ops.sampling import logprobs, sample
 from torchweave.ops.state import SlotState
 from torchweave.ops.step import advance, prepare, prepare_decode
 from torchweave.plan import Plan
+from torchweave.side_streams import side_stream
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Runner:
         depth = plan.run_ahead + 1
         self._to_device = Staging(packed_size(plan.max_batch_size, plan.max_num_tokens), depth, self._device)
         self._from_device = Staging(plan.max_batch_size, depth, self._device)
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._stream = side_stream(self, self._device) if self._device.type == "cuda" else None
         self._decode_steps: dict[int, tuple[Callable[[Boundary], Tensor], AttentionBoundary]] = {}
         self._redraw, self._draw, self._has_logits = Redraw(state), sample, True
         if isinstance(forward, StageForward):

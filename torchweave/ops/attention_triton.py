@@ -23,6 +23,7 @@ from torchweave.ops.kernels.paged_prefill import paged_prefill, write_kv
 from torchweave.ops.kernels.rope import CacheWrite, Norm, launch_rope
 from torchweave.ops.kv_format import limit
 from torchweave.ops.rope import Rotary
+from torchweave.side_streams import side_stream
 
 MAX_SPLITS = 64
 TURNED_APART = 4
@@ -119,7 +120,7 @@ class TritonBackend:
         self.decode = decode
         self.prefill = prefill
         self.num_sms = num_sms or torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.branch = torch.cuda.Stream(self.device) if branches and self.device.type == "cuda" else None
+        self.branch = side_stream(self, self.device) if branches and self.device.type == "cuda" else None
         self._workspaces: dict[int, _Workspace] = {}
 
     def allocate(

@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from torchweave.side_streams import side_stream
+
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -64,7 +66,7 @@ class CudaLanes:
 
     def __init__(self, num_lanes: int, device: torch.device) -> None:
         self._device = device
-        self._streams = [torch.cuda.Stream(device) for _ in range(1, num_lanes)]
+        self._streams = [side_stream(self, device) for _ in range(1, num_lanes)]
         self._caller: torch.cuda.Stream | None = None
 
     def __getitem__(self, lane: int) -> AbstractContextManager[Any]:
