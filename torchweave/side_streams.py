@@ -14,7 +14,7 @@ _free: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 def side_stream(owner: object, device: torch.device) -> torch.cuda.Stream:
-    """A stream that is `owner`'s alone for as long as it exists; what is still to run on it then runs before the next one's work."""
+    """A stream that is `owner`'s alone for as long as it exists; the next owner's work runs behind what is left on it."""
     free = _free.setdefault(device, [])
     stream = free.pop() if free else torch.cuda.Stream(device)
     weakref.finalize(owner, free.append, stream).atexit = False
