@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -13,9 +16,19 @@ class Owner:
     pass
 
 
-def test_a_stream_goes_to_the_next_owner_when_its_own_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+@dataclass(frozen=True)
+class Stream:
+    stream_id: int
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = itertools.count()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(next(numbers)))
     monkeypatch.setattr(side_streams, "_free", {})
+
+
+def test_a_stream_goes_to_the_next_owner_when_its_own_is_gone() -> None:
     here, there = torch.device("cuda:0"), torch.device("cuda:1")
     first, second = Owner(), Owner()
     streams = {side_stream(first, here), side_stream(first, here)}
@@ -26,3 +39,13 @@ def test_a_stream_goes_to_the_next_owner_when_its_own_is_gone(monkeypatch: pytes
     assert side_stream(third, there) not in streams, "they stay with their device"
     assert {side_stream(third, here), side_stream(third, here)} == streams
     assert side_stream(third, here) not in streams | others
+
+
+def test_owners_that_ask_in_the_same_order_get_streams_for_the_same_uses() -> None:
+    device = torch.device("cuda:0")
+    runner, lanes = Owner(), Owner()
+    uses = [side_stream(runner, device), side_stream(lanes, device), side_stream(lanes, device)]
+    del lanes
+    del runner
+    again = Owner()
+    assert [side_stream(again, device) for _ in range(3)] == uses

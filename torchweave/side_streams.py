@@ -1,7 +1,7 @@
 """Streams of a GPU beside the default one, which go from owner to owner.
 
-cuBLAS keeps a workspace, 32 MiB on an H100, for each stream on which a product has run, until the process ends. An engine with
-streams that nobody had before would leave 100 MB behind.
+cuBLAS keeps a workspace, 32 MiB on an H100, for each stream on which a thread has run a product, until the process ends. An engine
+with streams that nobody had before would leave 100 MB behind, and so would one whose streams had other uses before.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ _free: dict[torch.device, list[torch.cuda.Stream]] = {}
 def side_stream(owner: object, device: torch.device) -> torch.cuda.Stream:
     """A stream that is `owner`'s alone for as long as it exists; the next owner's work runs behind what is left on it."""
     free = _free.setdefault(device, [])
-    stream = free.pop() if free else torch.cuda.Stream(device)
+    free.sort(key=lambda stream: stream.stream_id)  # engines ask in the same order, so that each stream keeps its use
+    stream = free.pop(0) if free else torch.cuda.Stream(device)
     weakref.finalize(owner, free.append, stream).atexit = False
     return stream
