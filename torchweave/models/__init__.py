@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from torchweave.models.listing import import_models
+from torchweave.models.postponed import postponed
 
-import_models()  # before anything else of transformers is imported
+with postponed():
+    import_models()  # before anything else of transformers is imported
 
-from torchweave.models.attention import UnsupportedModel  # noqa: E402
-from torchweave.models.decoder import DecoderStep  # noqa: E402
-from torchweave.models.load import GenerationDefaults, LoadedModel, load  # noqa: E402
+    from torchweave.models.attention import UnsupportedModel
+    from torchweave.models.decoder import DecoderStep
+    from torchweave.models.load import GenerationDefaults, LoadedModel, load
 
 __all__ = [
     "DecoderStep",

@@ -1,0 +1,124 @@
+"""What transformers imports for nothing is imported when it is needed, and is then what it always was."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from torchweave.models.postponed import postponed
+
+PACKAGES = {
+    "sklearn/__init__.py": "",
+    "sklearn/metrics.py": "def roc_curve(hits, scores, *, first=0): return ('curve', hits, scores, first)\nlater = 3\n",
+    "scipy/__init__.py": "",
+    "scipy/optimize.py": "def linear_sum_assignment(cost): return ('assigned', cost)\ndef minimize(x): return -x\n",
+    "curves.py": "from sklearn.metrics import roc_curve\n",
+    "other.py": "from scipy.optimize import linear_sum_assignment, minimize\nimport scipy.optimize\n",
+}
+
+
+def run(code: str, folder: Path) -> None:
+    for name, text in PACKAGES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    path = os.pathsep.join([str(folder), *sys.path])
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_models_are_imported_without_what_no_engine_runs(tmp_path: Path) -> None:
+    run(
+        """
+import sys
+from importlib import metadata
+read = metadata.packages_distributions
+import torchweave.models
+from torchweave.models.postponed import FUNCTIONS
+assert not {"sklearn", "scipy", *FUNCTIONS} & set(sys.modules), "imported for nothing"
+assert metadata.packages_distributions is read
+from transformers.utils import is_scipy_available, is_sklearn_available, is_torch_available
+assert is_scipy_available() and is_sklearn_available() and is_torch_available()
+""",
+        tmp_path,
+    )
+
+
+def test_a_function_is_imported_when_it_is_called(tmp_path: Path) -> None:
+    run(
+        """
+import sys
+from torchweave.models.postponed import postponed
+with postponed():
+    from curves import roc_curve
+assert "sklearn" not in sys.modules and "sklearn.metrics" not in sys.modules
+assert roc_curve([1], [2], first=4) == ("curve", [1], [2], 4)
+import sklearn.metrics
+assert sklearn.metrics.later == 3 and sklearn.metrics.roc_curve is not roc_curve
+""",
+        tmp_path,
+    )
+
+
+def test_losses_work_when_somebody_takes_one(tmp_path: Path) -> None:
+    run(
+        """
+import sys, torch
+import torchweave.models
+from transformers.loss import loss_deformable_detr as loss
+box = torch.tensor([[2.0, 2.0, 2.0, 4.0]])
+assert loss.center_to_corners_format(box).tolist() == [[1, 0, 3, 4]]
+from transformers.image_transforms import center_to_corners_format
+assert torch.equal(center_to_corners_format(box), loss.center_to_corners_format(box))
+assert loss.linear_sum_assignment(5) == ("assigned", 5)
+""",
+        tmp_path,
+    )
+
+
+def test_whoever_needs_more_of_a_module_gets_it_as_ever(tmp_path: Path) -> None:
+    run(
+        """
+import sys
+from torchweave.models.postponed import postponed
+with postponed():
+    import other
+    assert other.minimize(3) == -3 and other.linear_sum_assignment(5) == ("assigned", 5)
+    assert sys.modules["scipy.optimize"] is other.scipy.optimize
+    assert other.scipy.optimize.minimize is other.minimize
+    import sklearn
+    assert sklearn.__file__
+    try:
+        from sklearn.metrics import nothing
+    except ImportError as error:
+        assert "nothing" in str(error)
+    else:
+        raise AssertionError
+assert sys.modules["scipy.optimize"].__file__ and sys.modules["sklearn.metrics"].later == 3
+""",
+        tmp_path,
+    )
+
+
+def test_a_module_that_is_there_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = type(sys)("scipy.optimize")
+    monkeypatch.setitem(sys.modules, "scipy.optimize", there)
+    with postponed():
+        assert sys.modules["scipy.optimize"] is there
+    assert sys.modules["scipy.optimize"] is there
+
+
+def test_distributions_are_those_that_are_there() -> None:
+    with postponed():
+        found = metadata.packages_distributions()
+    assert found.get("torch") == metadata.packages_distributions()["torch"] == ["torch"]
+    assert dict(found) == metadata.packages_distributions()
+    assert len(found) == len(metadata.packages_distributions())
+    assert found.get("no_such_package", []) == []

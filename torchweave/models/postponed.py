@@ -1,0 +1,100 @@
+"""What transformers imports for code that no engine runs, postponed until somebody runs it.
+
+Where scikit-learn, SciPy, pandas and torchvision are installed, it imports all of them for three functions: one of assisted
+generation, and two of the losses of models that find objects in images. And it reads the file list of every installed package, to
+know where `torch` is from. With 180 packages that is 2.6 s of 7.2 s of imports.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from importlib import import_module, metadata
+from types import ModuleType
+from typing import Any
+
+FUNCTIONS = {
+    "scipy.optimize": ("linear_sum_assignment",),
+    "sklearn.metrics": ("roc_curve",),
+    "transformers.image_transforms": ("center_to_corners_format",),
+}
+"""By module, what is imported from it by name and called later, if ever."""
+_ASKED = (
+    "accelerate",
+    "torch",
+)  # packages whose distribution transformers asks for as it is imported; both have the same name
+
+
+@contextmanager
+def postponed() -> Iterator[None]:
+    """In here transformers is imported without these modules. Whoever needs more of one than `FUNCTIONS` gets it as ever."""
+    stand_ins = {name: _StandIn(name) for name in FUNCTIONS if name not in sys.modules}
+    sys.modules.update(stand_ins)
+    read = metadata.packages_distributions
+    metadata.packages_distributions = lambda: _Distributions(read)  # type: ignore[assignment, return-value]
+    try:
+        yield
+    finally:
+        metadata.packages_distributions = read
+        for stand_in in stand_ins.values():
+            stand_in.leave()
+
+
+class _StandIn(ModuleType):
+    """Stands for a module until something of it is asked for that is none of its `FUNCTIONS`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python asks of every module
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if name in FUNCTIONS[self.__name__]:
+            return _later(self.__name__, name)
+        self.leave()
+        return getattr(import_module(self.__name__), name)
+
+    def leave(self) -> None:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+
+
+def _later(module: str, name: str) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(module), name)(*args, **kwargs)
+
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+class _Distributions(Mapping[str, list[str]]):
+    """What `importlib.metadata.packages_distributions` returns, read when more than `_ASKED` is asked for.
+
+    Args:
+        read: that function.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, list[str]]]) -> None:
+        self._read = read
+
+    @cached_property
+    def _all(self) -> Mapping[str, list[str]]:
+        return self._read()
+
+    def __getitem__(self, package: str) -> list[str]:
+        if package in _ASKED and _is_distribution(package):
+            return [package]
+        return self._all[package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+
+def _is_distribution(name: str) -> bool:
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
