@@ -58,7 +58,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lengths: dict[tuple[int, bool], int] = {}  # of the texts of single tokens, in characters
+        self._texts: dict[tuple[int, bool], str] = {}  # of single tokens by themselves
 
     @classmethod
     def find(cls, folder: Path | None) -> Tokenizer | None:
@@ -99,14 +99,14 @@ class Tokenizer:
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def length(self, ids: Sequence[int], skip_special_tokens: bool) -> int:
-        """Characters of the text of token ids."""
+    def text(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """`decode`, quick for a token by itself and for none."""
         if len(ids) != 1:
-            return len(self.decode(ids, skip_special_tokens)) if ids else 0
+            return self.decode(ids, skip_special_tokens) if ids else ""
         key = ids[0], skip_special_tokens
-        found = self._lengths.get(key)
+        found = self._texts.get(key)
         if found is None:
-            found = self._lengths[key] = len(self.decode(ids, skip_special_tokens))
+            found = self._texts[key] = self.decode(ids, skip_special_tokens)
         return found
 
     @functools.cached_property
@@ -192,18 +192,32 @@ class TextStream:
     """
 
     _CONTEXT = 6
+    _MOST_BYTES = 4  # of a character
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
-        self._length = functools.partial(tokenizer.length, skip_special_tokens=skip_special_tokens)
-        self._window = list(prompt_ids[-self._CONTEXT :])
+        self._text = functools.partial(tokenizer.text, skip_special_tokens=skip_special_tokens)
+        self._window = self._context(prompt_ids)
         self._settled = len(self._window)  # ids of the window whose text was given out and is certain
-        self._given = self._length(self._window)  # characters of the window's text
+        self._before = self._text(self._window)  # their text
+        self._given = len(self._before)  # characters of the window's text
+
+    def _context(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The prompt's last ids, from the beginning of a character on: a decoder may show all bytes behind half of one broken."""
+        for size in range(self._CONTEXT, self._CONTEXT + self._MOST_BYTES):
+            context = list(prompt_ids[-size:])
+            if not self._text(context).startswith(_REPLACEMENT):
+                return context
+        return list(prompt_ids[-self._CONTEXT :])
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; empty while a character is still in the making."""
+        text = self._read([*self._window, *ids])
+        if len(ids) > 1 and _REPLACEMENT in text[len(self._before) :]:
+            # Bytes that are no text may cost their neighbours too, so these must not be others than if they had come one by one.
+            half = len(ids) // 2
+            return self.feed(ids[:half]) + self.feed(ids[half:])
         self._window.extend(ids)
-        text = self._decode(self._window)
         certain = text.rstrip(_REPLACEMENT)
         if len(certain) == len(text) or len(self._window) > _LONGEST_WINDOW:
             return self._settle(text)
@@ -213,7 +227,14 @@ class TextStream:
 
     def finish(self) -> str:
         """What is left, with U+FFFD where a character never became whole."""
-        return self._settle(self._decode(self._window)) if self._window else ""
+        return self._settle(self._read(self._window)) if self._window else ""
+
+    def _read(self, window: list[int]) -> str:
+        """The text of a window. What was given out stays, if the ids behind it change how it reads: those are read alone then."""
+        text = self._decode(window)
+        if text.startswith(self._before):
+            return text
+        return self._before + self._decode(window[self._settled :])
 
     def _settle(self, text: str) -> str:
         """All ids of the window are certain, and `text` is theirs; returns what of it is new."""
@@ -222,5 +243,6 @@ class TextStream:
         begin = self._settled if new or len(self._window) > _LONGEST_WINDOW else 0
         self._window = self._window[begin:]
         self._settled = len(self._window)
-        self._given = self._length(self._window)
+        self._before = self._text(self._window)
+        self._given = len(self._before)
         return new

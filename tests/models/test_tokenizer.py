@@ -110,6 +110,30 @@ def test_bytes_that_are_no_text_come_out_in_the_end(tokenizer: Tokenizer) -> Non
     assert "".join(pieces(tokenizer, long)).rstrip().endswith("b")
 
 
+def test_a_prompt_that_ends_with_a_character_of_many_bytes_does_not_break_the_answer(tokenizer: Tokenizer) -> None:
+    prompt, both = tokenizer.encode("🎉🎉"), tokenizer.encode("🎉🎉🎉 a")
+    assert both[: len(prompt)] == prompt
+    assert "".join(pieces(tokenizer, both[len(prompt) :], prompt=prompt)) == "🎉 a"
+
+
+def test_a_prompt_that_ends_within_a_character_costs_none_of_the_answer(tokenizer: Tokenizer) -> None:
+    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("H🎉", "H🎉do"))
+    assert after[: len(before)] == before
+    for cut in range(1, len(before)):
+        for size in (1, len(after)):
+            assert "".join(pieces(tokenizer, after[cut:], size, prompt=after[:cut])).endswith("do")
+
+
+@pytest.mark.parametrize("size", [2, 3, 100])
+def test_the_text_is_the_same_however_its_tokens_are_divided(tokenizer: Tokenizer, size: int) -> None:
+    """Half of a character costs those before it nothing: some decoders show all bytes in a row broken then."""
+    whole, byte = tokenizer.encode("日本🎉"), tokenizer.encode("🎉", add_special_tokens=False)[-1]
+    for ids, shown in ((whole[:-1], "日本"), ([*whole, byte], "日本🎉"), ([*whole, byte, *whole], "日本🎉")):
+        one_by_one = "".join(pieces(tokenizer, ids))
+        assert one_by_one.startswith(f"{shown}\ufffd")
+        assert "".join(pieces(tokenizer, ids, size)) == one_by_one
+
+
 def test_special_tokens_are_silent_unless_asked_for(tokenizer: Tokenizer) -> None:
     eos = tokenizer.eos_token_id
     assert eos is not None

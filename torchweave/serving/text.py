@@ -96,7 +96,7 @@ class Codec:
 
     def length(self, token: int, skip_special_tokens: bool) -> int:
         """Characters that one token is in a text."""
-        return self._decoder.length([token], skip_special_tokens)
+        return len(self._decoder.text([token], skip_special_tokens))
 
     async def _on_thread(self, work: Callable[[], Value]) -> Value:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
