@@ -122,8 +122,12 @@ class Tokenizer:
         return TextStream(self, prompt_ids, skip_special_tokens)
 
     def token_text(self, token: int) -> str:
-        """The text of one token by itself, for logprobs."""
-        return self.decode([token], skip_special_tokens=False)
+        """The text that one token adds to a text, for logprobs.
+
+        At the beginning of a text, decoders in SentencePiece's manner leave a token's space away; so it is read behind itself.
+        """
+        alone, twice = self.text([token], False), self.decode([token, token], False)
+        return twice[len(alone) :] if twice.startswith(alone) and _REPLACEMENT not in twice else alone
 
     @property
     def has_chat_template(self) -> bool:

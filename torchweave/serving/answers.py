@@ -16,18 +16,13 @@ from torchweave.serving.text import Codec
 
 @dataclass(slots=True)  # not frozen: there is one for each token of each stream
 class Delta:
-    """What is new of one answer.
-
-    Attributes:
-        start: where the text of its tokens begins in the answer; `text` may begin before, with what was held back.
-    """
+    """What is new of one answer. `text` may begin before its tokens', with what was held back."""
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None
     logprobs: list[TokenLogprobs]
-    start: int = 0
 
 
 class Growing:
@@ -37,7 +32,6 @@ class Growing:
         self.index = index
         self.answer = answer
         self.told = False  # to its end
-        self._length = 0  # characters of the tokens that were told
         self._logprobs: list[TokenLogprobs] = []
 
     def add(self, token_ids: Sequence[int], reason: str | None, logprobs: Sequence[TokenLogprobs]) -> bool:
@@ -49,11 +43,10 @@ class Growing:
         answer = self.answer
         text, ids = answer.new()
         self.told = answer.finish_reason is not None
-        start, self._length = self._length, len(answer.text)
         logprobs: list[TokenLogprobs] = []
         if self._logprobs:
             logprobs, self._logprobs = self._logprobs[: len(ids)], self._logprobs[len(ids) :]
-        return Delta(self.index, text, ids, answer.finish_reason, logprobs, start)
+        return Delta(self.index, text, ids, answer.finish_reason, logprobs)
 
 
 class Run:

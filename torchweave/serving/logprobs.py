@@ -23,34 +23,41 @@ def chat_logprobs(codec: Codec | None, entries: Sequence[TokenLogprobs], num_top
     return {"content": content, "refusal": None}
 
 
+class Places:
+    """Where the texts of tokens begin that come one after the other. Parts of a character all begin where it does.
+
+    Args:
+        prompt: tokens before the first.
+        begin: where the text of the first token begins.
+        skip_special_tokens: they are no part of the text.
+    """
+
+    def __init__(self, codec: Codec | None, prompt: Sequence[int], begin: int, skip_special_tokens: bool) -> None:
+        self._stream = None if codec is None else codec.stream(prompt, skip_special_tokens)
+        self._end = begin
+
+    def of(self, token: int) -> int:
+        """Where the next token's text begins."""
+        begin = self._end
+        self._end += len(token_text(None, token) if self._stream is None else self._stream.feed([token]))
+        return begin
+
+
 def completion_logprobs(
-    codec: Codec | None,
-    entries: Sequence[TokenLogprobs | None],
-    offset: int,
-    skip_special_tokens: bool,
-    first_token: int | None = None,
+    codec: Codec | None, entries: Sequence[TokenLogprobs | None], places: Places, first_token: int | None = None
 ) -> dict[str, Any]:
     """`choices[].logprobs` of a completion.
 
     Args:
         entries: None for the first token of a prompt, of which nothing is known.
-        offset: where the text of the first token begins.
-        skip_special_tokens: they are no part of the text.
         first_token: the token that the entry None stands for.
     """
-    texts: list[str] = []
-    offsets: list[int] = []
-    for entry in entries:
-        token = first_token if entry is None else entry.token_id
-        texts.append("" if token is None else token_text(codec, token))
-        offsets.append(offset)
-        if token is not None:
-            offset += len(texts[-1]) if codec is None else codec.length(token, skip_special_tokens)
+    tokens = [first_token if entry is None else entry.token_id for entry in entries]
     return {
-        "tokens": texts,
+        "tokens": ["" if token is None else token_text(codec, token) for token in tokens],
         "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
         "top_logprobs": [None if entry is None else _by_text(codec, entry) for entry in entries],
-        "text_offset": offsets,
+        "text_offset": [0 if token is None else places.of(token) for token in tokens],
     }
 
 

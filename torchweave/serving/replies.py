@@ -9,7 +9,7 @@ from typing import Any
 
 from torchweave.serving.answers import Delta, Run
 from torchweave.serving.events import TextEvents, event
-from torchweave.serving.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from torchweave.serving.logprobs import Places, chat_logprobs, completion_logprobs, prompt_logprobs
 from torchweave.serving.text import Codec
 from torchweave.serving.tools import Arguments, Call, CallParser, Piece, Text
 
@@ -53,6 +53,7 @@ class CompletionReply:
         self._echoes, self._echoes_special, self._skip_special = echoes, echoes_special, skip_special_tokens
         self._num_drawn, self._num_kept = num_drawn, num_kept
         self._begun: set[int] = set()
+        self._places: dict[int, Places] = {}  # of the tokens of each answer
         self._only_text = not logprobs and echoes is None and not scores
         self._texts = TextEvents()
 
@@ -92,12 +93,14 @@ class CompletionReply:
         self._begun.add(delta.index)
         choice = {"index": index, "text": echo + delta.text, "logprobs": None, "finish_reason": delta.finish_reason}
         if self._logprobs:
-            choice["logprobs"] = completion_logprobs(
-                self._codec, delta.logprobs, len(before) + delta.start, self._skip_special
-            )
+            if delta.index not in self._places:
+                prompt_ids = self._run.prompts[prompt]
+                self._places[delta.index] = Places(self._codec, prompt_ids, len(before), self._skip_special)
+            choice["logprobs"] = completion_logprobs(self._codec, delta.logprobs, self._places[delta.index])
         if self._logprobs and echo:
+            places = Places(self._codec, [], 0, not self._echoes_special)
             entries, first = self._run.prompt_logprobs(prompt), self._run.prompts[prompt][0]
-            of_prompt = completion_logprobs(self._codec, entries, 0, not self._echoes_special, first)
+            of_prompt = completion_logprobs(self._codec, entries, places, first)
             choice["logprobs"] = {name: values + choice["logprobs"][name] for name, values in of_prompt.items()}
         if self._scores:
             choice["prompt_logprobs"] = prompt_logprobs(self._codec, self._run.prompt_logprobs(prompt))

@@ -88,15 +88,11 @@ class Codec:
         return self._decoder.decode(ids, skip_special_tokens=False)
 
     def token_text(self, token: int) -> str:
-        """The text of one token by itself."""
+        """The text that one token adds to a text."""
         text = self._texts.get(token)
         if text is None:
             text = self._texts[token] = self._decoder.token_text(token)
         return text
-
-    def length(self, token: int, skip_special_tokens: bool) -> int:
-        """Characters that one token is in a text."""
-        return len(self._decoder.text([token], skip_special_tokens))
 
     async def _on_thread(self, work: Callable[[], Value]) -> Value:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1,0 +1,43 @@
+"""The tokens' texts are those of the text, and each begins where it is said to, whatever the tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Rust
+from transformers import PreTrainedTokenizerFast
+
+from tests.models.test_tokenizer import byte_level, sentence_piece
+from torchweave.engine.request import TokenLogprobs
+from torchweave.serving.logprobs import Places, completion_logprobs
+from torchweave.serving.text import Codec
+
+
+@pytest.mark.parametrize("make", [byte_level, sentence_piece])
+def test_E1_texts_and_places_of_tokens_are_those_of_the_text(make: Callable[[], Rust], tmp_path: Path) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=make(), bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path)
+    codec = asyncio.run(Codec.open(str(tmp_path)))
+    prompt = asyncio.run(codec.encode("Hello world"))
+    both = asyncio.run(codec.encode("Hello world, don't 🎉panic ."))
+    answer = both[len(prompt) :]
+    assert both[: len(prompt)] == prompt
+
+    echoed = completion_logprobs(codec, [None, *map(entry, prompt[1:])], Places(codec, [], 0, True), prompt[0])
+    places = Places(codec, prompt, len("Hello world"), True)
+    found = completion_logprobs(codec, list(map(entry, answer)), places)
+    assert "".join(echoed["tokens"]).lstrip() == "Hello world"
+    assert "".join(found["tokens"]).replace("\ufffd", "") == ", don't panic ."
+    text = "Hello world, don't 🎉panic ."
+    offsets = [*echoed["text_offset"], *found["text_offset"]]
+    ends = [*offsets[1:], len(text)]
+    for token, begin, end in zip([*echoed["tokens"], *found["tokens"]], offsets, ends, strict=True):
+        whole = token.replace("\ufffd", "")  # a part of the character has no text
+        assert (whole.lstrip() if begin == 0 else whole) == text[begin:end].replace("🎉", "")
+    codec.close()
+
+
+def entry(token: int) -> TokenLogprobs:
+    return TokenLogprobs(token, -1.0, 1, {token: -1.0})
