@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ def check_text(text: str) -> None:
     Raises:
         ValueError: it is no text.
     """
+    if not isinstance(text, str):
+        raise ValueError(f"A text was expected, but this is {text!r}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -149,7 +151,9 @@ class Tokenizer:
         """
         if not (self.has_chat_template or variables.get("chat_template")):
             raise ValueError(f"The tokenizer in {self.folder} has no chat template; use generate with plain text.")
-        if not all(isinstance(message, Mapping) and "role" in message for message in messages):
+        if not isinstance(messages, Iterable) or not all(
+            isinstance(message, Mapping) and "role" in message for message in messages
+        ):
             raise ValueError(
                 'A message of a conversation is a dict, {"role": ..., "content": ...}; give a list of them.'
             )

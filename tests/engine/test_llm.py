@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from torchweave import LLM, EngineConfig, SamplingParams, TorchCompileConfig
 from torchweave.engine.flight import Flight
@@ -128,6 +129,36 @@ def test_B8_an_idle_engine_costs_less_than_a_hundredth_of_a_core(llm: LLM) -> No
     begin, used = time.monotonic(), time.process_time()
     time.sleep(2)
     assert (time.process_time() - used) / (time.monotonic() - begin) < 0.01
+
+
+@pytest.mark.parametrize(
+    "prompt", [5, None, b"abc", {"prompt": "a"}, {1, 2}, [b"abc"], [["a", [1]]], torch.tensor([1, 2])], ids=repr
+)
+def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(ValueError, match="A prompt is a text or a list of token ids"):
+        llm.generate(prompt, GREEDY)
+    if not isinstance(prompt, torch.Tensor):  # a list of numbers to who takes one prompt alone
+        with pytest.raises(ValueError, match="A prompt is a text or a list of token ids"):
+            llm.stream(prompt, GREEDY)
+
+
+@pytest.mark.parametrize("params", [5, "x", {}, {"temperature": 0}, [None], [{}]], ids=repr)
+def test_what_are_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
+        llm.generate(["1+1="], params)
+    with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
+        llm.stream("1+1=", params)
+
+
+@pytest.mark.parametrize("messages", [None, 5, "hi", {"role": "user", "content": "1+1="}, [None], [[None]]], ids=repr)
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(ValueError, match="A message of a conversation is a dict"):
+        llm.chat(messages, GREEDY)
+
+
+def test_a_text_is_one_prompt_to_a_stream_of_several(llm: LLM, right: dict[str, str]) -> None:
+    found = list(llm.stream_all(PROMPTS[0], GREEDY))
+    assert {number for number, _ in found} == {0} and "".join(delta.text for _, delta in found) == right[PROMPTS[0]]
 
 
 def test_leaving_a_stream_early_stops_its_request(llm: LLM) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from torchweave.engine.request import SamplingParams, TokenLogprobs
@@ -103,12 +104,24 @@ def test_without_a_tokenizer_there_are_only_tokens() -> None:
         ({"stop": [""]}, "empty string"),
         ({"seed": -1}, "seed"),
         ({"logprobs": 101}, "logprobs"),
+        ({"logprobs": True}, "logprobs must be a whole number, but is True"),
+        ({"temperature": True}, "temperature must be a number"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False"),
+        ({"skip_special_tokens": None}, "skip_special_tokens must be True or False"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs must be a StructuredOutputs"),
+        ({"stop_token_ids": np.array([1, 2])}, "stop_token_ids must be a list"),
     ],
 )
 def test_bad_parameters_are_refused_in_one_sentence(params: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
         SamplingParams(**params)
     assert str(error.value).endswith(".")
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(n=np.int64(2), seed=np.int64(3), logprobs=np.int8(2), temperature=np.float64(0.5))  # type: ignore[arg-type]
+    assert [type(getattr(params, name)) for name in ("n", "seed", "logprobs", "temperature")] == [int, int, int, float]
+    assert [each.seed for each in params.each()] == [3, 4]
 
 
 @pytest.mark.parametrize("pieces", [["abcENDxyz"], list("abcENDxyz"), ["abcE", "ND", "xyz"]])

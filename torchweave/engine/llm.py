@@ -6,8 +6,8 @@ To import this imports no torch: with several ranks, they are started first, and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,7 +122,7 @@ class LLM:
             ValueError: a prompt that can never run; nothing is started then.
             RuntimeError: the engine failed or was shut down.
         """
-        texts, params = _listed(prompts, sampling_params or self.default_sampling_params())
+        texts, params = _listed(prompts, self._given(sampling_params))
         params = [self._in_tokens(each) for each in params]
         ids = self._encode_all(texts)
         self._check_all(ids, params)
@@ -155,7 +155,8 @@ class LLM:
         **variables: Any,
     ) -> list[RequestOutput]:
         """Answer conversations, `{"role": ..., "content": ...}` each message, through the model's chat template."""
-        several = messages if messages and not isinstance(messages[0], dict) else [messages]
+        first = messages[0] if isinstance(messages, Sequence) and messages else None
+        several = messages if isinstance(first, (list, tuple)) else [messages]
         prompts = [self.encode_chat(conversation, **variables) for conversation in several]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -166,13 +167,14 @@ class LLM:
 
         Leaving the iterator early stops the request.
         """
-        return (output for _, output in self.stream_all([prompt], sampling_params))
+        one: Any = prompt if isinstance(prompt, str) else _as_ids(prompt)
+        return (output for _, output in self.stream_all([one], sampling_params))
 
     def stream_all(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None
     ) -> Iterator[tuple[int, CompletionOutput]]:
         """Answer prompts in flight together; yields (number of the prompt, what is new). A beam search is told at its end."""
-        texts, params = _listed(list(prompts), sampling_params or self.default_sampling_params())
+        texts, params = _listed(prompts, self._given(sampling_params))
         params = [self._in_tokens(each) for each in params]
         ids = self._encode_all(texts)
         self._check_all(ids, params)
@@ -196,6 +198,11 @@ class LLM:
             repetition_penalty=1.0 if defaults.repetition_penalty is None else defaults.repetition_penalty,
             max_tokens=256,
         )
+
+    def _given(
+        self, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> SamplingParams | Sequence[SamplingParams]:
+        return self.default_sampling_params() if params is None else params
 
     def encode(self, text: str) -> list[int]:
         return self._need_tokenizer().encode(text)
@@ -267,20 +274,29 @@ def _as_ids(prompt: Sequence[int]) -> np.ndarray:
     Raises:
         ValueError: something that is no token id.
     """
-    found = list(prompt) if isinstance(prompt, Iterable) else [None]
-    ids = np.asarray(found) if found else np.empty(0, np.int64)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+    ids = None
+    if _is_list(prompt):
+        with suppress(TypeError, ValueError):  # parts that have no length, or different ones
+            ids = np.asarray([*prompt] or np.empty(0, np.int64))
+    if ids is None or ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError("A prompt is a text or a list of token ids, which are whole numbers; this one is neither.")
     return ids.astype(np.int64)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping, Set))
 
 
 def _listed(
     prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
 ) -> tuple[list[Prompt], list[SamplingParams]]:
     """Prompts as a list, and as many sampling parameters."""
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
-    listed: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
-    several = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
+    listed: list[Prompt] = list(prompts) if _is_list(prompts) else [prompts]  # type: ignore[arg-type, list-item]
+    if listed and listed[0] is not prompts and isinstance(listed[0], (int, np.integer)):
+        listed = [listed]  # type: ignore[list-item]
+    several = list(params) if isinstance(params, Sequence) else [params] * len(listed)
+    if wrong := [each for each in several if not isinstance(each, SamplingParams)]:
+        raise ValueError(f"sampling_params must be SamplingParams, or a list of them, but holds {wrong[0]!r}.")
     if len(several) != len(listed):
         raise ValueError(
             f"There are {len(listed)} prompts but {len(several)} sampling_params; give one for each, or one for all."

@@ -74,7 +74,8 @@ _REAL = (
     "repetition_penalty",
     "length_penalty",
 )
-_OR_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+_OR_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
 _MOST = 1e30
 """Numbers of ours are float32 on the device, and so are their inverses."""
 _TEMPERATURES = f"0 (greedy) or a positive number up to {_MOST:g}"  # written once, not for every request
@@ -144,14 +145,7 @@ class SamplingParams:
     early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
-        for names, kinds, expected in (
-            (_WHOLE, (int, np.integer), "a whole number"),
-            (_REAL, (int, float, np.number), "a number"),
-        ):
-            for name in names:
-                value = getattr(self, name)
-                if not isinstance(value, kinds) and not (value is None and name in _OR_NONE):
-                    raise ValueError(f"{name} must be {expected}, but is {value!r}.")
+        _check_kinds(self)
         checks = (
             ("n", self.n >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature <= _MOST, _TEMPERATURES),
@@ -171,7 +165,8 @@ class SamplingParams:
             ),
             (
                 "stop_token_ids",
-                not self.stop_token_ids or _are_tokens(self.stop_token_ids),
+                _are_tokens(self.stop_token_ids)
+                or (isinstance(self.stop_token_ids, (list, tuple)) and not self.stop_token_ids),
                 "a list of token ids, or None",
             ),
             ("logit_bias", _is_bias(self.logit_bias), "token ids with numbers between -100 and 100"),
@@ -213,6 +208,24 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _check_kinds(params: SamplingParams) -> None:
+    """Refuse values of another kind than their field's, and make numbers of NumPy's, whose arithmetic wraps, Python's."""
+    for names, kinds, expected in (
+        (_WHOLE, (int, np.integer), "a whole number"),
+        (_REAL, (int, float, np.integer, np.floating), "a number"),
+        (_FLAGS, bool, "True or False"),
+        (("structured_outputs",), StructuredOutputs, "a StructuredOutputs, or None"),
+    ):
+        for name in names:
+            value = getattr(params, name)
+            if value is None and name in _OR_NONE:
+                continue
+            if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+                raise ValueError(f"{name} must be {expected}, but is {value!r}.")
+            if isinstance(value, np.generic):
+                object.__setattr__(params, name, value.item())
 
 
 _DRAWING = {"temperature": (0, 1), "top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
