@@ -108,6 +108,17 @@ def test_B8_a_request_that_cannot_be_read_is_answered(prompt: Any) -> None:
     assert h.said[1][0][2] and h.tokens(2) == expected([2], 5)
 
 
+NO_IDS: list[Any] = ["a", 2.5, None]
+
+
+@pytest.mark.parametrize("odd", [None, "a request", *(InferenceRequest(each, np.array([1])) for each in NO_IDS)])
+def test_B8_a_request_without_an_id_costs_no_other(odd: Any) -> None:
+    with (h := Harness()).manager:
+        h.todo += [odd, InferenceRequest(2, np.array([2]), SamplingParams(temperature=0, max_tokens=5), streaming=True)]
+        h.wait_final(2)
+    assert list(h.said) == [2] and h.tokens(2) == expected([2], 5)
+
+
 @pytest.mark.parametrize("field", [{"cache_salt": None}, {"cache_salt": "\ud800"}, {"priority": None}], ids=ascii)
 def test_B8_a_request_that_cannot_be_queued_is_answered(field: dict[str, Any]) -> None:
     with (h := Harness()).manager:

@@ -247,12 +247,16 @@ class GenerationLoop:
                 self._batch.add(request, int(self._seeds.integers(2**64, dtype=np.uint64)))
         except Exception as fault:
             error = f"The request cannot be read ({fault}); give an InferenceRequest."
-        if error:
+        if not error:
+            self._num_new += 1
+        elif isinstance(request, InferenceRequest) and isinstance(request.id, (int, np.integer)):
             self._answer([refusal(request.id, error)])
         else:
-            self._num_new += 1
+            _log.error("A request without a number for an id cannot be answered, and is left out: %.200r", request)
 
     def _why_not(self, request: InferenceRequest) -> str:
+        if not isinstance(request.id, (int, np.integer)):
+            return "The request id is not a whole number; give one from 0 to 2**64 - 1."
         if not 0 <= request.id <= MAX_REQUEST_ID:
             return f"The request id {request.id} is outside 0..2**64 - 1; give another."
         if self._batch.knows(request.id):
