@@ -1,5 +1,6 @@
 """The plan: defaults by device, clamping that never invents a size, and one clear sentence for each contradiction."""
 
+import re
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchweave.plan import (
     resolve,
     show,
 )
+from torchweave.plan.check import check_names, check_numbers, config_from
 
 TRITON = AttentionFacts("triton", 16, captures_mixed=True)
 FA3 = AttentionFacts("fa3", 128, (128,))
@@ -318,3 +320,25 @@ def test_one_rank_has_no_use_for_options_of_several() -> None:
     plan = plan_of(executor="ray", enable_expert_parallel=True)
     for name in ("executor", "rank_timeout", "enable_expert_parallel"):
         assert not entry(plan, name).effective and entry(plan, name).why == "there is one rank"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_batch_size": "4"}, "max_batch_size='4' must be a whole number"),
+        ({"max_batch_size": True}, "max_batch_size=True must be a whole number"),
+        ({"seed": "a"}, "seed='a' must be a whole number"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"device": 5}, "device=5 must be a text"),
+        ({"rank_timeout": None}, "rank_timeout=None must be a number"),
+        ({"enable_chunked_context": "no"}, "enable_chunked_context='no' must be True or False"),
+        ({"torch_compile_config": 5}, "torch_compile_config=5 must be a TorchCompileConfig, or a dict"),
+        ({"cuda_graph_config": {"batch_sizes": 4}}, "cuda_graph_config.batch_sizes=4 must be a list"),
+        ({"torch_compile_config": {"compile_sizes": [1, "2"]}}, "torch_compile_config.compile_sizes="),
+    ],
+)
+def test_an_option_of_another_kind_is_refused(options: dict[str, Any], words: str) -> None:
+    config = config_from(EngineConfig, {"model": "demo", **options})
+    with pytest.raises(ValueError, match=re.escape(words)):
+        check_names(config, None)
+        check_numbers(config)

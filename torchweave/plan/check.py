@@ -6,7 +6,10 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from numbers import Integral, Real
+from os import PathLike
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torchweave.config import EngineConfig, ServerConfig
 
@@ -46,6 +49,35 @@ def config_from(config: type[Config], options: Mapping[str, Any], prefix: str = 
     return config(**{**options, **nested})
 
 
+_KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+
+
+def check_kinds(config: Any, prefix: str = "") -> None:
+    """That options are of their kind; which texts are known is for `check_names`, and a model may be a path."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if is_dataclass(hint):
+            if not isinstance(value, hint):  # type: ignore[arg-type]
+                raise ValueError(f"{prefix}{name}={value!r} must be a {hint.__name__}, or a dict of its options")  # type: ignore[union-attr]
+            check_kinds(value, f"{prefix}{name}.")
+        elif name == "model" or get_origin(kinds[0]) is Literal or (value is None and type(None) in kinds):
+            continue
+        elif get_origin(kinds[0]) is tuple:
+            kind = get_args(kinds[0])[0]
+            if not isinstance(value, (list, tuple)) or not all(_is_of(kind, each) for each in value):
+                raise ValueError(f"{prefix}{name}={value!r} must be a list, each of it {_KINDS[kind]}")
+        elif not _is_of(kinds[0], value):
+            raise ValueError(f"{prefix}{name}={value!r} must be {_KINDS[kinds[0]]}")
+
+
+def _is_of(kind: type, value: object) -> bool:
+    """Whether a value is of a kind; to Python, True is a whole number, and a whole number no float."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, {int: Integral, float: Real, str: (str, PathLike)}.get(kind, kind))
+
+
 _AT_LEAST = {
     "max_model_len": 1,
     "max_batch_size": 1,
@@ -58,6 +90,7 @@ _AT_LEAST = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "rank_timeout": 1,
+    "seed": 0,
     "torch_compile_config.max_padding_ratio": 1,
     "torch_compile_config.max_num_streams": 1,
 }
@@ -103,6 +136,7 @@ def check_server(config: EngineConfig, settings: ServerConfig) -> None:
 
 
 def check_names(config: EngineConfig, passes: Sequence[str] | None) -> None:
+    check_kinds(config)
     for holder, prefix in ((config, ""), (config.torch_compile_config, "torch_compile_config.")):
         for name, hint in get_type_hints(type(holder)).items():
             known = _choices(hint)
