@@ -56,18 +56,22 @@ class Tokenizer:
     """The tokenizer of a model folder.
 
     `find` returns None where a folder has no tokenizer files.
+
+    Args:
+        trust_remote_code: run Python code that comes with the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, trust_remote_code: bool = False) -> None:
         self.folder = folder
+        self.trust_remote_code = trust_remote_code
         self._texts: dict[tuple[int, bool], str] = {}  # of single tokens by themselves
 
     @classmethod
-    def find(cls, folder: Path | None) -> Tokenizer | None:
+    def find(cls, folder: Path | None, trust_remote_code: bool = False) -> Tokenizer | None:
         """The tokenizer of `folder`, or None if it has none."""
         if folder is None or not any((folder / name).is_file() for name in _FILES):
             return None
-        return cls(folder)
+        return cls(folder, trust_remote_code)
 
     @functools.cached_property
     def hugging_face(self) -> Any:
@@ -79,8 +83,13 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.folder)
+            # Always said: where it is not, transformers asks the terminal, and runs the code if somebody there types yes.
+            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
         except Exception as error:
+            if not self.trust_remote_code and "trust_remote_code" in str(error):
+                raise ValueError(
+                    f"The tokenizer in {self.folder} is code that comes with the folder; use trust_remote_code if you trust it."
+                ) from error
             raise ValueError(f"The tokenizer in {self.folder} cannot be read: {error}") from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -164,3 +165,23 @@ def test_files_are_read_at_the_first_use_only(tmp_path: Path) -> None:
     assert found is not None
     with pytest.raises(ValueError, match="cannot be read"):
         found.encode("a")
+
+
+CODE = """
+from transformers import PreTrainedTokenizerFast
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def test_code_of_a_folder_runs_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the terminal was asked"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    PreTrainedTokenizerFast(tokenizer_object=byte_level()).save_pretrained(tmp_path)
+    settings = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "own.py").write_text(CODE)
+    with pytest.raises(ValueError, match="use trust_remote_code if you trust it"):
+        Tokenizer(tmp_path).encode("a")
+    trusted = Tokenizer(tmp_path, trust_remote_code=True)
+    assert type(trusted.hugging_face).__name__ == "OwnTokenizer" and trusted.decode(trusted.encode("a b")) == "a b"

@@ -300,7 +300,7 @@ def _loaded(
         dtype=how.dtype,
         device=how.device,
         max_model_len=size.length,
-        tokenizer=Tokenizer.find(how.source.folder),
+        tokenizer=Tokenizer.find(how.source.folder, how.trust_remote_code),
         generation=_generation(how.source.folder, model.config),
         num_parameters=size.parameters,
         weight_bytes=num_bytes,

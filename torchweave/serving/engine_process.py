@@ -146,6 +146,7 @@ def _card(engine: Engine) -> wire.ModelCard:
         vocab_size=engine.batch.limits.vocab_size,
         num_kv_blocks=engine.batch.kv.num_blocks,
         block_size=plan.block_size,
+        trust_remote_code=plan.config.trust_remote_code,
         temperature=loaded.generation.temperature,
         top_k=loaded.generation.top_k,
         top_p=loaded.generation.top_p,

@@ -53,7 +53,7 @@ class Service:
             await self.client.wait_until_ready()
             folder = self.model.folder
             if folder is not None:
-                self.codec = await Codec.open(folder, self._template)
+                self.codec = await Codec.open(folder, self._template, self.model.trust_remote_code)
             self.begun = True
         except EngineGone:
             pass  # the client knows why

@@ -32,17 +32,17 @@ class Codec:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchweave-encode")
 
     @classmethod
-    async def open(cls, folder: str, template: str | None = None) -> Codec:
+    async def open(cls, folder: str, template: str | None = None, trust_remote_code: bool = False) -> Codec:
         """The tokenizer of a model folder, its files read.
 
         Raises:
             ValueError: they cannot be read.
         """
-        return await asyncio.to_thread(cls._read, folder, template)
+        return await asyncio.to_thread(cls._read, folder, template, trust_remote_code)
 
     @classmethod
-    def _read(cls, folder: str, template: str | None) -> Codec:
-        encoder, decoder = Tokenizer(Path(folder)), Tokenizer(Path(folder))
+    def _read(cls, folder: str, template: str | None, trust_remote_code: bool) -> Codec:
+        encoder, decoder = (Tokenizer(Path(folder), trust_remote_code) for _ in range(2))
         encoder.encode("a")
         decoder.decode([0])
         return cls(encoder, decoder, template)

@@ -64,6 +64,7 @@ class ModelCard:
         folder: with the tokenizer's files; None for a shape without files.
         max_model_len: tokens of a request, prompt and answer.
         max_batch_size: requests in a step.
+        trust_remote_code: the tokenizer may be code that comes with the folder.
         temperature, top_k, top_p, min_p, repetition_penalty: what the checkpoint asks for; None where it asks for nothing.
     """
 
@@ -79,6 +80,7 @@ class ModelCard:
     vocab_size: int
     num_kv_blocks: int
     block_size: int
+    trust_remote_code: bool = False
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
