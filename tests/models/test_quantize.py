@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,18 @@ def test_layers_that_a_checkpoint_ignores_stay(tmp_path: Path) -> None:
     assert excluded == ["model.layers.*.mlp.up_proj"]
 
 
+TRANSFORMS = {
+    "config_groups": {
+        "R1": {"type": "hadamard", "apply": [{"targets": ["re:.*o_proj$"], "location": "weight_output"}]},
+        "R4": {
+            "type": "hadamard",
+            "apply": [{"targets": ["re:.*down_proj$"], "location": place} for place in ("input", "weight_input")],
+        },
+    }
+}
+"""SpinQuant as llm-compressor writes it: R4 is also to be done to what `down_proj` reads."""
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -316,6 +329,11 @@ def test_layers_that_a_checkpoint_ignores_stay(tmp_path: Path) -> None:
         (compressed_tensors({"strategy": "block", "block_structure": [64, 64]}, {"strategy": "token", "dynamic": True}), "block"),
         (BLOCKS | {"weight_block_size": [64, 64]}, r"blocks of \[64, 64\]"),
         ({"quant_method": "compressed-tensors"}, "0 different ways"),
+        (BLOCKS | {"weight_block_size": 128}, "blocks of 128"),
+        (FORMS["ct-channel"][0] | {"config_groups": ["FP8"]}, r"config_groups=\['FP8'\]: expected a JSON object"),
+        (FORMS["ct-channel"][0] | {"config_groups": {"group_0": "FP8"}}, "group_0='FP8': expected a JSON object"),
+        (compressed_tensors({"strategy": "channel"}, {}) | {"config_groups": {"g": {"weights": 8}}}, "weights=8"),
+        (FORMS["ct-channel"][0] | {"transform_config": TRANSFORMS}, "transforms of input as the model runs"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_with_the_reason(config: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -342,6 +360,70 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
     save_file(tensors, file)
     change_config(tmp_path, {})
     with pytest.raises(ValueError, match="without a scale"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ending", "scale", "said"),
+    [
+        ("weight_scale", torch.tensor(torch.nan), "not all finite"),
+        ("weight_scale", torch.tensor(-0.1), "not all finite and at least 0"),
+        ("input_scale", torch.tensor([torch.nan]), "input_scale=nan: expected one finite number above 0"),
+        ("input_scale", torch.zeros(1), "input_scale=0.0"),
+        ("input_scale", torch.ones(2), r"a tensor of shape \[2\]: expected one"),
+    ],
+)
+def test_scales_that_are_none_are_refused(ending: str, scale: Tensor, said: str, tmp_path: Path) -> None:
+    write("ct-tensor", tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {f"model.layers.1.mlp.up_proj.{ending}": scale}, file)
+    with pytest.raises(ValueError, match=said):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        ("llama", "model.layers.0.mlp.up_proj.weight"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.1.w2.weight"),
+        ("gpt_neox", "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"),  # read by transformers
+    ],
+)
+def test_quantised_numbers_are_never_taken_for_weights(name: str, weight: str, tmp_path: Path) -> None:
+    """A config.json that lost its `quantization_config`, whoever reads the weights."""
+    zoo.save(zoo.build(zoo.specimen(name)), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for dtype, said in ((FP8, "F8_E4M3 without a scale"), (torch.int8, "I8, expected floating-point numbers")):
+        save_file(tensors | {weight: tensors[weight].to(dtype)}, file)
+        with pytest.raises(ValueError, match=f"{re.escape(weight)} as {said}"):
+            load(tmp_path)
+
+
+def test_linears_in_fp8_beside_experts_that_are_not(tmp_path: Path) -> None:
+    """As the sentence advises that refuses experts in FP8; experts come one by one."""
+    zoo.save(zoo.build(zoo.specimen("mixtral")), tmp_path)
+    online = load(tmp_path, quantization="fp8_per_channel")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if "self_attn" in name]:
+        tensors[name], scale = quantize_weight(tensors[name], Scheme("channel"))
+        tensors[name + "_scale"] = scale[:, None]
+    save_file(tensors, file)
+    change_config(tmp_path, FORMS["ct-channel"][0])
+    assert torch.equal(logits_of(load(tmp_path)), logits_of(online))
+
+    expert = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
+    tensors[expert], scale = quantize_weight(tensors[expert], Scheme("channel"))
+    save_file(tensors | {expert + "_scale": scale[:, None]}, file)
+    with pytest.raises(ValueError, match="keeps experts in FP8 in other pieces"):
+        load(tmp_path)
+
+
+def test_an_fp8_checkpoint_that_transformers_would_have_to_read(tmp_path: Path) -> None:
+    zoo.save(zoo.build(zoo.specimen("gpt_neox")), tmp_path)
+    change_config(tmp_path, FORMS["ct-channel"][0])
+    with pytest.raises(ValueError, match="under other names or in other pieces than GPTNeoXForCausalLM"):
         load(tmp_path)
 
 

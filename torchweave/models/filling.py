@@ -20,7 +20,7 @@ from torchweave.models.parallel import ParallelPlan
 from torchweave.models.parallel.apply import apply, place_offsets
 from torchweave.models.parallel.stages import Stage, leave_out_others
 from torchweave.models.quantize import Quantizer, Scheme
-from torchweave.models.quantized_checkpoint import check_dtypes, cut_scales, stored_scheme, take_scales
+from torchweave.models.quantized_checkpoint import check_dtypes, check_scales, cut_scales, stored_scheme, take_scales
 from torchweave.models.resolve import Source
 
 
@@ -67,42 +67,59 @@ def fill(
     """The model with a checkpoint's weights: the one given, or a new one where transformers must convert them."""
     folder = how.source.folder
     assert folder is not None
-    scaled = stored_scheme(how.source) is not None
-    if weights.needs_conversion(model, stored):
-        if scaled:
-            raise UnsupportedModel(
-                f"{folder} keeps experts in FP8 in other pieces than {type(model).__name__}, which cannot be read; use a "
-                "checkpoint whose experts are not quantized."
-            )
-        merging = merging_of(model, stored)
-        return _convert(how, stored, report) if merging is None else _merge(model, stored, merging, how, report)
-    cuts = how.plan.cuts if how.plan is not None else {}
-    renamed = weights.rename(model, stored)
-    scales = take_scales(stored, renamed) if scaled else ({}, {})
-    check_dtypes(stored, renamed, scales[0])
-    weights.check_names(model, stored, renamed, folder, cuts)
-    own = cut_scales(scales[0], cuts), scales[1]
-    quantizer = None if how.quantization is None else Quantizer(model, how.quantization, *(own if scaled else ()))
-    weights.stream(model, stored, renamed, how.device, report, quantizer, cuts)
+    if not weights.needs_conversion(model, stored):
+        return model, _stream(model, stored, weights.rename(model, stored), how, report)
+    merging = merging_of(model, stored)
+    if merging is not None:
+        return model, _merge(model, stored, merging, how, report)
+    if stored_scheme(how.source) is not None:
+        raise UnsupportedModel(
+            f"{folder} has tensors under other names or in other pieces than {type(model).__name__}, which cannot be read in FP8; "
+            "use an unquantized checkpoint (quantization=fp8 quantises it as it is loaded)."
+        )
+    # Which of them become what is known to transformers alone.
+    each = {name: name for name in stored if name.endswith("weight")}
+    check_dtypes(model, stored, each | weights.rename(model, stored), {})
+    return _convert(how, stored, report)
+
+
+def _stream(
+    model: PreTrainedModel,
+    stored: dict[str, weights.Stored],
+    renamed: dict[str, str],
+    how: Filling,
+    report: Report,
+    merger: Merger | None = None,
+) -> Quantizer | None:
+    """Fill the model tensor by tensor, those of quantised linears with their scales."""
+    folder = how.source.folder
+    assert folder is not None
+    found = stored_scheme(how.source)
+    cuts, pieces = how.plan.cuts if how.plan is not None else {}, merger.pieces if merger is not None else {}
+    scales, inputs = take_scales(stored, renamed) if found is not None else ({}, {})
+    check_dtypes(model, stored, {**renamed, **pieces}, scales)
+    weights.check_names(model, stored, renamed, folder, cuts, pieces)
+    check_scales(scales, inputs if found is not None and found.static else {})
+    quantizer = how.quantizer(model) if found is None else Quantizer(model, found, cut_scales(scales, cuts), inputs)
+    weights.stream(model, stored, renamed, how.device, report, quantizer, cuts, merger)
     _buffers(model, how)
-    return model, quantizer
+    return quantizer
 
 
 def _merge(
     model: PreTrainedModel, stored: dict[str, weights.Stored], merging: Merging, how: Filling, report: Report
-) -> tuple[PreTrainedModel, Quantizer | None]:
-    """The model with experts that the checkpoint has one by one."""
-    report.event("weights_converted", reason="the checkpoint has experts one by one", by="torchweave, as they are read")
-    folder = how.source.folder
-    assert folder is not None
+) -> Quantizer | None:
+    """Fill the model from a checkpoint that has experts one by one."""
     cuts = how.plan.cuts if how.plan is not None else {}
     merger = Merger(model, merging, cuts)
+    if stored_scheme(how.source) is not None and any(stored[name].dtype.startswith("F8") for name in merger.pieces):
+        raise UnsupportedModel(
+            f"{how.source.folder} keeps experts in FP8 in other pieces than {type(model).__name__}, which cannot be read; use a "
+            "checkpoint whose experts are not quantized."
+        )
+    report.event("weights_converted", reason="the checkpoint has experts one by one", by="torchweave, as they are read")
     check_merges(model, stored, merging, cuts)
-    weights.check_names(model, stored, merging.renamed, folder, cuts, merger.pieces)
-    quantizer = how.quantizer(model)
-    weights.stream(model, stored, merging.renamed, how.device, report, quantizer, cuts, merger)
-    _buffers(model, how)
-    return model, quantizer
+    return _stream(model, stored, merging.renamed, how, report, merger)
 
 
 def _buffers(model: PreTrainedModel, how: Filling) -> None:

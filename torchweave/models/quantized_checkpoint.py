@@ -14,14 +14,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.cuts import Cut
 from torchweave.models.quantize import Scheme, scheme
 from torchweave.models.resolve import Source, read_json
-from torchweave.models.weights import Stored
+from torchweave.models.weights import Stored, targets
 from torchweave.ops.fp8 import GROUP
 
 WEIGHT_SCALES = (".weight_scale", ".weight_scale_inv")
@@ -31,6 +33,8 @@ _CACHE_SCALES = {
     "v": (".v_scale", ".v_proj.output_scale", ".kv_scale"),
 }
 """Endings of the scales of a layer's keys and values: today's, those of the first llm-compressor, those of AutoFP8."""
+_BLOCKS = ([GROUP, GROUP], (GROUP, GROUP))
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
@@ -121,13 +125,15 @@ def _fine_grained(config: Mapping[str, Any]) -> Scheme:
         raise _refused(f"by fp8 in {config['fmt']}")
     if block is None:
         return Scheme("tensor", static)
-    if list(block) != [GROUP, GROUP] or static:
-        raise _refused(f"by fp8 in blocks of {list(block)} with {'static' if static else 'dynamic'} activations")
+    if block not in _BLOCKS or static:
+        raise _refused(f"by fp8 in blocks of {block} with {'static' if static else 'dynamic'} activations")
     return Scheme("block")
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme | None:
-    schemes = {_group(group) for group in (config.get("config_groups") or {}).values()}
+    if places := sorted(_online_transforms(config)):
+        raise _refused(f"by compressed-tensors with transforms of {', '.join(places)} as the model runs")
+    schemes = {_group(*each) for each in _object(config.get("config_groups"), "config_groups").items()}
     if not schemes and config.get("kv_cache_scheme"):
         return None
     if len(schemes) != 1:
@@ -136,19 +142,45 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme | None:
     return found
 
 
-def _group(group: Mapping[str, Any]) -> Scheme:
+def _object(found: Any, name: str) -> Mapping[str, Any]:
+    """What is called `name` in a quantization_config, an empty object where it is null.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    if found is not None and not isinstance(found, Mapping):
+        raise ValueError(
+            f"The quantization_config of config.json has {name}={found!r}: expected a JSON object; copy or download it again."
+        )
+    return found or {}
+
+
+def _online_transforms(config: Mapping[str, Any]) -> set[str]:
+    """What a checkpoint wants multiplied by a matrix as the model runs; what it says so of weights was done to them."""
+    schemes = _object(_object(config.get("transform_config"), "transform_config").get("config_groups"), "config_groups")
+    places = set()
+    for name, group in schemes.items():
+        applied = _object(group, name).get("apply")
+        for each in applied if isinstance(applied, list) else [applied]:
+            places.add(str(_object(each, "apply").get("location")))
+    return places - {"weight_input", "weight_output"}
+
+
+def _group(name: str, group: Any) -> Scheme:
     """The scheme of one group of layers."""
-    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    group = _object(group, name)
+    weights, inputs = _object(group.get("weights"), "weights"), group.get("input_activations")
     strategy = weights.get("strategy")
     what = f"by compressed-tensors to {weights.get('type')}{weights.get('num_bits')} by {strategy}"
     if inputs is None:
         raise _refused(f"{what} with activations as they are")
+    inputs = _object(inputs, "input_activations")
     if any((part.get("type"), part.get("num_bits")) != ("float", 8) for part in (weights, inputs)):
         raise _refused(f"{what} with activations in {inputs.get('type')}{inputs.get('num_bits')}")
     static = not inputs.get("dynamic", False)
     how = f"{what} with {'static' if static else 'dynamic'} activations by {inputs.get('strategy')}"
     if strategy == "block":
-        fits = list(weights.get("block_structure") or ()) == [GROUP, GROUP] and not static
+        fits = weights.get("block_structure") in _BLOCKS and not static
         if fits and inputs.get("strategy") == "group" and inputs.get("group_size") == GROUP:
             return Scheme("block")
     elif strategy in ("tensor", "channel") and inputs.get("strategy") == ("tensor" if static else "token"):
@@ -207,13 +239,43 @@ def _cut_scale(name: str, scale: Tensor, cut: Cut | None) -> Tensor:
     return blocks.of(scale)
 
 
-def check_dtypes(stored: Mapping[str, Stored], renamed: Mapping[str, str], scaled: Mapping[str, Tensor]) -> None:
-    """Refuse weights in FP8 without scales, and scales beside weights that are not in FP8."""
-    for name, target in renamed.items():
-        has_scale = target.removesuffix(".weight") in scaled and target.endswith(".weight")
-        if (stored[name].dtype == "F8_E4M3") != has_scale:
-            said = f"{stored[name].dtype} with a scale" if has_scale else f"{stored[name].dtype} without a scale"
-            if has_scale or stored[name].dtype.startswith("F8"):
-                raise ValueError(
-                    f"{stored[name].file} has {name} as {said}; check that config.json belongs to these weights."
-                )
+def check_scales(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
+    """Refuse scales that would turn all that follows into numbers that mean nothing: no finite ones, or activations over zero.
+
+    Raises:
+        ValueError: names the linear.
+    """
+    for name, scale in weights.items():
+        if not bool((torch.isfinite(scale.float()) & (scale.float() >= 0)).all()):
+            raise ValueError(
+                f"This checkpoint has scales of {name}.weight that are not all finite and at least 0; copy or download it again."
+            )
+    for name, scale in inputs.items():
+        given = float(scale) if scale.numel() == 1 else f"a tensor of shape {list(scale.shape)}"
+        if isinstance(given, str) or not (math.isfinite(given) and given > 0):
+            raise ValueError(
+                f"This checkpoint has {name}.input_scale={given}: expected one finite number above 0; copy or download it again."
+            )
+
+
+def check_dtypes(
+    model: PreTrainedModel, stored: Mapping[str, Stored], filled: Mapping[str, str], scaled: Mapping[str, Tensor]
+) -> None:
+    """Refuse weights in FP8 without scales, scales beside weights that are not in FP8, and integers where numbers belong.
+
+    Args:
+        filled: checkpoint name -> what of the model it becomes, or becomes a part of.
+    """
+    wanted = targets(model)
+    for name, target in filled.items():
+        dtype = stored[name].dtype
+        if target.removesuffix(".weight") in scaled and target.endswith(".weight"):
+            said = "" if dtype == "F8_E4M3" else f"{dtype} with a scale"
+        elif dtype in _FLOATS or (target in wanted and not wanted[target].is_floating_point()):
+            said = ""
+        else:
+            said = f"{dtype} without a scale" if dtype.startswith("F8") else f"{dtype}, expected floating-point numbers"
+        if said:
+            raise ValueError(
+                f"{stored[name].file} has {name} as {said}; check that config.json belongs to these weights."
+            )
