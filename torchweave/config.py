@@ -241,12 +241,34 @@ class ServerConfig:
     api_server_count: int | None = None
 
 
+def expanded(text: str | Path) -> Path:
+    """A path, with `~` and `~NAME` at its beginning as home folders.
+
+    Raises:
+        ValueError: there is no such home folder.
+    """
+    try:
+        return Path(text).expanduser()
+    except (
+        RuntimeError
+    ):  # no user of that name; or of this process's number, as in some containers, and HOME is not set
+        raise ValueError(f"{text}: there is no home folder {Path(text).parts[0]}; write the whole path") from None
+
+
 def cache_dir(configured: str | None) -> Path:
-    """The folder of the compile cache: `configured`, else `torchweave` under XDG_CACHE_HOME or `~/.cache`."""
+    """The folder of the compile cache: `configured`, else `torchweave` under XDG_CACHE_HOME or `~/.cache`.
+
+    Raises:
+        ValueError: `configured` is in a home folder that is none.
+        OSError: nothing is configured, and this user has no home folder.
+    """
     if configured is not None:
-        return Path(configured).expanduser()
+        return expanded(configured)
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "torchweave"
+    try:
+        return (Path(home) if home else Path.home() / ".cache") / "torchweave"
+    except RuntimeError:
+        raise OSError("this user has no home folder to keep it in; name a folder as compile_cache_dir") from None
 
 
 def api_key_from_environment() -> str:

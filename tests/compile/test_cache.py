@@ -102,6 +102,28 @@ def test_opening_by_config(tmp_path: Path, report: Report) -> None:
     assert report.select("warning")
 
 
+def test_who_has_no_home_folder_starts_without_a_cache(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(path: str) -> str:
+        return path  # as it is where HOME is not set and nobody has the number of this process's user
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", homeless)
+    assert open_cache(TorchCompileConfig(), report) is None
+    assert ["no home folder" in each["why"] for each in report.select("warning")] == [True]
+    with pytest.raises(ValueError, match="there is no home folder ~nobody; write the whole path"):
+        open_cache(TorchCompileConfig(compile_cache_dir="~nobody/cache"), report)
+
+
+def test_a_folder_that_takes_no_entry_is_one_warning(tmp_path: Path, report: Report) -> None:
+    cache = CompileCache(tmp_path / "cache", report)
+    for kind in ("graph", "piece"):
+        (tmp_path / "cache" / kind).write_text("")
+    for number in range(3):
+        cache.store("piece", {"a": number}, b"payload")
+    cache.store("graph", {}, b"payload")
+    assert len(report.select("warning")) == 1
+
+
 def test_V2_writers_at_the_same_moment_leave_one_whole_entry(tmp_path: Path, report: Report) -> None:
     cache = CompileCache(tmp_path / "cache", report)
     payload = os.urandom(1 << 18)

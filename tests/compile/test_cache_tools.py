@@ -216,5 +216,19 @@ def test_V2_the_command_line(cache: CompileCache, tmp_path: Path, capsys: pytest
     ):
         code, _, err = run(*words)
         assert code == 2 and sentence in err and err.count("\n") == 1
+    for action, folder, sentence in (
+        ("list", tmp_path / "a.tar", "is no folder; name that of the compile cache"),
+        ("list", tmp_path / ("a" * 300), "File name too long; mend that, or name another folder"),
+        ("list", Path("~nobody-of-this-name/cache"), "there is no home folder ~nobody-of-this-name"),
+        ("import", tmp_path / "a.tar" / "below", "Not a directory; mend that, or name another folder"),
+    ):
+        assert main(["cache", action, str(tmp_path / "a.tar"), "--compile-cache-dir", str(folder)]) == 2
+        err = capsys.readouterr().err
+        assert sentence in err and err.count("\n") == 1
+    (cache.folder / "graph").mkdir(exist_ok=True)
+    (cache.folder / "graph" / f"{UNFINISHED}gone").symlink_to(
+        "nowhere"
+    )  # found, and no more there when it is looked at
+    assert run("prune")[0] == 0
     assert main(["cache", "list", "--compile-cache-dir", str(tmp_path / "none")]) == 2
     assert "there is no compile cache" in capsys.readouterr().err

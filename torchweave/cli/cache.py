@@ -53,10 +53,26 @@ def parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     args = parser().read(argv)
+    folder = args.compile_cache_dir
+    try:
+        folder = cache_dir(args.compile_cache_dir)
+        return _act(folder, args)
+    except BrokenPipeError:  # of our output
+        raise
+    except OSError as error:
+        at = error.filename or folder or "the compile cache"
+        raise ValueError(
+            f"`torchweave cache {args.action}` ended at {at}: {error.strerror or error}; mend that, or name another folder with "
+            "--compile_cache_dir"
+        ) from error
+
+
+def _act(folder: Path, args: argparse.Namespace) -> int:
     from torchweave.compile.cache import CompileCache
 
-    folder = cache_dir(args.compile_cache_dir)
-    if not folder.is_dir() and args.action != "import":
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; name that of the compile cache with --compile_cache_dir")
+    if not folder.exists() and args.action != "import":
         raise ValueError(f"there is no compile cache at {folder}; the first start with a model makes it")
     cache = CompileCache(folder, Report(show=False))
     actions = {

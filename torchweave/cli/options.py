@@ -20,6 +20,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import yaml
 
+from torchweave.config import expanded
+
 Config = TypeVar("Config")
 
 _TRUE, _FALSE, _NONE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}, {"null", "none", "~"}
@@ -84,7 +86,7 @@ def attribute_texts(config: type) -> dict[str, str]:
 def read_yaml(path: str | Path, known: Iterable[str] = ()) -> dict[str, Any]:
     """The options in a YAML file as a flat dict; nested mappings and dotted keys mean the same. `known`: see `flatten`."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = expanded(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"config file {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

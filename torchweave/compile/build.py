@@ -16,6 +16,7 @@ import torch
 
 from torchweave.compile.ahead import KernelsAhead
 from torchweave.compile.cache import CompileCache
+from torchweave.compile.code_folder import CodeFolder
 from torchweave.compile.dump import graph_text
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.lower import NotLowered, lower, lowering
@@ -24,7 +25,6 @@ from torchweave.compile.passes.aten.reinplace import Reinplace
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.identity import stage_factors
 from torchweave.compile.passes.manager import PassManager
-from torchweave.compile.persist import code_folder
 from torchweave.compile.pieces import BuiltPiece, Variant, build_fx, build_inductor
 from torchweave.compile.split import Piece, structure
 from torchweave.compile.stored import StoredPiece
@@ -71,12 +71,12 @@ def build_pieces(
         distinct.setdefault(piece.digest, []).append(piece)
     built: dict[str, BuiltPiece] = {}
     builder = PieceBuilder(graph, manager, cache, device, report)
-    folder = cache.folder if cache is not None else None
-    with code_folder(folder, device), builder.ahead, report.progress("building pieces", len(distinct)) as advance:
+    code = CodeFolder(cache, device)
+    with code, builder.ahead, report.progress("building pieces", len(distinct)) as advance:
         # Those of most layers first: the first and the last piece have most of the kernels that Inductor writes, and the processes
         # that build these need some seconds to be ready.
         for digest, same in sorted(distinct.items(), key=lambda item: -len(item[1])):
-            built[digest] = builder.build(same[0])
+            built[digest] = code.run(functools.partial(builder.build, same[0]))
             advance(1, digest)
     for digest, same in distinct.items():
         _tell(same, built[digest], report)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torchweave.config import TorchCompileConfig, cache_dir
+from torchweave.config import TorchCompileConfig, cache_dir, expanded
 from torchweave.log import Report
 
 MAGIC = b"torchweave-cache\n"
@@ -72,9 +72,10 @@ class CompileCache:
     """
 
     def __init__(self, folder: Path | str, report: Report, wait: Callable[[Path], None] = lambda _: None) -> None:
-        self.folder = Path(folder).expanduser().absolute()
+        self.folder = expanded(folder).absolute()
         self.report = report
         self._wait = wait
+        self._warned = False
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _refuse_shared(self.folder)
 
@@ -83,8 +84,8 @@ class CompileCache:
         key = key_of(kind, factors)
         self.report.event("cache_key", entry=kind, key=key[:12], factors=dict(factors))
         path = self._path(kind, key)
-        self._wait(path)
         try:
+            self._wait(path)
             entry = read_entry(path)
             if (entry.kind, entry.key) != (kind, key):
                 raise DamagedEntry("it is another entry than its name says")
@@ -97,7 +98,7 @@ class CompileCache:
         return entry
 
     def store(self, kind: Kind, factors: Factors, payload: bytes, facts: Factors | None = None) -> str:
-        """Write an entry, whole or not at all; returns its key. A folder that cannot be written is a warning."""
+        """Write an entry, whole or not at all; returns its key. A folder that cannot be written is one warning."""
         key = key_of(kind, factors)
         header = {
             "format": FORMAT,
@@ -114,7 +115,7 @@ class CompileCache:
             path.parent.mkdir(exist_ok=True, mode=0o700)
             write_atomic(path, MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text + payload)
         except OSError as error:
-            self.report.event("warning", what="compile cache", why=f"cannot write {self.folder}: {error}")
+            self.not_kept(f"cannot write {self.folder}: {error}")
             return key
         self.report.event("cache", outcome="stored", entry=kind, key=key[:12], bytes=len(payload))
         return key
@@ -127,7 +128,7 @@ class CompileCache:
             for name, text in texts.items():
                 write_atomic(folder / name, text.encode())
         except OSError as error:
-            self.report.event("warning", what="compile cache", why=f"cannot write {folder}: {error}")
+            self.not_kept(f"cannot write {folder}: {error}")
 
     def hit(self, entry: Entry) -> None:
         """Record that an entry was used, for whoever prunes the folder too."""
@@ -143,6 +144,12 @@ class CompileCache:
         """Record that there is an entry that cannot be used, and warn."""
         self.miss(kind, key, why)
         self.report.event("warning", what="compile cache", why=f"ignored the {kind} {key[:12]}: {why}")
+
+    def not_kept(self, why: str) -> None:
+        """Warn, once: a disk that is full or may not be written to refuses whatever comes."""
+        if not self._warned:
+            self._warned = True
+            self.report.event("warning", what="compile cache", why=why)
 
     def entries(self) -> Iterator[Path]:
         """The files of the cache."""

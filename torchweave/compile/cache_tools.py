@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import lzma
@@ -104,10 +105,13 @@ def to_prune(
 
 def clear_unfinished(cache: CompileCache, older_than: float = 3600.0) -> int:
     """Remove what a process that was killed while it wrote has left; returns how many files."""
-    left = [path for path in cache.folder.glob(f"*/{UNFINISHED}*") if time.time() - path.stat().st_mtime > older_than]
-    for path in left:
-        path.unlink(missing_ok=True)
-    return len(left)
+    count = 0
+    for path in cache.folder.glob(f"*/{UNFINISHED}*"):
+        with contextlib.suppress(FileNotFoundError):  # it was finished meanwhile
+            if time.time() - path.stat().st_mtime > older_than:
+                path.unlink()
+                count += 1
+    return count
 
 
 def clear_beside(cache: CompileCache) -> None:

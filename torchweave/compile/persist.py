@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchweave.compile.cache import CODE_FOLDER
 from torchweave.compile.fakes import FakeStorages, geometry
 from torchweave.compile.flat import read_nodes, write_nodes
 from torchweave.compile.generated import dump_code, load_code
@@ -170,12 +169,12 @@ def dump_piece(built: BuiltPiece) -> bytes:
             return _CODE + dump_code(inner, kept)
         except Exception as error:  # the pickler raises what it likes
             raise NotStorable(f"{type(error).__name__}: {error}") from error
-    with _scratch() as path:
-        try:
+    try:
+        with _scratch() as path:
             built.artifact.save(path=str(path), format="binary")
-        except Exception as error:
-            raise NotStorable(f"{type(error).__name__}: {error}") from error
-        return path.read_bytes()
+            return path.read_bytes()
+    except Exception as error:  # Inductor raises what it likes, and so does a disk
+        raise NotStorable(f"{type(error).__name__}: {error}") from error
 
 
 def load_piece(payload: bytes, piece: Piece, built_on: int = 0, runs_on: int = 0) -> BuiltPiece:
@@ -194,23 +193,6 @@ def load_piece(payload: bytes, piece: Piece, built_on: int = 0, runs_on: int = 0
         artifact = CompiledArtifact.load(path=str(path), format="binary")
     code = generated_code(artifact)
     return BuiltPiece(piece.digest, callable_of(artifact, piece.module), "cache", 0.0, code=code)
-
-
-@contextlib.contextmanager
-def code_folder(folder: Path | None, device: torch.device) -> Iterator[None]:
-    """Where Inductor keeps what it compiles meanwhile.
-
-    A CPU artifact holds C++ source and is compiled again when it is loaded, unless the shared object is still there: it is
-    kept beside the entries. A GPU artifact holds its kernels.
-    """
-    if folder is None or device.type != "cpu":
-        yield
-        return
-    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
-
-    (folder / CODE_FOLDER).mkdir(exist_ok=True, mode=0o700)
-    with temporary_cache_dir(str(folder / CODE_FOLDER)):
-        yield
 
 
 @contextlib.contextmanager

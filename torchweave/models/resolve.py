@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchweave.config import expanded
+
 BUILT_IN = {"demo": "demo", "demo-draft": "demo_draft"}
 """Models that come with the package: name -> folder beside this file."""
 
@@ -121,7 +123,7 @@ def resolve(name: str | Path | Mapping[str, Any], trust_remote_code: bool = Fals
         raise ValueError(f"Unknown shape {text!r}: the shapes are {', '.join(sorted(SHAPES))}.")
     if text in BUILT_IN:
         return Source(text, _checked(Path(__file__).parent / BUILT_IN[text], text))
-    folder = Path(text).expanduser()
+    folder = expanded(text)
     if folder.exists():
         return Source(text, _checked(folder, text))
     if isinstance(name, str) and _HUB_ID.fullmatch(text) and not text.startswith((".", "/", "~")):

@@ -6,10 +6,9 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
-from pathlib import Path
 from typing import Any
 
-from torchweave.config import ServerConfig
+from torchweave.config import ServerConfig, expanded
 from torchweave.serving.errors import ApiError
 from torchweave.serving.turns import Turns
 
@@ -32,7 +31,7 @@ def read_keys(settings: ServerConfig) -> list[str]:
     keys = list(settings.api_key)
     if settings.api_key_file is not None:
         try:
-            text = Path(settings.api_key_file).expanduser().read_text(encoding="utf-8")
+            text = expanded(settings.api_key_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"api_key_file {settings.api_key_file} cannot be read: {error}") from None
         found = [line.strip() for line in text.splitlines() if line.strip()]

@@ -6,9 +6,8 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
-from torchweave.config import ServerConfig
+from torchweave.config import ServerConfig, expanded
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.structured import why_not
 from torchweave.serving.answers import Run
@@ -221,6 +220,6 @@ def read_template(settings: ServerConfig) -> str | None:
     if settings.chat_template is None:
         return None
     try:
-        return Path(settings.chat_template).expanduser().read_text(encoding="utf-8")
+        return expanded(settings.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"chat_template {settings.chat_template} cannot be read: {error}") from None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweave.compile.symbols import DynamicDims
+from torchweave.config import expanded
 
 _TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\w\s,]*)\](?:<(?P<below>\w+))?$")
 _FORMS = "float32[T,16], int64[T]<1000 (values below 1000), arange[T], int, or ints"
@@ -162,7 +163,7 @@ def _import(path: str) -> Any:
             if "" not in sys.path and str(Path.cwd()) not in sys.path:
                 sys.path.insert(0, str(Path.cwd()))
             return importlib.import_module(path)
-        file = Path(path).expanduser().absolute()
+        file = expanded(path).absolute()
         if not file.is_file():
             raise ValueError(f"there is no file {path}")
         name = f"torchweave_doctor_{file.stem}"

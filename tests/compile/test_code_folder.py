@@ -1,0 +1,70 @@
+"""Where Inductor works for a CPU: beside the entries while that goes, else in its own folder, with one warning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.exc import InductorError
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from torchweave.compile import CompileCache, weave
+from torchweave.compile.cache import CODE_FOLDER
+from torchweave.compile.code_folder import CodeFolder
+from torchweave.compile.forward import call_as_is
+from torchweave.config import TorchCompileConfig
+from torchweave.log import Report
+
+
+@pytest.fixture
+def report() -> Report:
+    return Report(show=False)
+
+
+def test_a_piece_that_fails_beside_the_entries_is_built_elsewhere(tmp_path: Path, report: Report) -> None:
+    cache = CompileCache(tmp_path / "cache", report)
+    beside, tried = str(cache.folder / CODE_FOLDER), []
+
+    def build() -> str:
+        tried.append(cache_dir() == beside)
+        if tried[-1]:
+            raise InductorError(OSError(28, "No space left on device"), None)
+        return "built"
+
+    with CodeFolder(cache, torch.device("cpu")) as code:
+        assert code.run(lambda: cache_dir()) == beside
+        assert code.run(build) == "built" and tried == [True, False]
+        assert code.run(build) == "built" and tried == [True, False, False]
+    assert ["No space left" in each["why"] for each in report.select("warning")] == [True]
+
+
+def test_what_fails_elsewhere_too_is_told(tmp_path: Path, report: Report) -> None:
+    def fail() -> None:
+        raise InductorError(ValueError("no such operation"), None)
+
+    with CodeFolder(CompileCache(tmp_path, report), torch.device("cpu")) as code, pytest.raises(InductorError):
+        code.run(fail)
+    with CodeFolder(None, torch.device("cpu")) as code, pytest.raises(InductorError):
+        code.run(fail)
+
+
+@pytest.mark.parametrize("name", ["with space", "it's", "no\\thing"])
+def test_a_folder_whose_name_falls_apart_is_not_used(tmp_path: Path, report: Report, name: str) -> None:
+    with CodeFolder(CompileCache(tmp_path / name, report), torch.device("cpu")) as code:
+        assert not code.run(cache_dir).startswith(str(tmp_path))
+    assert ["Inductor takes no folder" in each["why"] for each in report.select("warning")] == [True]
+
+
+def test_V2_a_cache_beside_which_nothing_can_be_compiled_stops_no_start(tmp_path: Path, report: Report) -> None:
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin() * 2
+
+    cache = CompileCache(tmp_path / "with space", report)
+    (cache.folder / CODE_FOLDER).write_text("")
+    x = torch.arange(6.0)
+    woven = weave(Doubled(), {"x": x}, {"x": {0: "T"}}, config=TorchCompileConfig(), cache=cache, report=report)
+    torch.testing.assert_close(woven(call_as_is, x), x.sin() * 2)
+    assert len(report.select("warning")) == 1 and len(list(cache.entries())) == 2
