@@ -14,6 +14,7 @@ import pytest
 
 from torchweave.cli import generate
 from torchweave.cli.main import main
+from torchweave.cli.results import write_result
 from torchweave.compile.explanation.facts import schema
 from torchweave.engine.request import CompletionOutput
 from torchweave.models.resolve import resolve
@@ -167,6 +168,14 @@ FAULTS = [
         ["models", "verify", "llama", "--write", "/nowhere/models.md"],
         "--write /nowhere/models.md: there is no such folder",
     ),
+    (["models", "verify", "llama", "--write", "/"], "--write /: this is a folder; name a file in it"),
+    (["explain", "demo", "--html", "/"], "--html /: this is a folder; name a file in it"),
+    (["explain", "demo", "--html", "~nobody-of-this-name/a.html"], "there is no home folder ~nobody-of-this-name"),
+    (["explain", "demo", "--dump-dir", "~nobody-of-this-name/a"], "there is no home folder ~nobody-of-this-name"),
+    (["bench", "host", "--output", "/"], "--output /: this is a folder; name a file in it"),
+    (["bench", "host", "--output", f"{__file__}/a.json"], "is no folder; name another file"),
+    (["bench", "host", "--output", f"/{'a' * 300}.json"], "File name too long; name another file"),
+    (["bench", "host", "--output", "a.md"], "the JSON needs another name than the Markdown beside it, such as a.json"),
     (["models", "verify", "llama", "--tensor_parallel_size", "2;4"], "expected a number of ranks, or several"),
 ]
 
@@ -180,6 +189,25 @@ def test_a_fault_is_one_sentence_and_exit_code_2(
     captured = capsys.readouterr()
     assert sentence in captured.err and len(captured.err.splitlines()) == 1
     assert captured.err.startswith("torchweave: ") and captured.out == ""
+
+
+def test_a_result_that_cannot_be_kept_is_printed_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Lines
+):
+    def full(result: object, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torchweave.cli.bench._host", lambda scenario, args: {"steps": 7})
+    monkeypatch.setattr("torchweave.cli.benchmarks.result.save", full)
+    assert main(["bench", "host", "--json", "--output", str(tmp_path / "a.json")]) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"steps": 7}
+    assert captured.err.endswith("a.json cannot be written: No space left on device; the result is printed above\n")
+
+
+def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"--html .* cannot be written: Is a directory; name another file"):
+        write_result("--html", tmp_path, "a page")
 
 
 def test_a_prompt_longer_than_the_context(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):

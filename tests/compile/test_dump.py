@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,19 @@ def test_an_artifact_that_nobody_keeps_is_not_made() -> None:
     report.artifact("c.txt", lambda: str(1 / 0))
     assert made == ["b"] and texts["b.txt"] == "b"
     assert "ZeroDivisionError" in texts["c.txt"]
+
+
+def test_a_folder_that_can_no_more_be_written_ends_the_dump_and_nothing_else(tmp_path: Path) -> None:
+    report = Report(show=False)
+    folder = open_dump(TorchCompileConfig(dump_dir=str(tmp_path / "dump")), report)
+    assert folder is not None
+    shutil.rmtree(folder)
+    folder.write_text("")
+    report.event("plan")
+    report.artifact("passes/a.py", "a")
+    report.event("piece")
+    assert ["nothing more is written" in each["why"] for each in report.select("warning")] == [True]
+    assert len(report.select("piece")) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torchweave.cli.bench_profile import add_options as add_profile_options
 from torchweave.cli.bench_profile import measure as _profile
 from torchweave.cli.bench_serve import add_options as add_serve_options
 from torchweave.cli.bench_serve import measure as _serve
+from torchweave.cli.results import result_path
 from torchweave.cli.session import engine
 from torchweave.log import Report
 
@@ -119,16 +120,40 @@ def run(argv: Sequence[str]) -> int:
         raise ValueError(f"unknown scenario {scenario!r}; it is one of {', '.join(SCENARIOS)}")
     args = parser(scenario).read(rest)
     measure = {"host": _host, "startup": _startup, "serve": _serve, "profile": _profile}.get(scenario, _engine)
-    _give(measure(scenario, args), args)
+    output = _output(args.output)
+    _give(measure(scenario, args), output, args.json)
     return 0
 
 
-def _give(result: dict[str, Any], args: argparse.Namespace) -> None:
+def _output(asked: Path | None) -> Path | None:
+    """Where the result is to be kept.
+
+    Raises:
+        ValueError: it cannot be kept there; measuring may take hours, so this is found before.
+    """
+    if asked is None:
+        return None
+    if asked.suffix == ".md":
+        raise ValueError(
+            f"--output {asked}: the JSON needs another name than the Markdown beside it, such as {asked.stem}.json"
+        )
+    path = result_path("--output", asked)
+    result_path("--output", path.with_suffix(".md"))
+    return path
+
+
+def _give(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
+    """Print the result, and then keep it: a disk that is full at the end does not take it."""
     from torchweave.cli.benchmarks.result import save, text
 
-    if args.output is not None:
-        save(result, args.output)
-    print(json.dumps(result) if args.json else text(result))
+    print(json.dumps(result) if as_json else text(result))
+    if output is not None:
+        try:
+            save(result, output)
+        except OSError as error:
+            raise ValueError(
+                f"--output {output} cannot be written: {error.strerror}; the result is printed above"
+            ) from error
 
 
 def _engine(scenario: str, args: argparse.Namespace) -> dict[str, Any]:

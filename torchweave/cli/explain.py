@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchweave.cli.arguments import Parser, engine_parser
+from torchweave.cli.results import result_path, write_result
 from torchweave.cli.session import engine
 from torchweave.plan import show
 
@@ -32,15 +32,16 @@ def parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     args = parser().read(argv)
-    if args.html and not Path(args.html).expanduser().absolute().parent.is_dir():
+    html = result_path("--html", args.html) if args.html else None
+    if html is not None and not html.parent.is_dir():
         raise ValueError(f"--html {args.html}: there is no such folder")
     with engine(args) as llm:
         from torchweave.compile.explanation.facts import as_json, explain
         from torchweave.compile.explanation.page import page
 
         facts = explain(llm.plan, llm.report)
-    if args.html:
-        Path(args.html).expanduser().write_text(page(facts), encoding="utf-8")
+    if html is not None:
+        write_result("--html", html, page(facts))
     if args.json:
         print(as_json(facts))
     elif not args.html:

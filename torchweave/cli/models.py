@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchweave.cli.arguments import Parser
+from torchweave.cli.results import result_path, write_result
 from torchweave.log import Report
 
 ACTIONS = ("list", "verify")
@@ -45,10 +46,11 @@ def run(argv: Sequence[str]) -> int:
         return _list(args.json)
     if args.write and args.pipeline_parallel_size > 1:
         raise ValueError("the table of --write has no column for stages; leave --pipeline_parallel_size or --write out")
-    if args.write and not Path(args.write).expanduser().absolute().parent.is_dir():
+    write = result_path("--write", args.write) if args.write else None
+    if write is not None and not write.parent.is_dir():
         raise ValueError(f"--write {args.write}: there is no such folder")
     ranks, stages = _sizes(args.tensor_parallel_size), args.pipeline_parallel_size
-    return _verify(args.names, args.all, args.json, args.quiet, args.write, ranks, stages)
+    return _verify(args.names, args.all, args.json, args.quiet, write, ranks, stages)
 
 
 def _sizes(text: str) -> list[int]:
@@ -87,7 +89,7 @@ def _verify(
     everything: bool,
     as_json: bool,
     quiet: bool,
-    write: str,
+    write: Path | None,
     ranks: Sequence[int],
     stages: int,
 ) -> int:
@@ -97,8 +99,8 @@ def _verify(
 
     report = Report(show=False if quiet else None)
     result: dict[str, Any] = verify(None if everything else list(names), report, ranks, stages)
-    if write:
-        Path(write).expanduser().write_text(table(result), encoding="utf-8")
+    if write is not None:
+        write_result("--write", write, table(result))
     if as_json:
         print(json.dumps(result))
     else:

@@ -1,0 +1,40 @@
+"""Files that commands write their results to: refused before anything takes long, and a sentence where they fail in the end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torchweave.config import expanded
+
+
+def result_path(option: str, asked: str | Path) -> Path:
+    """Where a result is to be; folders that are not there are not made.
+
+    Raises:
+        ValueError: nothing can be written there, as far as that is known.
+    """
+    path = expanded(asked).absolute()
+    try:
+        if path.is_dir():
+            raise ValueError(f"{option} {asked}: this is a folder; name a file in it")
+        nearest = next(each for each in path.parents if each.exists())
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(f"{option} {asked}: {error.strerror}; name another file") from None
+    if not nearest.is_dir():
+        raise ValueError(f"{option} {asked}: {nearest} is no folder; name another file")
+    if not os.access(path if path.exists() else nearest, os.W_OK):
+        raise ValueError(f"{option} {asked}: {path if path.exists() else nearest} cannot be written; name another file")
+    return path
+
+
+def write_result(option: str, path: Path, text: str) -> None:
+    """Write a result.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written: {error.strerror}; name another file") from error
