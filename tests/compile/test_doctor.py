@@ -117,6 +117,43 @@ def test_T12_what_cannot_be_examined_is_refused_in_one_sentence(
     assert said in error and error.count("\n") == 1
 
 
+_ODD = """
+import torch
+class Fails(torch.nn.Module):
+    def __init__(self):
+        raise RuntimeError("no such device")
+def listed(x): return x
+listed.doctor_inputs = ["x"]
+def counted(x): return x
+counted.doctor_inputs = {"x": 3}
+def whole(x): return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "said"),
+    [
+        ("import sys; sys.exit(3)", ["whole"], "cannot be imported (SystemExit: 3)"),
+        ("raise ValueError('no')", ["whole"], "cannot be imported (ValueError: no)"),
+        (_ODD, ["Fails", "--input", "x=float32[T]"], "cannot be made (RuntimeError: no such device)"),
+        (_ODD, ["listed"], "doctor_inputs of"),
+        (_ODD, ["counted"], "doctor_inputs of"),
+        (_ODD, ["whole", "--input", "x=arange[]"], "arange counts along one size"),
+        (_ODD, ["whole", "--input", "x=int64[T]<0"], "no value is below 0"),
+        (_ODD, ["whole", "--input", "x=int64[T]<N"], "x is to be below N, which is no size of an input"),
+        (_ODD, ["whole", "--input", "class=float32[T]"], "an input cannot be called 'class' here"),
+        (_ODD, ["whole", "--input", "self=float32[T]"], "an input cannot be called 'self' here"),
+    ],
+)
+def test_T12_a_module_that_is_odd_is_one_sentence(
+    text: str, arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "odd.py").write_text(text)
+    assert main.main(["doctor", f"{tmp_path / 'odd.py'}:{arguments[0]}", *arguments[1:]]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
 def test_inputs_are_read_from_text() -> None:
     assert InputSpec.parse("int64[T, 4]<1000") == InputSpec("int64", ("T", 4), 1000)
     assert InputSpec.parse("arange[T]") == InputSpec("arange", ("T",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import keyword
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +48,12 @@ class InputSpec:
         if match is None or not (isinstance(dtype, torch.dtype) or match["dtype"] == "arange"):
             raise ValueError(f"{text!r} describes no input; write {_FORMS}")
         shape = tuple(_size(part.strip()) for part in match["shape"].split(",") if part.strip())
-        return cls(match["dtype"], shape, _size(match["below"] or "2"))
+        below = _size(match["below"] or "2")
+        if match["dtype"] == "arange" and len(shape) != 1:
+            raise ValueError(f"{text!r} describes no input: arange counts along one size; write arange[T]")
+        if below == 0:
+            raise ValueError(f"{text!r} describes no input: no value is below 0; write a larger number behind <")
+        return cls(match["dtype"], shape, below)
 
     @property
     def is_tensor(self) -> bool:
@@ -126,7 +132,17 @@ def find(target: str, inputs: Mapping[str, str] | None = None) -> Subject:
             f"the inputs of {target} are not known: give --input 'NAME=float32[T,16]' for each, in forward's order, or an "
             f"attribute doctor_inputs = {{'NAME': 'float32[T,16]'}}; a spec is {_FORMS}"
         )
+    if not (isinstance(specs, Mapping) and all(isinstance(each, str) for pair in specs.items() for each in pair)):
+        raise ValueError(
+            f"doctor_inputs of {target} is {specs!r}; write {{'NAME': 'float32[T,16]'}}; a spec is {_FORMS}"
+        )
     parsed = {name: InputSpec.parse(text) for name, text in specs.items()}
+    sizes = {size for spec in parsed.values() for size in spec.shape}
+    for name, spec in parsed.items():
+        if isinstance(spec.below, str) and spec.below not in sizes:
+            raise ValueError(
+                f"{name} is to be below {spec.below}, which is no size of an input; write a number, or name a size"
+            )
     return Subject(
         target, as_module(found, target, tuple(parsed)), parsed, frozenset(getattr(found, "doctor_boundary_ops", ()))
     )
@@ -143,6 +159,8 @@ def as_module(thing: Any, name: str, inputs: Sequence[str] = ()) -> nn.Module:
             raise ValueError(
                 f"{name} cannot be made without arguments ({error}); name a function that uses it"
             ) from None
+        except Exception as error:  # whatever the module raises
+            raise ValueError(f"{name} cannot be made ({type(error).__name__}: {error})") from None
     return _function_module(thing, inputs)
 
 
@@ -150,6 +168,10 @@ def _function_module(function: Callable[..., Any], inputs: Sequence[str]) -> nn.
     """A module whose forward has the function's parameters, as capture asks for."""
     if unknown := [name for name in inputs if not name.isidentifier()]:
         raise ValueError(f"{unknown[0]!r} is no name of a parameter")
+    if taken := [name for name in inputs if keyword.iskeyword(name) or name in ("self", "function")]:
+        raise ValueError(
+            f"an input cannot be called {taken[0]!r} here; take another name, since it is their order that counts"
+        )
     names = ", ".join(inputs)
     namespace = {"function": function}
     exec(compile(f"def forward(self, {names}): return function({names})", "<doctor>", "exec"), namespace)
@@ -158,14 +180,14 @@ def _function_module(function: Callable[..., Any], inputs: Sequence[str]) -> nn.
 
 
 def _import(path: str) -> Any:
+    file = expanded(path).absolute() if path.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise ValueError(f"there is no file {path}")
     try:
-        if not path.endswith(".py"):
+        if file is None:
             if "" not in sys.path and str(Path.cwd()) not in sys.path:
                 sys.path.insert(0, str(Path.cwd()))
             return importlib.import_module(path)
-        file = expanded(path).absolute()
-        if not file.is_file():
-            raise ValueError(f"there is no file {path}")
         name = f"torchweave_doctor_{file.stem}"
         if getattr(sys.modules.get(name), "__file__", None) == str(file):
             return sys.modules[name]  # a module registers its ops once
@@ -175,7 +197,5 @@ def _import(path: str) -> Any:
         sys.modules[name] = module  # tracing looks code up by its module
         spec.loader.exec_module(module)
         return module
-    except ValueError:
-        raise
-    except Exception as error:  # whatever the imported code raises
+    except (Exception, SystemExit) as error:  # whatever the imported code raises; a script may end itself
         raise ValueError(f"{path} cannot be imported ({type(error).__name__}: {error})") from None
