@@ -60,7 +60,7 @@ class Speaker(EngineClient):
         self.state, self.ids = "ready", list[int]()
         self._changed.set()
 
-    async def stop(self) -> None: ...
+    async def stop(self, at_once: bool = False) -> None: ...
 
     def _send_bytes(self, message: bytes) -> None:
         request = wire.decode_to_engine(message)

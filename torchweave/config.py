@@ -249,9 +249,8 @@ def expanded(text: str | Path) -> Path:
     """
     try:
         return Path(text).expanduser()
-    except (
-        RuntimeError
-    ):  # no user of that name; or of this process's number, as in some containers, and HOME is not set
+    except RuntimeError:
+        # There is no user of that name; or none of this process's number, as in some containers, and HOME is not set.
         raise ValueError(f"{text}: there is no home folder {Path(text).parts[0]}; write the whole path") from None
 
 
