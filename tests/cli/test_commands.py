@@ -16,6 +16,7 @@ from torchweave.cli import generate
 from torchweave.cli.main import main
 from torchweave.cli.results import write_result
 from torchweave.compile.explanation.facts import schema
+from torchweave.distributed.crew import RankFailure
 from torchweave.engine.request import CompletionOutput
 from torchweave.models.resolve import resolve
 
@@ -189,6 +190,23 @@ def test_a_fault_is_one_sentence_and_exit_code_2(
     captured = capsys.readouterr()
     assert sentence in captured.err and len(captured.err.splitlines()) == 1
     assert captured.err.startswith("torchweave: ") and captured.out == ""
+
+
+def test_a_rank_that_ends_is_one_sentence_and_exit_code_1(monkeypatch: Lines, capsys: pytest.CaptureFixture[str]):
+    def run(argv: list[str]) -> int:
+        ended = RankFailure("Rank 1 (process 7)\nhas ended")
+        if argv[0] == "building":
+            raise ended
+        raise RuntimeError(f"The engine failed: {ended}") from (ended if argv[0] == "answering" else None)
+
+    monkeypatch.setattr(generate, "run", run)
+    for when, said in (("building", ""), ("answering", "The engine failed: ")):
+        assert main(["generate", when]) == 1
+        assert capsys.readouterr().err == f"torchweave: {said}Rank 1 (process 7) has ended\n"
+        with pytest.raises(RuntimeError, match="Rank 1"):
+            main(["generate", when, "--traceback"])
+    with pytest.raises(RuntimeError):  # a fault of ours keeps its traceback
+        main(["generate", "otherwise"])
 
 
 def test_a_result_that_cannot_be_kept_is_printed_all_the_same(

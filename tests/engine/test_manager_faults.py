@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from tests.engine.fake import expected
 from tests.engine.test_batch_manager import Harness
+from torchweave.distributed.crew import RankFailure
 from torchweave.engine.request import InferenceRequest, Output, SamplingParams
 
 
@@ -150,6 +152,31 @@ def test_B8_a_device_that_fails_at_any_moment_answers_everyone_and_hangs_nobody(
     h.manager.shutdown(timeout=10)
     assert not h.manager.alive and h.manager.failure is fault
     assert h.batch.kv.num_free == h.batch.kv.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("fault", "traced"), [(RankFailure("Rank 1 has ended"), False), (RuntimeError("the device is gone"), True)]
+)
+def test_B8_the_end_of_a_rank_is_told_without_where_this_one_waited(fault: Exception, traced: bool) -> None:
+    h, records = Harness(), list[logging.LogRecord]()
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+
+    def broken(*args: object) -> None:
+        raise fault
+
+    setattr(h.runner, "collect", broken)  # noqa: B010
+    logging.getLogger("torchweave").addHandler(handler)
+    try:
+        with h.manager:
+            h.ask(1, [1], max_tokens=4)
+            h.wait_final(1)
+        h.manager.shutdown(timeout=10)
+    finally:
+        logging.getLogger("torchweave").removeHandler(handler)
+    (record,) = [each for each in records if "generation loop failed" in each.getMessage()]
+    assert bool(record.exc_info) == traced
+    assert ("Rank 1 has ended" in record.getMessage()) != traced
 
 
 def test_B8_requests_that_come_with_the_end_are_refused() -> None:

@@ -23,11 +23,11 @@ COMMANDS = {
     "tune": "measure on this machine what runs a model best, and keep it",
     "bench": "measure latency, throughput, start-up and host time",
 }
-USAGE_FAULT, INTERRUPTED = 2, 130
+FAILED, USAGE_FAULT, INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 1 (a check failed), 2 (a fault in what was asked), 130 (interrupted)."""
+    """Run a command; returns the exit code: 0, 1 (a check or a rank failed), 2 (a fault in what was asked), 130 (interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_streams()
     try:
@@ -42,6 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"torchweave: {_sentence(error)}", file=sys.stderr)
         return USAGE_FAULT
+    except RuntimeError as error:
+        if "--traceback" in arguments or not _of_a_rank(error):
+            raise
+        print(f"torchweave: {_sentence(error)}", file=sys.stderr)
+        return FAILED
+
+
+def _of_a_rank(error: RuntimeError) -> bool:
+    """Whether another process of the engine ended, which its sentence says, and not where this one was at that moment."""
+    from torchweave.distributed.crew import RankFailure  # with what it imports, for a fault alone
+
+    return isinstance(error, RankFailure) or isinstance(error.__cause__, RankFailure)
 
 
 def _open_streams() -> None:

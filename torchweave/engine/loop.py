@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from torchweave import collector
+from torchweave.distributed.crew import RankFailure
 from torchweave.engine.batch import Batch, Move
 from torchweave.engine.request import MAX_REQUEST_ID, InferenceRequest, Output
 from torchweave.engine.responses import Response, Responses, refusal
@@ -173,7 +174,14 @@ class GenerationLoop:
                 self._loop()
         except BaseException as failure:
             self.failure = failure
-            _log.exception("The generation loop failed; every request in flight is answered with an error.")
+            # Of another rank's end the failure says all; where this one waited for it means nothing.
+            of_a_rank = isinstance(failure, RankFailure)
+            why = f" ({failure})" if of_a_rank else ""
+            _log.error(
+                "The generation loop failed%s; every request in flight is answered with an error.",
+                why,
+                exc_info=not of_a_rank,
+            )
             self._answer(self._batch.abandon(f"The engine failed: {failure}"))
             self._refuse_the_rest()
 
