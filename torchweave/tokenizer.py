@@ -229,12 +229,13 @@ class TextStream:
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; empty while a character is still in the making."""
-        text = self._read([*self._window, *ids])
+        window = [*self._window, *ids]
+        text = self._read(window)
         if len(ids) > 1 and _REPLACEMENT in text[len(self._before) :]:
             # Bytes that are no text may cost their neighbours too, so these must not be others than if they had come one by one.
             half = len(ids) // 2
             return self.feed(ids[:half]) + self.feed(ids[half:])
-        self._window.extend(ids)
+        self._window = window
         certain = text.rstrip(_REPLACEMENT)
         if len(certain) == len(text) or len(self._window) > _LONGEST_WINDOW:
             return self._settle(text)

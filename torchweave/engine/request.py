@@ -76,6 +76,17 @@ _REAL = (
 )
 _FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 _OR_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
+_KINDS = tuple(
+    (name, {*plain, type(None)} if name in _OR_NONE else {*plain}, kinds, expected)
+    for names, plain, kinds, expected in (
+        (_WHOLE, (int,), (int, np.integer), "a whole number"),
+        (_REAL, (int, float), (int, float, np.integer, np.floating), "a number"),
+        (_FLAGS, (bool,), (), "True or False"),
+        (("structured_outputs",), (StructuredOutputs,), (StructuredOutputs,), "a StructuredOutputs, or None"),
+    )
+    for name in names
+)
+"""Fields with the types that their values nearly always have, all that are allowed beside these, and how to say it."""
 _MOST = 1e30
 """Numbers of ours are float32 on the device, and so are their inverses."""
 _TEMPERATURES = f"0 (greedy) or a positive number up to {_MOST:g}"  # written once, not for every request
@@ -212,20 +223,14 @@ class SamplingParams:
 
 def _check_kinds(params: SamplingParams) -> None:
     """Refuse values of another kind than their field's, and make numbers of NumPy's, whose arithmetic wraps, Python's."""
-    for names, kinds, expected in (
-        (_WHOLE, (int, np.integer), "a whole number"),
-        (_REAL, (int, float, np.integer, np.floating), "a number"),
-        (_FLAGS, bool, "True or False"),
-        (("structured_outputs",), StructuredOutputs, "a StructuredOutputs, or None"),
-    ):
-        for name in names:
-            value = getattr(params, name)
-            if value is None and name in _OR_NONE:
-                continue
-            if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-                raise ValueError(f"{name} must be {expected}, but is {value!r}.")
-            if isinstance(value, np.generic):
-                object.__setattr__(params, name, value.item())
+    for name, plain, kinds, expected in _KINDS:
+        value = getattr(params, name)
+        if type(value) in plain:
+            continue
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ValueError(f"{name} must be {expected}, but is {value!r}.")
+        if isinstance(value, np.generic):
+            object.__setattr__(params, name, value.item())
 
 
 _DRAWING = {"temperature": (0, 1), "top_k": (0, -1), "top_p": (1,), "min_p": (0,)}

@@ -21,10 +21,8 @@ FUNCTIONS = {
     "transformers.image_transforms": ("center_to_corners_format",),
 }
 """By module, what is imported from it by name and called later, if ever."""
-_ASKED = (
-    "accelerate",
-    "torch",
-)  # packages whose distribution transformers asks for as it is imported; both have the same name
+_ASKED = ("accelerate", "torch")
+"""Packages whose distribution transformers asks for as it is imported; both have the same name."""
 
 
 @contextmanager
