@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache, in_kernel_invocation_manager
 
-from torchweave.compile.symbols import free_symbols
+from torchweave.compile.symbols import expression, free_symbols
 
 _SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -69,7 +69,7 @@ class FakeStorages:
 def geometry(fake: Tensor) -> tuple[Hashable, ...]:
     """What fake tensors of one kind have in common, for a dict."""
     sizes = (*fake.size(), None, *fake.stride(), None, fake.storage_offset())
-    return (fake.dtype, fake.device, *map(_expression, sizes))
+    return (fake.dtype, fake.device, *map(expression, sizes))
 
 
 class FakeRuns:
@@ -92,7 +92,8 @@ class FakeRuns:
             key = None
         if key in self._known:
             return _again(self._known[key], tensors, FakeStorages(self._mode))
-        with self._faking():
+        # What torch would remember of it is remembered here, and to do so takes torch longer than the operation.
+        with self._faking(), disable_fake_tensor_cache(self._mode):
             out = _call(target, args, kwargs)
         if key is None:
             return out
@@ -124,7 +125,7 @@ def _key(thing: Any, tensors: list[Tensor]) -> Hashable:
         tensors.append(thing)
         return geometry(thing)
     if isinstance(thing, _SIZES):
-        return ("size", _expression(thing))
+        return ("size", expression(thing))
     if isinstance(thing, Mapping):
         return tuple((name, _key(item, tensors)) for name, item in thing.items())
     if isinstance(thing, (tuple, list)):
@@ -179,7 +180,3 @@ def _flat(thing: Any) -> list[Any]:
     if isinstance(thing, slice):
         thing = (thing.start, thing.stop, thing.step)
     return [leaf for item in thing for leaf in _flat(item)] if isinstance(thing, (tuple, list)) else [thing]
-
-
-def _expression(size: Any) -> Hashable:
-    return size.node.expr if isinstance(size, _SIZES) else size

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 
-from torchweave.compile.fakes import FakeRuns
-from torchweave.compile.symbols import symbol_name, value
+from torchweave.compile.fakes import FakeRuns, FakeStorages
+from torchweave.compile.symbols import expression, symbol_name, value
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class CapturedGraph(Faked):
         *_, last = self.placeholders()
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(name)
-        node.meta["example_value"] = self.fake_mode.from_tensor(tensor, static_shapes=True)
+        node.meta["example_value"] = FakeStorages(self.fake_mode).make(tensor, name)
         self.bindings[node.name] = Constant(tensor)
         return node
 
@@ -250,14 +250,10 @@ def same_geometry(one: Any, other: Any, *, ones: bool = True) -> bool:
         return alike and _layout(one, ones) == _layout(other, ones)
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(same_geometry(a, b, ones=ones) for a, b in zip(one, other, strict=True))
-    return _exprs([one]) == _exprs([other])
+    return expression(one) == expression(other)
 
 
-def _layout(tensor: Tensor, ones: bool) -> list[str]:
+def _layout(tensor: Tensor, ones: bool) -> list[Any]:
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     strides = [stride for size, stride in sizes if ones or not isinstance(size, int) or size != 1]
-    return _exprs([*tensor.shape, *strides, tensor.storage_offset()])
-
-
-def _exprs(sizes: list[Any]) -> list[str]:
-    return [str(size) for size in sizes]
+    return [expression(size) for size in (*tensor.shape, *strides, tensor.storage_offset())]

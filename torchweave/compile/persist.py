@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from torchweave.compile.fakes import FakeStorages, geometry
 from torchweave.compile.flat import read_nodes, write_nodes
-from torchweave.compile.generated import dump_code, load_code
+from torchweave.compile.generated import dump_code, load_code, loaded_here
 from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size
 from torchweave.compile.moved import moved, rename_device
 from torchweave.compile.pieces import BuiltPiece, callable_of, generated_code, innermost
@@ -183,14 +183,15 @@ def load_piece(payload: bytes, piece: Piece, built_on: int = 0, runs_on: int = 0
     Args:
         built_on, runs_on: the GPUs' indices.
     """
-    if payload.startswith(_CODE):
-        code = load_code(payload.removeprefix(_CODE), built_on, runs_on)
-        return BuiltPiece(piece.digest, code.current_callable, "cache", 0.0, code=code.source_code)
-    from torch._inductor.standalone_compile import CompiledArtifact
+    with loaded_here(kernels=any(isinstance(each, Tensor) and each.is_cuda for each in piece.examples())):
+        if payload.startswith(_CODE):
+            code = load_code(payload.removeprefix(_CODE), built_on, runs_on)
+            return BuiltPiece(piece.digest, code.current_callable, "cache", 0.0, code=code.source_code)
+        from torch._inductor.standalone_compile import CompiledArtifact
 
-    with _scratch() as path, moved(built_on, runs_on):
-        path.write_bytes(payload)
-        artifact = CompiledArtifact.load(path=str(path), format="binary")
+        with _scratch() as path, moved(built_on, runs_on):
+            path.write_bytes(payload)
+            artifact = CompiledArtifact.load(path=str(path), format="binary")
     code = generated_code(artifact)
     return BuiltPiece(piece.digest, callable_of(artifact, piece.module), "cache", 0.0, code=code)
 

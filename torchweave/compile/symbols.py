@@ -39,12 +39,16 @@ def token_count(symbols: Mapping[str, str]) -> str | None:
     return next((symbol for symbol, name in symbols.items() if name == "T"), next(iter(symbols), None))
 
 
+def expression(size: Any) -> Any:
+    """What a symbolic size computes, to be compared and hashed; a number is itself."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymBool, torch.SymFloat)) else size
+
+
 def symbol_name(size: Any) -> str | None:
     """The name of the symbol that a size is, or None when it is a number or an expression."""
     if not isinstance(size, torch.SymInt):
         return None
-    expression = size.node.expr
-    return str(expression) if expression.is_symbol else None
+    return str(size.node.expr) if size.node.expr.is_symbol else None
 
 
 def free_symbols(thing: Any) -> set[str]:

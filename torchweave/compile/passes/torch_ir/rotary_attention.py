@@ -189,6 +189,5 @@ def _flat(graph: CapturedGraph, heads: _Heads) -> fx.Node:
 
 def _method(graph: CapturedGraph, name: str, source: fx.Node, *arguments: int) -> fx.Node:
     node = graph.graph.call_method(name, (source, *arguments))
-    with graph.faking():
-        node.meta["example_value"] = getattr(value(source), name)(*arguments)
+    node.meta["example_value"] = graph.runs.run(name, (value(source), *arguments), {})
     return node

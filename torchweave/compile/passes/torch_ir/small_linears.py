@@ -73,8 +73,7 @@ def _replace(graph: CapturedGraph, node: fx.Node, table: Table | None) -> str | 
     choices = LinearShape(w.shape[0], w.shape[1]).choices(table, w.dtype)
     if not choices:
         return f"for {str(value(weight).dtype).removeprefix('torch.')} {list(value(weight).shape)} the BLAS measured fastest"
-    with graph.faking():
-        result = op(value(x), value(weight), None if bias is None else value(bias), choices)
+    result = graph.runs.run(op, (value(x), value(weight), None if bias is None else value(bias), choices), {})
     if not same_geometry(result, value(node)):
         return "its result has another layout or dtype than the op's"
     with graph.graph.inserting_before(node):
