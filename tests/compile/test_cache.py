@@ -25,7 +25,7 @@ from torchweave.compile import CompileCache, open_cache, weave
 from torchweave.compile.cache import MAGIC, read_entry
 from torchweave.compile.factors import describe_module, graph_factors, machine, piece_factors
 from torchweave.compile.forward import call_as_is
-from torchweave.compile.pieces import inductor_waking
+from torchweave.compile.inductor import inductor_waking
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
 

@@ -139,3 +139,48 @@ def test_an_error_while_recording_ends_the_recording() -> None:
         record(run, call_as_is, whole=True, pool=pool)
     assert pool.events == ["enter", "begin", "exit"] and pool.tape is None
     assert record(run, call_as_is, whole=True, pool=pool).num_segments == 1
+
+
+def test_a_step_that_has_run_before_is_only_recorded() -> None:
+    pool, runs = TapePool(), []
+
+    def run(boundary: Boundary) -> Tensor:
+        runs.append(pool.tape is not None)
+        return torch.zeros(1) + 1
+
+    recording = record(run, call_as_is, whole=True, pool=pool, warm_up=False)
+    assert runs == [True] and pool.events == ["enter", "begin", "end", "exit"]
+    assert recording.replay().tolist() == [1]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_one_that_cannot_be_recorded_at_once_is_run_first(whole: bool) -> None:
+    """As where a kernel must be loaded: what was recorded until then is forgotten."""
+    pool, runs, attended = TapePool(), [], []
+
+    def run(boundary: Boundary) -> Tensor:
+        runs.append(pool.tape is not None)
+        y = torch.zeros(4) + 1
+        boundary("attention", (y,), {})
+        if len(runs) == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return y * 2
+
+    boundary = lambda op, args, kwargs: attended.append(args[0].tolist())  # noqa: E731
+    recording = record(run, boundary, whole=whole, pool=pool, warm_up=False)
+    assert runs == [True, False, True] and pool.tape is None
+    assert recording.num_segments == (1 if whole else 2)
+    attended.clear()
+    assert recording.replay().tolist() == [2] * 4 and len(attended) == (0 if whole else 1)
+
+
+def test_what_fails_after_a_run_too_is_an_error() -> None:
+    runs: list[int] = []
+
+    def run(boundary: Boundary) -> Tensor:
+        runs.append(1)
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        record(run, call_as_is, whole=True, pool=TapePool(), warm_up=False)
+    assert len(runs) == 2

@@ -6,11 +6,13 @@ import gc
 import queue
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import triton
 
 from torchweave.config import CudaGraphConfig, EngineConfig, TorchCompileConfig
 from torchweave.engine.llm import LLM
@@ -161,6 +163,24 @@ def test_2000_mixed_requests_with_random_cancels_leave_every_block_free() -> Non
         batch = llm.engine.batch
         batch.kv.check()
         assert batch.kv.num_free == batch.kv.num_blocks and batch.num_active == 0
+
+
+def test_no_kernel_is_built_for_the_first_requests(
+    prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would make all who are in flight wait for a third of a second."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    built: list[str] = []
+
+    def note(**facts: Any) -> None:
+        built.append(facts["fn"].name)
+
+    with build(dtype="bfloat16") as llm, monkeypatch.context() as patched:
+        patched.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+        llm.generate(prompts[0], GREEDY)
+        llm.generate(prompts, GREEDY)
+        llm.generate(prompts, SamplingParams(temperature=0.7, top_p=0.9, max_tokens=24))
+    assert built == []
 
 
 def test_too_little_memory_is_said_in_one_sentence() -> None:

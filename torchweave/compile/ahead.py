@@ -1,8 +1,8 @@
-"""Kernels of products and collectives are built while Inductor builds the pieces that call them, in processes of their own.
+"""The project's kernels are built while Inductor builds the pieces that call them, in processes of their own.
 
 A product says in its choices by which kernels it will run. What each needs is seen from a launch on a small weight of the product's
-width; all are built and launched before anything is recorded. Kernels of collectives are built and loaded, but not launched: they
-would wait for other ranks. What is missed is built when it is first needed.
+width; all are built and launched before anything is recorded. Kernels of other calls are built and loaded, but not launched: those
+of collectives would wait for other ranks. What is missed is built when it is first needed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from types import TracebackType
 import torch
 from torch import fx
 
+from torchweave.compile.calls import Call, calls_of
 from torchweave.compile.kernel_orders import Order, missing, orders
 from torchweave.compile.kernel_workers import KernelWorkers
-from torchweave.compile.meetings import Meeting, meetings_of
 from torchweave.compile.split import Piece, normalize
 from torchweave.compile.symbols import value
 from torchweave.ops.linear import Around, run
@@ -56,14 +56,14 @@ class Job:
 
 
 class KernelsAhead:
-    """Builds the kernels of products and collectives that it is shown; `with` waits for all of them.
+    """Builds the kernels of the pieces that it is shown; `with` waits for all of them.
 
     Elsewhere than on a GPU it does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._seen: set[Job | Meeting] = set()
+        self._seen: set[Job | Call] = set()
         self._jobs: list[Job] = []
         self._orders: list[Order] = []
         self._to_load: list[Order] = []
@@ -83,7 +83,7 @@ class KernelsAhead:
             self._put_on_gpu()
 
     def see(self, piece: Piece) -> None:
-        """Begin to build what the piece's products and collectives will run by."""
+        """Begin to build what the piece's calls will run by."""
         if self._device.type != "cuda":
             return
         for node in piece.module.graph.nodes:
@@ -91,10 +91,10 @@ class KernelsAhead:
                 if self._is_new(job):
                     self._jobs.append(job)
                     self._begin(partial(job.launch, self._device))
-        for meeting in filter(self._is_new, meetings_of(piece)):
-            self._to_load += self._begin(partial(meeting.launch, self._device))
+        for call in filter(self._is_new, calls_of(piece)):
+            self._to_load += self._begin(partial(call.launch, self._device))
 
-    def _is_new(self, thing: Job | Meeting) -> bool:
+    def _is_new(self, thing: Job | Call) -> bool:
         is_new = thing not in self._seen
         self._seen.add(thing)
         return is_new

@@ -14,9 +14,9 @@ from torchweave.compile.build import build_pieces
 from torchweave.compile.cache import CompileCache
 from torchweave.compile.capture import capture
 from torchweave.compile.graph import CapturedGraph
+from torchweave.compile.inductor import inductor_waking
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.manager import PassManager
-from torchweave.compile.pieces import inductor_waking
 from torchweave.compile.ranks import num_ranks, tell_exchanges
 from torchweave.compile.split import Piece, describe, split
 from torchweave.compile.stages import cut_to_stage

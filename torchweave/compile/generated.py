@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ast
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -59,18 +57,6 @@ def load_code(payload: bytes, built_on: int = 0, runs_on: int = 0) -> Any:
     graph.after_deserialization(constants)
     graph.post_compile((), constants, {"cudagraphs": BoxedBool(False), "is_backward": False})
     return graph
-
-
-@contextmanager
-def loaded_here(kernels: bool) -> Iterator[None]:
-    """What is loaded in here has its `kernels`, if it has any for a GPU, loaded by this process.
-
-    Inductor would first start those that build kernels: it hashes torch's source for them, and waits for them at the end.
-    """
-    from torch._inductor import config
-
-    with config.patch(compile_threads=1) if kernels else nullcontext():
-        yield
 
 
 def _tuned(artifacts: bytes) -> list[tuple[str, bytes]]:

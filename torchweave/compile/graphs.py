@@ -238,6 +238,7 @@ def record(
     pool: Recorder,
     debug: bool = False,
     inputs: Sequence[Tensor] = (),
+    warm_up: bool = True,
 ) -> Recording[T]:
     """Record what `fn` launches on the device.
 
@@ -250,8 +251,26 @@ def record(
             carried out while recording, and is at each replay.
         pool: where the recording's memory comes from. Record the largest step first.
         inputs: the tensors that the caller writes before a replay; their addresses are checked under `debug`.
+        warm_up: off where the step has run before at another size: it is only recorded. Where that fails, as it may when a kernel
+            must be loaded that this size alone needs, it is run for real and recorded again.
     """
     begin, before = time.monotonic(), pool.num_bytes()
+    try:
+        steps, output = _recorded(fn, boundary, whole, pool, debug, warm_up)
+    except RuntimeError:
+        if warm_up:
+            raise
+        steps, output = _recorded(fn, boundary, whole, pool, debug, True)
+    recording = Recording(steps, boundary, output, inputs, debug)
+    recording.bytes = pool.num_bytes() - before
+    recording.seconds = time.monotonic() - begin
+    return recording
+
+
+def _recorded(
+    fn: Callable[[Boundary], T], boundary: Boundary, whole: bool, pool: Recorder, debug: bool, warm_up: bool
+) -> tuple[list[Callable[[Boundary], None]], T]:
+    """The segments of a step and the boundary ops between them, and what the step returned."""
     steps: list[Callable[[Boundary], None]] = []
 
     def cut(op: Any, args: tuple, kwargs: dict) -> None:
@@ -261,12 +280,9 @@ def record(
         pool.begin()
 
     with torch.no_grad(), pool.recording():
-        fn(boundary)
+        if warm_up:
+            fn(boundary)
         pool.begin()
         output = fn(boundary if whole else cut)
         steps.append(_Segment(pool.end()))
-        output = pytree.tree_map_only(Tensor, pool.by_address, output)
-    recording = Recording(steps, boundary, output, inputs, debug)
-    recording.bytes = pool.num_bytes() - before
-    recording.seconds = time.monotonic() - begin
-    return recording
+        return steps, pytree.tree_map_only(Tensor, pool.by_address, output)

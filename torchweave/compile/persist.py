@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 from torchweave.compile.fakes import FakeStorages, geometry
 from torchweave.compile.flat import read_nodes, write_nodes
-from torchweave.compile.generated import dump_code, load_code, loaded_here
+from torchweave.compile.generated import dump_code, load_code
 from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size
+from torchweave.compile.inductor import loaded_here
 from torchweave.compile.moved import moved, rename_device
 from torchweave.compile.pieces import BuiltPiece, callable_of, generated_code, innermost
 from torchweave.compile.sources import SourceError, resolve

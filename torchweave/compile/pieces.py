@@ -8,11 +8,8 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -70,37 +67,6 @@ def inductor_options(config: TorchCompileConfig) -> dict[str, Any]:
         "alignment_asserts": config.debug,
         "nan_asserts": False,
     }
-
-
-@contextmanager
-def inductor_imported(wanted: bool = True) -> Iterator[None]:
-    """Import what loads a built piece, which takes most of a second, while in here nothing is imported; it is there at the end."""
-    if not wanted:
-        yield
-        return
-    with ThreadPoolExecutor(1, "torchweave-import") as pool:
-        modules = ("torch.export._trace", "torch._inductor.compile_fx", "torch._inductor.standalone_compile")
-        importing = pool.submit(lambda: [import_module(name) for name in modules])
-        yield
-        importing.result()
-
-
-@contextmanager
-def inductor_waking(device: torch.device) -> Iterator[None]:
-    """Start the processes in which Inductor builds kernels for a GPU; they are started at the end of this.
-
-    They take some seconds to be ready, and until then it builds one after the other in this process. To start them it first hashes
-    torch's source, 2500 files, which is mostly reading.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    from torch._inductor.async_compile import AsyncCompile
-
-    with ThreadPoolExecutor(1, "torchweave-waking") as pool:
-        waking = pool.submit(AsyncCompile.wakeup)
-        yield
-        waking.result()
 
 
 def build_fx(piece: Piece) -> BuiltPiece:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from torchweave.compile.pieces import inductor_imported
+from torchweave.compile.inductor import inductor_imported
 from torchweave.config import EngineConfig, launched_by_torchrun
 from torchweave.distributed import on_ray, torchrun
 from torchweave.distributed.crew import Crew, RankFailure

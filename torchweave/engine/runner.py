@@ -189,20 +189,24 @@ class Runner:
     # -- recording -----------------------------------------------------------------------------------------------------
 
     def record_all(self, pool: GraphPool) -> None:
-        """Record every size, the largest first, so that smaller ones fit into the memory that larger ones took."""
-        plan = self.plan
+        """Record every size, the largest first, so that smaller ones fit into the memory that larger ones took.
+
+        Only the largest is run before it is recorded: libraries have what they keep by then, and a run takes the host as long as a
+        recording. Ranks run all of them: one that had to run where the others record would wait for them.
+        """
+        plan, alone = self.plan, self.plan.config.num_ranks == 1
         mixed = plan.token_buckets if plan.whole_mixed_graphs or plan.piecewise_graphs else ()
         decode = plan.batch_sizes if plan.decode_graphs else ()
         mixed, decode = ([size for size in sizes if size >= self._least] for sizes in (mixed, decode))
         if mixed:
             with self._report.progress("recording mixed steps", len(mixed)) as advance_bar, self._on_stream():
-                for tokens in sorted(mixed, reverse=True):
-                    self.record_mixed(tokens, pool)
+                for number, tokens in enumerate(sorted(mixed, reverse=True)):
+                    self.record_mixed(tokens, pool, warm_up=number == 0 or not alone)
                     advance_bar(1, f"{tokens} tokens")
         if decode:
             with self._report.progress("recording decode steps", len(decode)) as advance_bar, self._on_stream():
-                for rows in sorted(decode, reverse=True):
-                    self.record_decode(rows, pool)
+                for number, rows in enumerate(sorted(decode, reverse=True)):
+                    self.record_decode(rows, pool, warm_up=number == 0 or not alone)
                     advance_bar(1, f"batch {rows}")
 
     def forget_recordings(self) -> None:
@@ -210,28 +214,34 @@ class Runner:
         self._decode_graphs.clear()
         self._mixed_graphs.clear()
 
-    def record_mixed(self, tokens: int, pool: Recorder) -> Recording:
+    def record_mixed(self, tokens: int, pool: Recorder, warm_up: bool = True) -> Recording:
         rows, whole = self.rows_of(tokens), self.plan.whole_mixed_graphs
         self._clear_packed(rows, tokens)
         run, boundary = self._mixed_step(rows, tokens, self.plan.max_model_len)
-        recording = self._record(run, boundary, whole, pool)
+        recording = self._record(run, boundary, whole, pool, warm_up)
         self._mixed_graphs[tokens] = recording
         self._tell("mixed", tokens, recording)
         return recording
 
-    def record_decode(self, rows: int, pool: Recorder) -> Recording:
+    def record_decode(self, rows: int, pool: Recorder, warm_up: bool = True) -> Recording:
         run, boundary = self._decode_step(rows)
-        recording = self._record(run, boundary, True, pool)
+        recording = self._record(run, boundary, True, pool, warm_up)
         self._decode_graphs[rows] = recording
         self._tell("decode", rows, recording)
         return recording
 
     def _record(
-        self, run: Callable[[Boundary], Tensor], boundary: AttentionBoundary, whole: bool, pool: Recorder
+        self,
+        run: Callable[[Boundary], Tensor],
+        boundary: AttentionBoundary,
+        whole: bool,
+        pool: Recorder,
+        warm_up: bool,
     ) -> Recording:
+        given = {"whole": whole, "pool": pool, "debug": self._debug, "inputs": self._inputs()}
         # As steps run: without it each op of ours goes through its part of autograd, in Python.
         with torch.inference_mode():
-            return record(run, boundary, whole=whole, pool=pool, debug=self._debug, inputs=self._inputs())
+            return record(run, boundary, **given, warm_up=warm_up)
 
     def _inputs(self) -> tuple[Tensor, ...]:
         """What a replay reads beside weights: its addresses are checked under `debug`."""

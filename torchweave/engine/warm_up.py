@@ -136,6 +136,7 @@ def _build(
     def steps(forward: StandIn) -> None:
         runner = Runner(plan, forward, backend, caches, state, Report(show=False))
         runner.start()
+        state.write(np.zeros(1, np.int32), np.zeros(1, np.int32))  # as a request that begins
         for tokens in _TOKENS:
             runner.run_padding(min(tokens, plan.max_num_tokens))
             runner.run_padding_decode(min(tokens, plan.max_batch_size))

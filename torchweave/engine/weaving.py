@@ -16,6 +16,7 @@ from torchweave.compile.cache import CompileCache, open_cache
 from torchweave.compile.eager import broken
 from torchweave.compile.errors import TraceError
 from torchweave.compile.graphs import Forward
+from torchweave.compile.inductor import inductor_ending
 from torchweave.compile.woven import Woven
 from torchweave.config import TorchCompileConfig
 from torchweave.distributed.world import World
@@ -128,7 +129,7 @@ def forward_of(
                     cache,
                     report,
                 )
-        with report.stage("weaving"):
+        with report.stage("weaving"), inductor_ending():
             woven = weave_model(module, config, device, cache, report, turn)
         return (woven if stage is None else StageForward(woven, stage, world)), plan
     except TraceError as error:

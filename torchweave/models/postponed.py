@@ -7,13 +7,12 @@ know where `torch` is from. With 180 packages that is 2.6 s of 7.2 s of imports.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from importlib import import_module, metadata
-from types import ModuleType
-from typing import Any
+from importlib import metadata
+
+from torchweave.stand_ins import standing_in
 
 FUNCTIONS = {
     "scipy.optimize": ("linear_sum_assignment",),
@@ -28,40 +27,13 @@ _ASKED = ("accelerate", "torch")
 @contextmanager
 def postponed() -> Iterator[None]:
     """In here transformers is imported without these modules. Whoever needs more of one than `FUNCTIONS` gets it as ever."""
-    stand_ins = {name: _StandIn(name) for name in FUNCTIONS if name not in sys.modules}
-    sys.modules.update(stand_ins)
     read = metadata.packages_distributions
     metadata.packages_distributions = lambda: _Distributions(read)  # type: ignore[assignment, return-value]
     try:
-        yield
+        with standing_in(FUNCTIONS):
+            yield
     finally:
         metadata.packages_distributions = read
-        for stand_in in stand_ins.values():
-            stand_in.leave()
-
-
-class _StandIn(ModuleType):
-    """Stands for a module until something of it is asked for that is none of its `FUNCTIONS`."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python asks of every module
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        if name in FUNCTIONS[self.__name__]:
-            return _later(self.__name__, name)
-        self.leave()
-        return getattr(import_module(self.__name__), name)
-
-    def leave(self) -> None:
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-
-
-def _later(module: str, name: str) -> Callable[..., Any]:
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return getattr(import_module(module), name)(*args, **kwargs)
-
-    function.__name__ = function.__qualname__ = name
-    return function
 
 
 class _Distributions(Mapping[str, list[str]]):

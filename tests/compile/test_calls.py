@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.ops.collective_cases import Mirror, mirrored
-from tests.ops.hopper import Hopper
+from tests.ops.hopper import Hopper, hopper
 from tests.ops.symmetric_cases import workspaces
 from torchweave.compile.ahead import KernelsAhead, jobs_of
+from torchweave.compile.calls import Call, calls_of
 from torchweave.compile.kernel_orders import Order, orders
-from torchweave.compile.meetings import Meeting, meetings_of
 from torchweave.compile.passes.testing import T, graph_of
 from torchweave.compile.split import Piece
 from torchweave.distributed.alone import Nobody, alone
@@ -86,15 +87,15 @@ def calls(tokens: int) -> list[Callable[[], object]]:
 def test_every_kernel_that_a_step_launches_is_seen_without_meeting_anyone(
     piece: Piece, communicator: SymmetricCommunicator
 ) -> None:
-    meetings = list(meetings_of(piece))
-    assert [meeting.op._schema.name.partition("::")[2] for meeting in meetings] == [
+    found_calls = list(calls_of(piece))
+    assert [call.op._schema.name.partition("::")[2] for call in found_calls] == [
         "all_reduce_add_rms_norm",
         "buffered_all_reduce_add_rms_norm",
         "all_reduce",
         "all_gather",
     ]
     found = keys(
-        [order for meeting in meetings for order in orders(lambda meeting=meeting: meeting.launch(torch.device("cpu")))]
+        [order for call in found_calls for order in orders(lambda call=call: call.launch(torch.device("cpu")))]
     )
     names = [name for name, _ in found]
     assert set(names) == {"one_shot_kernel", "one_shot_norm_kernel", "two_shot_kernel", "gather_kernel"}
@@ -106,8 +107,36 @@ def test_every_kernel_that_a_step_launches_is_seen_without_meeting_anyone(
         assert wanted and keys(wanted) <= found, f"at {tokens} tokens"
 
 
+def block(x: Tensor, residual: Tensor, weight: Tensor, both: Tensor) -> tuple[Tensor, ...]:
+    y, h = ops.add_rms_norm(x, residual, weight, 1e-5, 0.0, False)
+    part = ops.rms_norm(both[..., :D], weight, 1e-5, 0.0, False)
+    return y, h, part, ops.gated_activation(ops.linear(both[..., D:], weight.expand(D, D), None, ""), "silu")
+
+
+def test_kernels_that_depend_on_operands_alone_are_seen_too() -> None:
+    from torchweave.ops.kernels.activation import launch_gated
+    from torchweave.ops.kernels.norm import launch_norm
+
+    x, residual, both = torch.randn(1, T, D), torch.randn(1, T, D), torch.randn(1, T, 2 * D)
+    found = list(calls_of(graph_of(block, [each.to(BF16) for each in (x, residual, torch.rand(D), both)])))
+    names = ["add_rms_norm", "rms_norm", "gated_activation"]
+    assert [call.op._schema.name for call in found] == [f"torchweave::{name}" for name in names], "no products"
+    with hopper():
+        seen = keys([order for call in found for order in orders(partial(call.launch, torch.device("cpu")))])
+        assert {name for name, _ in seen} == {"norm_kernel", "gated_kernel"}
+        for tokens in (1, 2, 3, 16, 17, 100, 1000, 4096):
+            x, both = torch.empty(1, tokens, D, dtype=BF16), torch.empty(1, tokens, 2 * D, dtype=BF16)
+            launches = [
+                lambda x=x: launch_norm(x, x, x[0, 0], 1e-5, 0.0, False),
+                lambda x=x, both=both: launch_norm(both[..., :D], None, x[0, 0], 1e-5, 0.0, False),
+                lambda x=x: launch_gated(x[..., : D // 2], x[..., D // 2 :], "silu"),
+            ]
+            wanted = [order for launch in launches for order in orders(launch)]
+            assert len(wanted) == 3 and keys(wanted) <= seen, f"at {tokens} tokens"
+
+
 def test_over_torch_distributed_there_is_nothing_to_see(piece: Piece) -> None:
-    (first, *_) = meetings_of(piece)
+    (first, *_) = calls_of(piece)
     with mirrored() as group:
         first.launch(torch.device("cpu"))
         with alone(group) as has_kernels:
@@ -140,8 +169,8 @@ def test_they_are_built_once_and_loaded_without_a_launch(
             assert not loaded
             return []
 
-    launch = Meeting.launch
-    monkeypatch.setattr(Meeting, "launch", lambda self, device: launch(self, torch.device("cpu")))
+    launch = Call.launch
+    monkeypatch.setattr(Call, "launch", lambda self, device: launch(self, torch.device("cpu")))
     monkeypatch.setattr("torchweave.compile.ahead.jobs_of", lambda node: ())
     monkeypatch.setattr("torchweave.compile.ahead.KernelWorkers", Workers)
     monkeypatch.setattr("torchweave.compile.ahead.missing", lambda wanted: wanted)

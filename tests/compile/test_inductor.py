@@ -1,0 +1,92 @@
+"""What Inductor leaves in a process: no modules that only training needs, and no processes that nobody needs any more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import async_compile, config
+
+from torchweave.compile.inductor import inductor_ending, inductor_waking, loaded_here
+
+IMPORTS = """
+import sys
+import torch
+from torchweave.compile.inductor import inductor_imported, inductor_waking
+with {}:
+    pass
+import torch._inductor.compile_fx
+assert "torch._functorch.partitioners" in sys.modules
+assert "networkx" not in sys.modules, "imported for nothing"
+from torch._functorch._activation_checkpointing import knapsack_evaluator
+assert list(knapsack_evaluator.nx.topological_sort(knapsack_evaluator.nx.DiGraph([(2, 1)]))) == [2, 1]
+import networkx
+assert networkx.DiGraph is sys.modules["networkx"].DiGraph and networkx.__file__
+"""
+
+
+@pytest.mark.parametrize("way", ["inductor_imported()", "inductor_waking(torch.device('cpu'))"])
+def test_inductor_is_imported_without_what_only_training_needs(way: str) -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS.format(way)], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+class Pool:
+    """Processes that take their time to end."""
+
+    def __init__(self) -> None:
+        self.told, self.may_end, self.ended = threading.Event(), threading.Event(), threading.Event()
+
+    def shutdown(self) -> None:
+        self.told.set()
+        assert self.may_end.wait(20)
+        self.ended.set()
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    pools: set[Any] = set()
+    monkeypatch.setattr(async_compile, "_pool_set", pools)
+    monkeypatch.setattr(async_compile.AsyncCompile, "_ready_future", None)
+    return pools
+
+
+def test_processes_that_weaving_started_end_while_nobody_waits(pools: set[Any]) -> None:
+    pool = Pool()
+    with inductor_ending():
+        pools.add(pool)
+        async_compile.AsyncCompile._ready_future = object()  # type: ignore[assignment]
+    assert pool.told.wait(20) and not pool.ended.is_set()
+    assert not pools and async_compile.AsyncCompile._ready_future is None, "the next piece would be sent to them"
+    pool.may_end.set()
+    assert pool.ended.wait(20)
+
+
+def test_processes_of_somebody_else_stay(pools: set[Any]) -> None:
+    theirs = Pool()
+    pools.add(theirs)
+    with inductor_ending():
+        pass
+    assert pools == {theirs} and not theirs.told.is_set()
+
+
+def test_kernels_that_are_there_are_loaded_without_processes() -> None:
+    threads = async_compile.get_compile_threads()
+    with loaded_here(kernels=False):
+        assert async_compile.get_compile_threads() == threads
+    with loaded_here(kernels=True):
+        assert async_compile.get_compile_threads() == 1 and not async_compile.AsyncCompile.use_process_pool()
+    assert config.compile_threads == threads
+
+
+def test_what_wakes_ends_too(pools: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool()
+    pool.may_end.set()
+    monkeypatch.setattr(async_compile.AsyncCompile, "wakeup", lambda: pools.add(pool))
+    with inductor_ending(), inductor_waking(torch.device("cuda")):
+        pass
+    assert pool.ended.wait(20)
