@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchweave.engine.buffers import StepBuffers
-from torchweave.engine.warm_up import _TOKENS, StandIn, draw_again
+from torchweave.engine.warm_up import _LENGTHS, _TOKENS, StandIn, draw_again
 from torchweave.models import load, zoo
 from torchweave.ops.attention import AttentionMetadata, AttentionVariant, LayerSpec, Rotary
 from torchweave.ops.state import SlotState
@@ -56,11 +56,13 @@ def test_the_stand_in_runs_beside_who_traces_a_graph(monkeypatch: pytest.MonkeyP
     assert stand_in(lambda op, args, kwargs: None, ids, ids, ids[:2]).shape == (2, module.vocab_size)
 
 
+@pytest.mark.parametrize("most", [16, 512])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8, 32])
 def test_no_step_needs_an_attention_kernel_that_was_not_built_ahead(
-    kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    kv_heads: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its number of rows, and so where they begin in what the host sends: building one stops all answers for a second."""
+    """Whatever its number of rows, and so where they begin in what the host sends, and however long its sequences are, of which at
+    `most` are in flight: building one stops all answers for a second."""
     pytest.importorskip("triton")
     from tests.ops.hopper import hopper
     from torchweave.compile.kernel_orders import orders
@@ -73,26 +75,27 @@ def test_no_step_needs_an_attention_kernel_that_was_not_built_ahead(
     cache = backend.allocate(LayerSpec(kv_heads, 128, 128, 32), 2, 64, torch.bfloat16, CPU)
     table = torch.zeros(512, 2048, dtype=torch.int32)
 
-    def step(rows: int, tokens: int, decode_only: bool) -> None:
+    def step(rows: int, tokens: int, decode_only: bool, longest: int = 131072) -> None:
         packed = buffers.views(rows, tokens)
         starts = buffers.rows[: rows + 1] if decode_only else packed.query_start
         place = buffers.seq_lens[:rows], table, buffers.slot_mapping[:tokens]
         q = torch.zeros(tokens, 32, 128, dtype=torch.bfloat16)
         k, v = torch.zeros(2, tokens, kv_heads, 128, dtype=torch.bfloat16)
         angles = Rotary(*torch.zeros(2, tokens, 128, dtype=torch.bfloat16))
-        meta = AttentionMetadata(packed.slots, starts, *place, rows, tokens, decode_only, 131072)
+        meta = AttentionMetadata(packed.slots, starts, *place, rows, tokens, decode_only, longest)
         backend.begin(meta).forward_turning(angles, q, k, v, torch.empty_like(q), cache, AttentionVariant(1.0))
 
-    def kernels(sizes: Iterable[int]) -> set[tuple[str, str]]:
-        launches = [
-            (min(size, 512), tokens, only) for size in sizes for tokens, only in ((size, False), (min(size, 512), True))
-        ]
-        return {(order.name, order.key) for each in launches for order in orders(lambda each=each: step(*each))}
+    def kernels(steps: Iterable[tuple[Any, ...]]) -> set[tuple[str, str]]:
+        return {(order.name, order.key) for each in steps for order in orders(lambda each=each: step(*each))}
+
+    def of(sizes: Iterable[int]) -> list[tuple[Any, ...]]:
+        return [step for size in sizes for step in ((min(size, most), size, False), (min(size, most),) * 2 + (True,))]
 
     with hopper(paged_decode, paged_prefill, rope):
-        ahead = kernels(_TOKENS)
+        ahead = kernels([*of(_TOKENS), *((1, 1, False, length) for length in _LENGTHS)])
         assert {name for name, _ in ahead} >= {"paged_decode", "paged_prefill"}
-        later = kernels((3, 4, 5, 7, 8, 17, 24, 31, 33, 67, 100, 129, 192, 255, 300, 511, 1056, 1057, 8192))
+        later = kernels(of((3, 4, 5, 7, 8, 17, 24, 31, 33, 67, 100, 129, 192, 255, 300, 511, 1056, 1057, 8192)))
+        later |= kernels((rows, 300, False, length) for rows in (1, 5, 16) for length in (3, 70, 300, 1100, 9000))
         assert later <= ahead, f"built when a request needs them: {sorted(name for name, _ in later - ahead)}"
 
 

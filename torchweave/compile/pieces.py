@@ -60,9 +60,14 @@ class Variant:
 
 
 def inductor_options(config: TorchCompileConfig) -> dict[str, Any]:
-    """Inductor settings that a piece is built with. Graphs are recorded by the stack, never inside a piece."""
+    """Inductor settings that a piece is built with. Graphs are recorded by the stack, never inside a piece.
+
+    Of kernels that go through elements one by one there is one configuration, not up to six that are all compiled, and timed at the
+    number of tokens of the example: on an H100 steps of Llama 1B without the project's fusions take as long (0.996 to 1.008 times).
+    """
     return {
         "triton.cudagraphs": False,
+        "triton.autotune_pointwise": False,
         "size_asserts": config.debug,
         "alignment_asserts": config.debug,
         "nan_asserts": False,

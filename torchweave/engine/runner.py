@@ -259,12 +259,16 @@ class Runner:
             "graph", step=step, kind=kind, key=size, segments=segments, bytes=recording.bytes, seconds=recording.seconds
         )
 
-    def run_padding(self, tokens: int) -> None:
-        """Run a step with context rows on padding alone: it touches no cache and no slot."""
+    def run_padding(self, tokens: int, max_seq_len: int | None = None) -> None:
+        """Run a step with context rows on padding alone: it touches no cache and no slot.
+
+        Args:
+            max_seq_len: of the step's sequences, as it is known where the step is not recorded; None: as long as any may be.
+        """
         rows = self.rows_of(tokens)
         self._clear_packed(rows, tokens)
         with torch.inference_mode(), self._on_stream():
-            run, boundary = self._mixed_step(rows, tokens, self.plan.max_model_len)
+            run, boundary = self._mixed_step(rows, tokens, max_seq_len or self.plan.max_model_len)
             run(boundary)
 
     def run_padding_decode(self, rows: int) -> None:

@@ -34,6 +34,8 @@ from torchweave.plan import Plan
 
 _TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 """Of steps that together launch every kernel that a step of any size launches."""
+_LENGTHS = tuple(4**power for power in range(9))
+"""Of sequences of steps that are not recorded: in how many parts a context is read depends on the longest."""
 _BLOCKS = 2
 _PATIENCE = 15.0  # seconds without a kernel of the rank that builds them
 _log = logging.getLogger("torchweave")
@@ -140,6 +142,8 @@ def _build(
         for tokens in _TOKENS:
             runner.run_padding(min(tokens, plan.max_num_tokens))
             runner.run_padding_decode(min(tokens, plan.max_batch_size))
+        for length in _LENGTHS:
+            runner.run_padding(1, min(length, plan.max_model_len))
 
     def again() -> None:
         with torch.inference_mode():
