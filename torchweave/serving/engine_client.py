@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +17,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import zmq
-import zmq.asyncio
 
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.responses import Response, refusal
-from torchweave.serving import wire
+from torchweave.serving import stream, wire
 from torchweave.serving.flight import EngineGone, Flight
 from torchweave.serving.ledger import Ledger
 from torchweave.serving.traffic import Counts, Traffic
@@ -28,6 +28,7 @@ from torchweave.serving.turns import Turns
 
 State = Literal["starting", "ready", "failed", "stopped"]
 Listener = Callable[[str, dict[str, Any]], None]
+_LAST_SECONDS = 1.0  # for what an engine said last to be heard; one that has ended closes what it spoke through
 
 
 @dataclass
@@ -214,36 +215,36 @@ class EngineClient(ABC):
     # -- what is said --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _sockets(self, addresses: wire.Addresses) -> Iterator[zmq.asyncio.Socket]:
-        """While inside, requests reach a life of the engine; what it says comes out of what is yielded."""
-        context = zmq.asyncio.Context()
-        self._to_engine = to_engine = zmq.Context.shadow(context).socket(zmq.PUSH)
-        from_engine = context.socket(zmq.PULL)
+    def _sockets(self, addresses: wire.Addresses) -> Iterator[socket.socket]:
+        """While inside, requests reach a life of the engine; what it says comes to what is yielded."""
+        context = zmq.Context()
+        self._to_engine = to_engine = context.socket(zmq.PUSH)
+        from_engine = stream.listen(addresses.from_engine(self._side.frontend))
         try:
             to_engine.setsockopt(zmq.SNDHWM, 0)
             to_engine.connect(addresses.to_engine)  # what is sent waits until the engine listens
-            from_engine.setsockopt(zmq.RCVHWM, 0)
-            from_engine.bind(addresses.from_engine(self._side.frontend))
             yield from_engine
         finally:
             self._to_engine = None
             to_engine.close(linger=0)
-            from_engine.close(linger=0)
+            from_engine.close()
             context.term()  # would wait for a socket that is open
 
-    async def _hear_until(self, ended: asyncio.Future[None], from_engine: zmq.asyncio.Socket) -> None:
+    async def _hear_until(self, ended: asyncio.Future[None], from_engine: socket.socket) -> None:
         """Hear the engine until it has ended, and what it said last."""
-        reading = asyncio.create_task(self._read(from_engine))
-        await asyncio.wait([ended, reading], return_when=asyncio.FIRST_COMPLETED)
-        if reading.done():
-            self.failure = f"The engine process cannot be understood: {reading.exception()}"
-        reading.cancel()
-        while await from_engine.poll(0):
-            self._hear(wire.decode_from_engine(await from_engine.recv()))
-
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            self._hear(wire.decode_from_engine(await socket.recv()))
+        reading = asyncio.create_task(stream.read(from_engine, lambda said: self._hear(wire.decode_from_engine(said))))
+        try:
+            await asyncio.wait([ended, reading], return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                await asyncio.wait([reading], timeout=_LAST_SECONDS)
+            if not reading.done():
+                return
+            if (error := reading.exception()) is not None:
+                self.failure = f"The engine process cannot be understood: {error}"
+            else:
+                await ended
+        finally:
+            reading.cancel()
 
     def _hear(self, message: msgspec.Struct) -> None:
         if isinstance(message, wire.Outputs):

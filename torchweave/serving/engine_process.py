@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 
@@ -28,6 +29,7 @@ from torchweave.engine.request import InferenceRequest, Output
 from torchweave.engine.responses import NO_TOKENS, Response
 from torchweave.log import Report
 from torchweave.serving import wire
+from torchweave.serving.stream import Sender
 
 STATS_SECONDS = 0.2
 """Between two statistics that are sent."""
@@ -211,26 +213,17 @@ class Outbox:
         self.is_failing: Callable[[], bool] = bool
         self._place = place
         self._lock = threading.Lock()
-        self._context = zmq.Context()
-        self._sockets = [self._connected(addresses.from_engine(frontend)) for frontend in range(place.frontends)]
+        self._senders = [Sender(addresses.from_engine(frontend)) for frontend in range(place.frontends)]
 
     def put(self, item: Sequence[Response] | wire.FromEngine) -> None:
         """Send something; nothing once it is closed. Never waits for those who read."""
         with self._lock:
             for frontend, message in wire.messages(item, self._place, self.is_failing()):
-                if not self._context.closed:
-                    self._sockets[frontend].send(message)
+                self._senders[frontend].send(message)
 
     def close(self) -> None:
         """See to it that all was sent."""
+        until = time.monotonic() + _FLUSH_SECONDS
         with self._lock:
-            for socket in self._sockets:
-                socket.close()
-            self._context.term()  # returns when all was sent
-
-    def _connected(self, address: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.LINGER, int(_FLUSH_SECONDS * 1000))
-        socket.connect(address)
-        return socket
+            for sender in self._senders:
+                sender.close(max(until - time.monotonic(), 0.0))

@@ -31,7 +31,7 @@ class Addresses:
         return f"ipc://{self.folder}/to_engine"
 
     def from_engine(self, frontend: int) -> str:
-        return f"ipc://{self.folder}/from_engine.{frontend}"
+        return f"{self.folder}/from_engine.{frontend}"
 
 
 @dataclass(frozen=True)
