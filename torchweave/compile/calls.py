@@ -19,14 +19,12 @@ from torchweave.compile.ranks import group_of, schema_of
 from torchweave.compile.split import Piece, normalize
 from torchweave.compile.symbols import value
 from torchweave.distributed.alone import alone
-from torchweave.ops.registry import op_info
+from torchweave.ops.registry import cuda_kernel
 from torchweave.ops.userbuffers import made_shape
 
 _TOKENS = tuple(1 << power for power in range(13))
 """Up to 4096: kernels change with the size of their operand, at sizes further apart than these."""
 _MOST_BYTES = 64 << 20  # of an operand
-
-
 _PRODUCTS = frozenset(f"torchweave::{name}" for name in ("linear", "fused_linear", "fp4_linear", "fp8_linear"))
 """What they launch is chosen when they run, and is not only the project's."""
 
@@ -68,14 +66,13 @@ class Call:
         """Call it on operands of each number of tokens, whose values are not read; launches must not be carried out."""
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             if self.group is None:
-                self._launch_all(op_info(self.op._schema.name).cuda, device)
+                self._launch_all(cuda_kernel(self.op._schema.name) or self.op, device)
                 return
             with alone(self.group) as has_kernels:
                 if has_kernels:
                     self._launch_all(self.op, device)
 
-    def _launch_all(self, function: Callable[..., Any] | None, device: torch.device) -> None:
-        assert function is not None, "it has kernels"
+    def _launch_all(self, function: Callable[..., Any], device: torch.device) -> None:
         for tokens in _TOKENS:
             if max(each.bytes(tokens) for each in self._operands()) > _MOST_BYTES:
                 return
@@ -98,9 +95,7 @@ def calls_of(piece: Piece) -> Iterator[Call]:
 
 def _has_kernels(node: fx.Node) -> bool:
     schema = schema_of(node)
-    if schema is None or schema.name.partition("::")[0] != "torchweave" or schema.name in _PRODUCTS:
-        return False
-    return op_info(schema.name).cuda is not None
+    return schema is not None and schema.name not in _PRODUCTS and cuda_kernel(schema.name) is not None
 
 
 class _NotPlain(Exception):

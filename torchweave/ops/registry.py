@@ -78,6 +78,11 @@ def op_info(name: str) -> OpInfo:
     return _OPS[name]
 
 
+def cuda_kernel(name: str) -> Callable[..., Any] | None:
+    """What runs an op on a GPU in its reference's place; None where nothing does, or where the op is not the project's."""
+    return _OPS[name].cuda if name in _OPS else None
+
+
 def boundary_ops() -> frozenset[str]:
     """Names of the boundary ops whose modules have been imported."""
     return frozenset(name for name, info in _OPS.items() if info.boundary)
