@@ -52,6 +52,27 @@ def check_text(text: str) -> None:
         ) from None
 
 
+def content_text(content: Any) -> str | None:
+    """The text of a message of a conversation; parts of text are joined.
+
+    Raises:
+        ValueError: it is neither text nor parts of text.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError("expected a text or a list of parts")
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if kind in ("text", "refusal") else None  # type: ignore[union-attr]
+        if not isinstance(text, str):
+            what = f"a part of type {kind!r}" if isinstance(kind, str) else "something else"
+            raise ValueError(f'the model reads text alone: expected {{"type": "text", "text": ...}}, but found {what}')
+        texts.append(text)
+    return "\n".join(texts)
+
+
 class Tokenizer:
     """The tokenizer of a model folder.
 
@@ -151,7 +172,7 @@ class Tokenizer:
         """Token ids of a conversation, by the model's own chat template.
 
         Args:
-            messages: `{"role": ..., "content": ...}` each, oldest first.
+            messages: `{"role": ..., "content": ...}` each, oldest first; a content is a text, or a list of parts, which are joined.
             variables: further variables of the template, such as `tools` or `enable_thinking`; `chat_template` is a template in
                 the place of the model's own.
 
@@ -167,8 +188,14 @@ class Tokenizer:
                 'A message of a conversation is a dict, {"role": ..., "content": ...}; give a list of them.'
             )
         try:
+            told = [
+                {**each, "content": content_text(each["content"])} if "content" in each else each for each in messages
+            ]
+        except ValueError as error:
+            raise ValueError(f"The content of a message cannot be read: {error}.") from None
+        try:
             text = self.hugging_face.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+                told, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
             )
         except Exception as error:
             raise ValueError(f"The model's chat template refuses these messages: {error}") from error

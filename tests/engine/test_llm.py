@@ -156,6 +156,21 @@ def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
         llm.chat(messages, GREEDY)
 
 
+def test_parts_of_a_message_are_one_text(llm: LLM) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "12+30="}]}]
+    whole = [{"role": "user", "content": "12+30="}]
+    assert llm.encode_chat(parts) == llm.encode_chat(whole)
+    assert llm.chat([parts, whole], GREEDY)[0].outputs[0].text == "42"
+
+
+@pytest.mark.parametrize(
+    "content", [5, {"type": "text"}, [{"type": "image_url", "image_url": "x"}], ["text"]], ids=repr
+)
+def test_a_message_of_something_else_than_text_is_refused(llm: LLM, content: Any) -> None:
+    with pytest.raises(ValueError, match=r"The content of a message cannot be read: .*text"):
+        llm.chat([{"role": "user", "content": content}], GREEDY)
+
+
 def test_a_text_is_one_prompt_to_a_stream_of_several(llm: LLM, right: dict[str, str]) -> None:
     found = list(llm.stream_all(PROMPTS[0], GREEDY))
     assert {number for number, _ in found} == {0} and "".join(delta.text for _, delta in found) == right[PROMPTS[0]]

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
+from torchweave.tokenizer import content_text
+
 
 class Body(BaseModel):
     """A body whose fields are all known and of their own type: `"5"` is no number. A field that is null was not given."""
@@ -64,23 +66,6 @@ def _bias(value: Any) -> Any:
         with suppress(ValueError, OverflowError):  # there are too many digits for a number
             return {int(token): float(weight) for token, weight in value.items()}
     raise ValueError('expected token ids with numbers, such as {"50256": -100}')
-
-
-def _content(value: Any) -> Any:
-    """The text of a message; parts of text are joined."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("expected a text or a list of parts")
-    texts: list[str] = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if kind in ("text", "refusal") else None  # type: ignore[union-attr]
-        if not isinstance(text, str):
-            what = f"a part of type {kind!r}" if isinstance(kind, str) else "something else"
-            raise ValueError(f'the model reads text alone: expected {{"type": "text", "text": ...}}, but found {what}')
-        texts.append(text)
-    return "\n".join(texts)
 
 
 def _tool_choice(value: Any) -> Any:
@@ -212,7 +197,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
     content: Annotated[
-        str | None, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, Any]] | None)
+        str | None, BeforeValidator(content_text, json_schema_input_type=str | list[dict[str, Any]] | None)
     ] = None
     tool_calls: list[dict[str, Any]] | None = None
 
