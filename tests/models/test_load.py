@@ -227,6 +227,16 @@ def test_missing_folder(tmp_path: Path) -> None:
     refused(str(tmp_path / "nothing"), "nothing", "expected a folder")
 
 
+def test_a_name_that_no_folder_can_have() -> None:
+    refused("x" * 300, "cannot be looked at", "give the path of a model folder")
+
+
+def test_a_text_part_that_is_none_is_none(tmp_path: Path) -> None:
+    """Other than a dict it says nothing, of how the checkpoint is quantised either."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "text_config": "x"}')
+    refused(tmp_path, "has no weights")
+
+
 def test_a_file_instead_of_a_folder(tmp_path: Path) -> None:
     save("llama", tmp_path)
     refused(tmp_path / "model.safetensors", "model.safetensors", "folder")

@@ -42,7 +42,8 @@ def quantization_config(source: Source) -> dict[str, Any] | None:
     """The `quantization_config` of a model's config.json, of its text part if need be; None where it has none."""
     raw = source.config if source.folder is None else read_json(source.folder / "config.json")
     assert raw is not None
-    found = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
+    inner = raw.get("text_config")
+    found = raw.get("quantization_config") or (inner if isinstance(inner, dict) else {}).get("quantization_config")
     return found if isinstance(found, dict) else None
 
 

@@ -124,8 +124,13 @@ def resolve(name: str | Path | Mapping[str, Any], trust_remote_code: bool = Fals
     if text in BUILT_IN:
         return Source(text, _checked(Path(__file__).parent / BUILT_IN[text], text))
     folder = expanded(text)
-    if folder.exists():
-        return Source(text, _checked(folder, text))
+    try:
+        if folder.exists():
+            return Source(text, _checked(folder, text))
+    except OSError as error:  # a name that is too long, or a folder that this user may not enter
+        raise ValueError(
+            f"{text[:100]!r} cannot be looked at ({error.strerror}); give the path of a model folder."
+        ) from error
     if isinstance(name, str) and _HUB_ID.fullmatch(text) and not text.startswith((".", "/", "~")):
         return Source(text, _checked(_download(text, trust_remote_code), text))
     raise ValueError(
