@@ -44,8 +44,8 @@ class TapePool:
         self.kept: list[weakref.ref[Tensor]] = []
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        self.events.append("enter")
+    def recording(self, loading: bool = False) -> Iterator[None]:
+        self.events.append("enter, loading" if loading else "enter")
         try:
             yield
         finally:

@@ -149,7 +149,7 @@ def test_a_step_that_has_run_before_is_only_recorded() -> None:
         return torch.zeros(1) + 1
 
     recording = record(run, call_as_is, whole=True, pool=pool, warm_up=False)
-    assert runs == [True] and pool.events == ["enter", "begin", "end", "exit"]
+    assert runs == [True] and pool.events == ["enter, loading", "begin", "end", "exit"]
     assert recording.replay().tolist() == [1]
 
 
@@ -169,6 +169,7 @@ def test_one_that_cannot_be_recorded_at_once_is_run_first(whole: bool) -> None:
     boundary = lambda op, args, kwargs: attended.append(args[0].tolist())  # noqa: E731
     recording = record(run, boundary, whole=whole, pool=pool, warm_up=False)
     assert runs == [True, False, True] and pool.tape is None
+    assert [event for event in pool.events if "enter" in event] == ["enter, loading", "enter"]
     assert recording.num_segments == (1 if whole else 2)
     attended.clear()
     assert recording.replay().tolist() == [2] * 4 and len(attended) == (0 if whole else 1)

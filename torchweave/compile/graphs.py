@@ -31,8 +31,8 @@ T = TypeVar("T")
 class Recorder(Protocol):
     """What records and replays segments; CUDA graphs in `GraphPool`, anything that can do the same in a test."""
 
-    def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Wraps the warm-up and all segments of one recording."""
+    def recording(self, loading: bool) -> contextlib.AbstractContextManager[None]:
+        """Wraps the warm-up and all segments of one recording; `loading`: kernels may have to be loaded meanwhile."""
         ...
 
     def begin(self) -> None:
@@ -64,14 +64,16 @@ class GraphPool:
         self.handle = torch.cuda.graph_pool_handle()
         self._stream = side_stream(self, self.device)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._rules = "thread_local"
         self._segments: list[tuple[int, int]] = []
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, loading: bool = False) -> Iterator[None]:
         """Record on the current stream, or on the pool's own when that is the default one, which cannot be recorded.
 
         No garbage is collected meanwhile: a tensor or graph that dies during a capture would end it.
         """
+        self._rules = "relaxed" if loading else "thread_local"  # to load a kernel is against the strict ones
         current = torch.cuda.current_stream(self.device)
         stream = self._stream if current == torch.cuda.default_stream(self.device) else current
         stream.wait_stream(current)
@@ -94,7 +96,7 @@ class GraphPool:
     def begin(self) -> None:
         assert self._graph is None, "a segment is being recorded"
         self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+        self._graph.capture_begin(pool=self.handle, capture_error_mode=self._rules)
 
     def end(self) -> Callable[[], None]:
         graph, self._graph = self._graph, None
@@ -251,8 +253,8 @@ def record(
             carried out while recording, and is at each replay.
         pool: where the recording's memory comes from. Record the largest step first.
         inputs: the tensors that the caller writes before a replay; their addresses are checked under `debug`.
-        warm_up: off where the step has run before at another size: it is only recorded. Where that fails, as it may when a kernel
-            must be loaded that this size alone needs, it is run for real and recorded again.
+        warm_up: off where the step has run before at another size: it is only recorded, and kernels that this size alone needs are
+            loaded meanwhile. Where that fails, it is run for real and recorded again.
     """
     begin, before = time.monotonic(), pool.num_bytes()
     try:
@@ -279,7 +281,7 @@ def _recorded(
         steps.append(_BoundaryStep(op, args, kwargs, debug))
         pool.begin()
 
-    with torch.no_grad(), pool.recording():
+    with torch.no_grad(), pool.recording(loading=not warm_up):
         if warm_up:
             fn(boundary)
         pool.begin()
