@@ -39,6 +39,7 @@ class Pool:
     """Processes that take their time to end."""
 
     def __init__(self) -> None:
+        self.pending_futures: dict[int, Any] = {}
         self.told, self.may_end, self.ended = threading.Event(), threading.Event(), threading.Event()
 
     def shutdown(self) -> None:
@@ -72,6 +73,19 @@ def test_processes_of_somebody_else_stay(pools: set[Any]) -> None:
     with inductor_ending():
         pass
     assert pools == {theirs} and not theirs.told.is_set()
+
+
+def test_processes_that_work_for_somebody_else_stay(pools: set[Any]) -> None:
+    pool, ready = Pool(), object()
+    pool.may_end.set()
+    for theirs in ({0: ready, 1: object()}, {0: ready}):
+        with inductor_ending():
+            pools.add(pool)
+            pool.pending_futures = theirs
+            async_compile.AsyncCompile._ready_future = ready  # type: ignore[assignment]
+        assert (pool in pools) == (len(theirs) == 2)
+        pools.clear()
+    assert pool.ended.wait(20)
 
 
 def test_kernels_that_are_there_are_loaded_without_processes() -> None:

@@ -60,19 +60,30 @@ def inductor_waking(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def inductor_ending() -> Iterator[None]:
-    """The processes that are started in here are told to end, and nobody waits for that: whoever exits would wait 2 s."""
+    """The processes that are started in here are told to end, and nobody waits for that: whoever exits would wait 2 s.
+
+    They stay where somebody else has work for them, who compiles code of his own in another thread.
+    """
     before = _pools()
     try:
         yield
     finally:
         started = _pools() - before
-        if started and not before:
+        if started and not before and not any(map(_is_busy, started)):
             from torch._inductor import async_compile
 
             async_compile.AsyncCompile._ready_future = None
             async_compile.after_fork()  # whoever builds kernels from now on starts others
             for pool in started:
                 threading.Thread(target=pool.shutdown, name="torchweave-ending", daemon=True).start()
+
+
+def _is_busy(pool: Any) -> bool:
+    """Whether it has work, beside the one that says when its processes are there."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    work = list(getattr(pool, "pending_futures", {}).values())
+    return any(each is not AsyncCompile._ready_future for each in work)
 
 
 def _pools() -> set[Any]:
