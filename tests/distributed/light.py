@@ -16,7 +16,7 @@ WORK = "tests.distributed.light:work"
 
 def work(link: Link, task: str) -> None:
     """Echo what is sent as a digest until the end; `refuse`, `crash` and `hang` are other things to do."""
-    follower = Follower(link, rank_timeout=1.0)
+    follower = Follower(link, rank_timeout=2.0)
     follower.joined()
     if task == "refuse":
         follower.failed("this cannot be; do that.", asked=True)

@@ -121,12 +121,12 @@ def test_a_killed_rank_takes_the_others_with_it():
 
 
 def test_a_stopped_rank_counts_as_gone_once_it_was_silent_for_long():
-    with crew_of("", "", rank_timeout=1.0) as (crew, processes):
+    with crew_of("", "", rank_timeout=2.0) as (crew, processes):
         crew.wait_until_built()
-        time.sleep(1.5)  # silence is about signs of life, not about work
+        time.sleep(2.5)  # silence is about signs of life, not about work
         crew.check()
         os.kill(processes[1], signal.SIGSTOP)
-        assert str(wait_for_failure(crew)) == f"Rank 2 (process {processes[1]}) has not answered for 1 s"
+        assert str(wait_for_failure(crew)) == f"Rank 2 (process {processes[1]}) has not answered for 2 s"
         assert all(map(is_gone, processes))
 
 
