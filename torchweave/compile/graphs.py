@@ -244,8 +244,8 @@ def record(
 ) -> Recording[T]:
     """Record what `fn` launches on the device.
 
-    `fn` runs twice: once for real, so that kernels are built and libraries have what they keep; once recorded. It must do
-    the same at each run and read only from tensors that stay where they are.
+    `fn` runs once for real, so that kernels are built and libraries have what they keep, unless it did (`warm_up`); and once
+    recorded. It must do the same at each run and read only from tensors that stay where they are.
 
     Args:
         fn: a step, given who carries out its boundary ops.

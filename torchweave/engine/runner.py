@@ -238,10 +238,10 @@ class Runner:
         pool: Recorder,
         warm_up: bool,
     ) -> Recording:
-        given = {"whole": whole, "pool": pool, "debug": self._debug, "inputs": self._inputs()}
+        inputs = self._inputs()
         # As steps run: without it each op of ours goes through its part of autograd, in Python.
         with torch.inference_mode():
-            return record(run, boundary, **given, warm_up=warm_up)
+            return record(run, boundary, whole=whole, pool=pool, debug=self._debug, inputs=inputs, warm_up=warm_up)
 
     def _inputs(self) -> tuple[Tensor, ...]:
         """What a replay reads beside weights: its addresses are checked under `debug`."""
