@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tests.cli.openai_server import FakeServer, serving
-from torchweave.cli.benchmarks.serving.figures import figures
+from torchweave.cli.benchmarks.serving.figures import figures, outside
 from torchweave.cli.benchmarks.serving.request import Seen
-from torchweave.cli.benchmarks.serving.stalls import Watch, summary
+from torchweave.cli.benchmarks.serving.stalls import Spell, Watch, slow_spells, summary
 from torchweave.cli.benchmarks.serving.workload import Lengths, Vocabulary, arrivals, prompts
 from torchweave.cli.main import main
 
@@ -55,7 +55,7 @@ def test_figures_are_those_of_the_server(capsys: pytest.CaptureFixture[str]):
     assert found["request_goodput"] == pytest.approx(found["request_throughput"])
     assert 1 < found["max_concurrent_requests"] <= 8 and 0 < found["max_output_tokens_per_s"] <= 48
     assert set(found["generated_texts"]) == {" a" * 6}
-    assert set(found["machine_stalls"]) == {"longest_ms", "over_2_ms"}
+    assert set(found["machine_stalls"]) == {"longest_ms", "over_2_ms", "slow_spells", "slow_s"}
 
 
 def test_the_public_client_sees_the_same(capsys: pytest.CaptureFixture[str]):
@@ -179,8 +179,25 @@ def test_a_machine_that_stands_still_is_seen():
         time.sleep(0.05)
         machine._process.send_signal(signal.SIGCONT)
     assert machine.seen["longest_ms"] > 40 and machine.seen["over_2_ms"] >= 1
-    assert summary([0.0011, 0.003, 0.0052]) == {"longest_ms": 5.2, "over_2_ms": 2}
-    assert summary([]) == {"longest_ms": 0.0, "over_2_ms": 0}
+    found = summary([0.0011, 0.003, 0.0052], [Spell(1.0, 1.25), Spell(2.0, 2.5)])
+    assert found == {"longest_ms": 5.2, "over_2_ms": 2, "slow_spells": 2, "slow_s": 0.75}
+    assert summary([]) == {"longest_ms": 0.0, "over_2_ms": 0, "slow_spells": 0, "slow_s": 0}
+
+
+def test_a_machine_that_is_slow_is_seen():
+    """Touches close together make one spell; a single one makes none, nor does twice the usual time."""
+    slow = {50: 5.0, 55: 4.0, 60: 3.5, 200: 9.0, 300: 2.0, 301: 2.0, 400: 4.0, 401: 4.0}
+    touches = [(0.004 * at, 1e-4 * slow.get(at, 1.0)) for at in range(500)]
+    spells = slow_spells(touches)
+    assert spells == [pytest.approx((0.18, 0.26)), pytest.approx((1.58, 1.624))]
+    assert slow_spells([]) == []
+
+    # Tokens each 10 ms from 0.1 to 2.1 s; those late that come in a spell, and one that spans the second from end to end.
+    times = [0.1 + 0.01 * at for at in range(200) if not 1.5 < 0.1 + 0.01 * at < 1.7]
+    seen = Seen(4, start=0.05, ttft=0.05, latency=2.0, itl=np.diff(times).tolist(), output_tokens=len(times))
+    found = outside([seen, Seen(4, error="cut", itl=[5.0])], spells, (100,))
+    assert found == {"median_itl_ms": pytest.approx(10), "p100_itl_ms": pytest.approx(10)}
+    assert max(seen.itl) > 0.19 and outside([seen], [], (99,)) == {} == outside([], spells, (99,))
 
 
 def test_stalls_are_no_part_of_a_run_whose_watch_died():

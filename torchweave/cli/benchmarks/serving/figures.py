@@ -10,6 +10,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from torchweave.cli.benchmarks.serving.request import Seen
+    from torchweave.cli.benchmarks.serving.stalls import Spell
 
 METRICS = {
     "ttft": "time to first token",
@@ -49,6 +50,27 @@ def figures(
         for percentile in percentiles:
             result[f"p{percentile:g}_{name}_ms"] = float(np.percentile(milliseconds, percentile))
     return result
+
+
+def outside(seen: Sequence[Seen], spells: Sequence[Spell], percentiles: Sequence[float]) -> dict[str, float]:
+    """Inter-token latencies of which no part lies in a slow spell of the machine; empty where there was none."""
+    if not spells:
+        return {}
+    begins, ends = np.asarray(spells).T
+    found = [np.empty(0)]
+    for each in seen:
+        if each.success and each.itl:
+            gaps = np.asarray(each.itl)
+            until = each.start + each.ttft + np.cumsum(gaps)
+            # Spells are apart and in order: the first that ends behind a gap's beginning is the only one that may lie in it.
+            nearest = np.searchsorted(ends, until - gaps)
+            found.append(gaps[np.append(begins, np.inf)[nearest] > until])
+    milliseconds = np.concatenate(found) * 1e3
+    if not milliseconds.size:
+        return {}
+    return {"median_itl_ms": float(np.median(milliseconds))} | {
+        f"p{percentile:g}_itl_ms": float(np.percentile(milliseconds, percentile)) for percentile in percentiles
+    }
 
 
 def details(seen: Sequence[Seen]) -> dict[str, Any]:
@@ -137,9 +159,13 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         found.append(("Latency, median", what, f"{result[f'median_{name}_ms']:,.2f} ms", note))
     if stalls := result.get("machine_stalls"):
         often = f"of a process that only sleeps; {stalls['over_2_ms']} were longer than 2 ms"
-        found.append(
-            ("Latency, median", "longest stall of this machine itself", f"{stalls['longest_ms']:,.2f} ms", often)
-        )
+        found.append(("This machine itself", "longest stall", f"{stalls['longest_ms']:,.2f} ms", often))
+        slow = f"{stalls['slow_s']:.2f} s in all in which a process that only touches memory took 3 times as long"
+        found.append(("This machine itself", "slow spells", f"{stalls['slow_spells']}", slow))
+    if calm := result.get("outside_slow_spells"):
+        others = ", ".join(f"{key.split('_')[0]} {value:,.2f}" for key, value in calm.items() if key[0] == "p")
+        what = "inter-token latency outside of these, median"
+        found.append(("This machine itself", what, f"{calm['median_itl_ms']:,.2f} ms", others))
     return found
 
 

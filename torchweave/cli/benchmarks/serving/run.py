@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchweave.cli.benchmarks.serving.figures import details, figures
+from torchweave.cli.benchmarks.serving.figures import details, figures, outside
 from torchweave.cli.benchmarks.serving.http import Http
 from torchweave.cli.benchmarks.serving.request import Seen, ask
 from torchweave.cli.benchmarks.serving.stalls import Watch
@@ -77,7 +77,12 @@ async def _run(plan: Run, advance: Advance) -> tuple[dict[str, Any], dict[str, A
             duration = time.perf_counter() - begin
     finally:
         http.close()
-    head = {"model_id": model, "exact_prompts": vocabulary.exact, "machine_stalls": machine.seen}
+    head = {
+        "model_id": model,
+        "exact_prompts": vocabulary.exact,
+        "machine_stalls": machine.seen,
+        "outside_slow_spells": outside(all_seen, machine.spells, plan.percentiles),
+    }
     return head | figures(all_seen, duration, plan.percentiles, plan.goodput), details(all_seen)
 
 

@@ -1,35 +1,54 @@
-"""Whether the machine itself stood still while it was measured: how long a process overslept that sleeps a millisecond at a time.
+"""Whether the machine itself stood still, or was slow, while it was measured: a process that does next to nothing tells.
 
-Where cores are shared, or lent by a hypervisor, they are taken away for some milliseconds now and then. Clients see that as a
-server that stalls, and p99 between tokens tells nothing else. Run as a script, with nothing but the standard library, this file is
-that process: it watches until its input ends, and prints what it saw.
+Where cores and memory are shared, or lent by a hypervisor, they are taken away for some milliseconds now and then: a process that
+sleeps a millisecond at a time oversleeps. Or everything goes on, at a fraction of its speed: to touch the same pages takes several
+times as long, for a tenth of a second, whatever else runs. Clients see both as a server that stalls, and p99 between tokens tells of
+nothing else. Run as a script, with nothing but the standard library, this file is that process: it watches until its input ends, and
+prints what it saw.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import select
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import NamedTuple
 
 _NAP = 0.001
 _LONG = 2.0  # milliseconds; below that, waking up on a busy machine takes as long
 _PATIENCE = 10.0
+_TOUCHED = 8 << 20  # bytes, of which one a page is read: more than the processor's nearest buffers of addresses hold
+_NAPS_A_TOUCH = 4
+_SLOW = 3.0  # times the usual; what runs beside makes it 1.5
+_TOGETHER = 0.1  # seconds between two slow touches of one spell
+_AROUND = 0.02  # seconds before and behind: it comes suddenly, and passes by and by
+
+
+class Spell(NamedTuple):
+    """When the machine was slow, in seconds of `time.perf_counter`, which all processes of a machine share."""
+
+    begin: float
+    end: float
 
 
 class Watch:
     """A context in which the machine is watched.
 
     Attributes:
-        seen: `longest_ms` that the process overslept, and how often it did by more than 2 ms (`over_2_ms`); empty until the context
-            ends, and where the process cannot run.
+        seen: `longest_ms` that the process overslept and how often it did by more than 2 ms (`over_2_ms`); how often the machine was
+            slow (`slow_spells`), and for how long in all (`slow_s`). Empty until the context ends, and where the process cannot run.
+        spells: in which the machine was slow.
     """
 
     def __init__(self) -> None:
         self.seen: dict[str, float] = {}
+        self.spells: list[Spell] = []
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Watch:
@@ -45,30 +64,63 @@ class Watch:
         assert self._process is not None
         try:
             text, _ = self._process.communicate(timeout=_PATIENCE)
-            self.seen = json.loads(text)
+            self.seen, spells = json.loads(text)
+            self.spells = [Spell(*each) for each in spells]
         except (subprocess.TimeoutExpired, ValueError):  # what it saw is no part of the figures
             self._process.kill()
             self._process.wait()
 
 
-def summary(overslept: Iterable[float]) -> dict[str, float]:
-    """Of naps, each of which was so many seconds too long."""
+def summary(overslept: Iterable[float], spells: Sequence[Spell] = ()) -> dict[str, float]:
+    """Of naps, each of which was so many seconds too long, and of slow spells."""
     late = [seconds * 1e3 for seconds in overslept]
-    return {"longest_ms": round(max(late, default=0.0), 3), "over_2_ms": sum(each > _LONG for each in late)}
+    return {
+        "longest_ms": round(max(late, default=0.0), 3),
+        "over_2_ms": sum(each > _LONG for each in late),
+        "slow_spells": len(spells),
+        "slow_s": round(sum(spell.end - spell.begin for spell in spells), 3),
+    }
 
 
-def _naps() -> Iterable[float]:
-    last = time.perf_counter()
+def slow_spells(touches: Sequence[tuple[float, float]]) -> list[Spell]:
+    """When the machine was slow, of touches of the same memory: (moment, seconds of the processor that it took).
+
+    A single slow touch is none: an interrupt does that.
+    """
+    usual = statistics.median(seconds for _, seconds in touches) if touches else 0.0
+    found: list[list[float]] = []
+    for moment, seconds in touches:
+        if seconds <= _SLOW * usual:
+            continue
+        if not found or moment - found[-1][-1] > _TOGETHER:
+            found.append([])
+        found[-1].append(moment)
+    return [Spell(each[0] - _AROUND, each[-1] + _AROUND) for each in found if len(each) > 1]
+
+
+def _watch() -> tuple[list[float], list[tuple[float, float]]]:
+    """Seconds overslept, and touches, until the input ends."""
+    pages = memoryview(mmap.mmap(-1, _TOUCHED))[:: mmap.PAGESIZE]
+    for at in range(len(pages)):
+        pages[at] = 1  # else all of them are one page of zeros
+    overslept, touches, naps = [], [], 0
     print("watching", flush=True)
-    while True:
-        ended = select.select([sys.stdin], [], [], _NAP)[0]
+    last = time.perf_counter()
+    while not select.select([sys.stdin], [], [], _NAP)[0]:
         now = time.perf_counter()
         if now - last > 2 * _NAP:
-            yield now - last - _NAP
-        last = now
-        if ended:
-            return
+            overslept.append(now - last - _NAP)
+        naps += 1
+        if naps % _NAPS_A_TOUCH == 0:
+            began = time.thread_time()  # not of the wall: that this process had to wait for its turn is another matter
+            pages.tobytes()
+            touches.append((now, time.thread_time() - began))
+        last = time.perf_counter()
+    overslept.append(max(time.perf_counter() - last - _NAP, 0.0))
+    return overslept, touches
 
 
 if __name__ == "__main__":
-    print(json.dumps(summary(_naps())))
+    late, touched = _watch()
+    spells_seen = slow_spells(touched)
+    print(json.dumps([summary(late, spells_seen), spells_seen]))
