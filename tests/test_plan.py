@@ -342,3 +342,18 @@ def test_an_option_of_another_kind_is_refused(options: dict[str, Any], words: st
     with pytest.raises(ValueError, match=re.escape(words)):
         check_names(config, None)
         check_numbers(config)
+
+
+@pytest.mark.parametrize(
+    ("heads", "sentence"),
+    [
+        (8, "tensor_parallel_size=3 does not divide the 8 attention heads of llama; choose among 2, 4, 8"),
+        (1, "use one rank"),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused_before_ranks_start(heads: int, sentence: str):
+    config = EngineConfig("llama", tensor_parallel_size=3)
+    with pytest.raises(ValueError, match=sentence):
+        resolve(config, CPU, replace(MODEL, num_heads=heads))
+    for kept in (None, 6):  # unknown: the model itself says so where it is divided
+        assert resolve(config, CPU, replace(MODEL, num_heads=kept)).config.tensor_parallel_size == 3

@@ -122,7 +122,9 @@ def test_config_dict_and_benchmark_shapes() -> None:
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config |= {"intermediate_size": 96, "vocab_size": 99}
     assert load(config, load_format="dummy").module.vocab_size == 99
-    assert model_facts("shape:llama-8b").max_model_len == SHAPES["shape:llama-8b"]["max_position_embeddings"]
+    facts = model_facts("shape:llama-8b")
+    assert facts.max_model_len == SHAPES["shape:llama-8b"]["max_position_embeddings"]
+    assert (facts.num_layers, facts.num_heads) == (32, 32)
     with pytest.raises(ValueError, match="load_format=dummy"):
         load("shape:llama-1b")
     with pytest.raises(ValueError, match="shape:llama-1b"):

@@ -198,8 +198,12 @@ FORMS: dict[str, tuple[dict[str, Any], Scheme]] = {
         Scheme("block"),
     ),
     "hf-block": (BLOCKS, Scheme("block")),
+    "hf-tensor": (BLOCKS | {"activation_scheme": "static", "weight_block_size": None}, Scheme("tensor", static=True)),
     "autofp8": ({"quant_method": "fp8", "activation_scheme": "static"}, Scheme("tensor", static=True)),
 }
+
+
+_GIVEN = 0.03
 
 
 def write(form: str, folder: Path) -> dict[str, Tensor]:
@@ -219,9 +223,10 @@ def write(form: str, folder: Path) -> dict[str, Tensor]:
             scale = scale[:, None].bfloat16() if form == "ct-channel" else scale[:, None]
             means[name] = q.float() * scale.float()
         tensors[name] = q
-        tensors[name + ("_scale_inv" if form == "hf-block" else "_scale")] = scale
+        tensors[name + ("_scale_inv" if form in ("hf-block", "hf-tensor") else "_scale")] = scale
         if how.static:
-            tensors[name.replace("weight", "input_scale")] = torch.tensor([0.03])
+            ending, shape = ("activation_scale", []) if form == "hf-tensor" else ("input_scale", [1])
+            tensors[name.replace("weight", ending)] = torch.full(shape, _GIVEN)
     if form == "ct-tensor":
         tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
     save_file(tensors, file)
@@ -247,6 +252,7 @@ def test_a_checkpoint_is_read(form: str, tmp_path: Path) -> None:
         assert isinstance(module, Fp8Linear)
         assert torch.equal(dequantized(module.weight, module.weight_scale), mean), name
         assert (module.input_scale is not None) == how.static
+        assert module.input_scale is None or module.input_scale.tolist() == [pytest.approx(_GIVEN)]
         assert module.group == how.group
     assert report.select("quantized")[0]["source"] == "checkpoint"
     check_against_dequantized(loaded)
@@ -368,9 +374,13 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
     [
         ("weight_scale", torch.tensor(torch.nan), "not all finite"),
         ("weight_scale", torch.tensor(-0.1), "not all finite and at least 0"),
-        ("input_scale", torch.tensor([torch.nan]), "input_scale=nan: expected one finite number above 0"),
-        ("input_scale", torch.zeros(1), "input_scale=0.0"),
-        ("input_scale", torch.ones(2), r"a tensor of shape \[2\]: expected one"),
+        (
+            "input_scale",
+            torch.tensor([torch.nan]),
+            "nan as the scale of what model.layers.1.mlp.up_proj is given: expected one finite",
+        ),
+        ("input_scale", torch.zeros(1), r"has 0\.0 as the scale"),
+        ("input_scale", torch.ones(2), r"a tensor of shape \[2\] as the scale of what"),
     ],
 )
 def test_scales_that_are_none_are_refused(ending: str, scale: Tensor, said: str, tmp_path: Path) -> None:

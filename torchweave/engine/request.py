@@ -89,7 +89,10 @@ _KINDS = tuple(
 """Fields with the types that their values nearly always have, all that are allowed beside these, and how to say it."""
 _MOST = 1e30
 """Numbers of ours are float32 on the device, and so are their inverses."""
-_TEMPERATURES = f"0 (greedy) or a positive number up to {_MOST:g}"  # written once, not for every request
+_MOST_ANSWERS = 16384
+"""Each is a request of its own; vLLM's bound."""
+_ANSWERS = f"from 1 to {_MOST_ANSWERS}"  # written once, not for every request
+_TEMPERATURES = f"0 (greedy) or a positive number up to {_MOST:g}"
 _PENALTIES = f"between {1 / _MOST:g} and {_MOST:g}, 1 for none"
 
 
@@ -158,7 +161,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_kinds(self)
         checks = (
-            ("n", self.n >= 1, "at least 1"),
+            ("n", 1 <= self.n <= _MOST_ANSWERS, _ANSWERS),
             ("temperature", 0 <= self.temperature <= _MOST, _TEMPERATURES),
             ("top_k", self.top_k >= -1, "a positive number, or 0 or -1 for all tokens"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),

@@ -161,6 +161,7 @@ def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code:
     config = read_config(source, trust_remote_code)
     refuse_by_config(config)
     stored, how = _stored_dtype(config), stored_scheme(source)
+    heads = getattr(config, "num_attention_heads", None)
     return ModelFacts(
         source.name,
         _max_model_len(config, None),
@@ -168,6 +169,7 @@ def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code:
         None if how is None else how.name,
         stored_cache_dtype(source),
         getattr(config.get_text_config(), "num_hidden_layers", None),
+        heads if isinstance(heads, int) else None,
     )
 
 

@@ -2,8 +2,9 @@
 
 Two forms are read. compressed-tensors (llm-compressor, `format: float-quantized`): `X.weight` in e4m3 with `X.weight_scale`, one
 number, one a row, or one a block; activations per token, per group of 128, or static with `X.input_scale`. Hugging Face's `fp8`
-(fine-grained: DeepSeek, Qwen): `X.weight_scale_inv` by blocks of 128 x 128, or (AutoFP8) `X.weight_scale`, one number. Whatever
-is not one of these is refused with what it is.
+(fine-grained: DeepSeek, Qwen): `X.weight_scale_inv` by blocks of 128 x 128, or (Ministral) one number, with `X.activation_scale`
+where activations are static; AutoFP8 calls these two `X.weight_scale` and `X.input_scale`. Whatever is not one of these is refused
+with what it is.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torchweave.models.weights import Stored, targets
 from torchweave.ops.fp8 import GROUP
 
 WEIGHT_SCALES = (".weight_scale", ".weight_scale_inv")
-INPUT_SCALE = ".input_scale"
+INPUT_SCALES = (".input_scale", ".activation_scale")
 _CACHE_SCALES = {
     "k": (".k_scale", ".k_proj.output_scale", ".kv_scale"),
     "v": (".v_scale", ".v_proj.output_scale", ".kv_scale"),
@@ -202,13 +203,13 @@ def take_scales(stored: dict[str, Stored], renamed: Mapping[str, str]) -> tuple[
     inputs: dict[str, Tensor] = {}
     by_file: dict[Path, list[tuple[str, str, dict[str, Tensor]]]] = {}
     for name in list(stored):
-        ending = next((end for end in (*WEIGHT_SCALES, INPUT_SCALE) if name.endswith(end)), None)
+        ending = next((end for end in (*WEIGHT_SCALES, *INPUT_SCALES) if name.endswith(end)), None)
         if ending is None:
             continue
         entry = stored.pop(name)
         target = renamed.get(name.removesuffix(ending) + ".weight")
         if target is not None:
-            kind = inputs if ending == INPUT_SCALE else weights
+            kind = inputs if ending in INPUT_SCALES else weights
             by_file.setdefault(entry.file, []).append((name, target.removesuffix(".weight"), kind))
     for file, entries in by_file.items():
         with safe_open(file, framework="pt") as tensors:
@@ -255,7 +256,8 @@ def check_scales(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) ->
         given = float(scale) if scale.numel() == 1 else f"a tensor of shape {list(scale.shape)}"
         if isinstance(given, str) or not (math.isfinite(given) and given > 0):
             raise ValueError(
-                f"This checkpoint has {name}.input_scale={given}: expected one finite number above 0; copy or download it again."
+                f"This checkpoint has {given} as the scale of what {name} is given: expected one finite number above 0; copy or "
+                "download it again."
             )
 
 

@@ -62,6 +62,7 @@ class ModelFacts:
         quantization: how its checkpoint keeps linears (`fp8_per_block`); None: unquantised.
         kv_cache_dtype: what its checkpoint wants keys and values kept in (`fp8_e4m3`); None: it says nothing.
         num_layers: how many it has; None: its config does not say.
+        num_heads: query heads of its attention; None: its config does not say, or they differ from layer to layer.
     """
 
     name: str
@@ -70,6 +71,7 @@ class ModelFacts:
     quantization: str | None = None
     kv_cache_dtype: str | None = None
     num_layers: int | None = None
+    num_heads: int | None = None
 
 
 def choose_device(asked: str, num_gpus: int) -> str:

@@ -15,7 +15,8 @@ def resolve_ranks(config: EngineConfig, device: DeviceFacts, model: ModelFacts, 
     """Note the options of several ranks.
 
     Raises:
-        ValueError: there are too few GPUs or layers, or an option needs a single rank, or layers that are not divided.
+        ValueError: there are too few GPUs or layers, heads do not divide, or an option needs a single rank, or layers
+            that are not divided.
     """
     size = config.num_ranks
     if size == 1:
@@ -32,7 +33,19 @@ def resolve_ranks(config: EngineConfig, device: DeviceFacts, model: ModelFacts, 
             f"{config.asked_ranks} needs {size} GPUs, but from {device.device} on this machine has {device.num_gpus}; lower it, or "
             "use executor=ray for GPUs of several machines"
         )
+    _check_heads(config, model)
     _check_stages(config, model)
+
+
+def _check_heads(config: EngineConfig, model: ModelFacts) -> None:
+    """What the model's own division would find, but that needs its modules, which ranks build: seconds after they were started."""
+    parts = config.tensor_parallel_size
+    if model.num_heads is not None and model.num_heads % parts:
+        fit = [str(count) for count in range(2, model.num_heads + 1) if model.num_heads % count == 0]
+        raise ValueError(
+            f"tensor_parallel_size={parts} does not divide the {model.num_heads} attention heads of {model.name}; "
+            + (f"choose among {', '.join(fit)}" if fit else "use one rank")
+        )
 
 
 def _check_stages(config: EngineConfig, model: ModelFacts) -> None:

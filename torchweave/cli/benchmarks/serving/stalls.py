@@ -2,9 +2,9 @@
 
 Where cores and memory are shared, or lent by a hypervisor, they are taken away for some milliseconds now and then: a process that
 sleeps a millisecond at a time oversleeps. Or everything goes on, at a fraction of its speed: to touch the same pages takes several
-times as long, for a tenth of a second, whatever else runs. Clients see both as a server that stalls, and p99 between tokens tells of
-nothing else. Run as a script, with nothing but the standard library, this file is that process: it watches until its input ends, and
-prints what it saw.
+times as long, for a tenth of a second, whatever else runs. Clients see both as a server that stalls, and p99 between tokens tells
+of nothing else. Run as a script, with nothing but the standard library, this file is that process: it watches until its input
+ends, and prints what it saw.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Watch:
     """A context in which the machine is watched.
 
     Attributes:
-        seen: `longest_ms` that the process overslept and how often it did by more than 2 ms (`over_2_ms`); how often the machine was
-            slow (`slow_spells`), and for how long in all (`slow_s`). Empty until the context ends, and where the process cannot run.
+        seen: `longest_ms` that the process overslept and how often it did by more than 2 ms (`over_2_ms`); how often
+            the machine was slow (`slow_spells`), and for how long in all (`slow_s`). Empty until the context ends, and
+            where the process cannot run.
         spells: in which the machine was slow.
     """
 
