@@ -104,24 +104,26 @@ def _watch() -> tuple[list[float], list[tuple[float, float]]]:
     pages = memoryview(mmap.mmap(-1, _TOUCHED))[:: mmap.PAGESIZE]
     for at in range(len(pages)):
         pages[at] = 1  # else all of them are one page of zeros
-    overslept, touches, naps = [], [], 0
-    print("watching", flush=True)
+    overslept, touches, touched, naps = [], [], 0.0, 0
     last = time.perf_counter()
-    while not select.select([sys.stdin], [], [], _NAP)[0]:
+    print("watching", flush=True)
+    while True:
+        ended = select.select([sys.stdin], [], [], _NAP)[0]
         now = time.perf_counter()
-        if now - last > 2 * _NAP:
-            overslept.append(now - last - _NAP)
-        naps += 1
+        late = now - last - _NAP - touched
+        if late > _NAP:
+            overslept.append(late)
+        if ended:
+            return overslept, touches
+        last, touched, naps = now, 0.0, naps + 1
         if naps % _NAPS_A_TOUCH == 0:
             began = time.thread_time()  # not of the wall: that this process had to wait for its turn is another matter
             pages.tobytes()
-            touches.append((now, time.thread_time() - began))
-        last = time.perf_counter()
-    overslept.append(max(time.perf_counter() - last - _NAP, 0.0))
-    return overslept, touches
+            touched = time.thread_time() - began
+            touches.append((now, touched))
 
 
 if __name__ == "__main__":
-    late, touched = _watch()
-    spells_seen = slow_spells(touched)
-    print(json.dumps([summary(late, spells_seen), spells_seen]))
+    seen_late, seen_touches = _watch()
+    seen_spells = slow_spells(seen_touches)
+    print(json.dumps([summary(seen_late, seen_spells), seen_spells]))
