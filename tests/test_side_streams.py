@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from torchweave import side_streams
-from torchweave.side_streams import side_stream
+from torchweave.side_streams import idle_within, side_stream
 
 
 class Owner:
@@ -49,3 +51,25 @@ def test_owners_that_ask_in_the_same_order_get_streams_for_the_same_uses() -> No
     del runner
     again = Owner()
     assert [side_stream(again, device) for _ in range(3)] == uses
+
+
+class Busy:
+    """A stream whose work ends when another thread of the process has run."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.ended, self.fails = threading.Event(), fails
+
+    def query(self) -> bool:
+        if self.fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return self.ended.is_set()
+
+
+def test_a_stream_is_waited_for_while_other_threads_run() -> None:
+    stream = Busy()
+    threading.Timer(0.05, stream.ended.set).start()
+    assert idle_within(stream, 10.0)  # type: ignore[arg-type]
+    begin = time.monotonic()
+    assert not idle_within(Busy(), 0.05)  # type: ignore[arg-type]
+    assert time.monotonic() - begin >= 0.05
+    assert idle_within(Busy(fails=True), 10.0)  # type: ignore[arg-type]

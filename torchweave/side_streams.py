@@ -6,10 +6,12 @@ with streams that nobody had before would leave 100 MB behind, and so would one 
 
 from __future__ import annotations
 
+import time
 import weakref
 
 import torch
 
+_LOOK_SECONDS = 0.001
 _free: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
@@ -20,3 +22,17 @@ def side_stream(owner: object, device: torch.device) -> torch.cuda.Stream:
     stream = free.pop(0) if free else torch.cuda.Stream(device)
     weakref.finalize(owner, free.append, stream).atexit = False
     return stream
+
+
+def idle_within(stream: torch.cuda.Stream, seconds: float) -> bool:
+    """Wait until all work on a stream has ended, so many seconds at the most; whether it has. Other threads run meanwhile."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            if stream.query():
+                return True
+        except RuntimeError:  # a device that has failed runs nothing any more
+            return True
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_LOOK_SECONDS)

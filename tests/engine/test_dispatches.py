@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -91,3 +92,16 @@ def test_steps_are_recorded_in_the_mode_in_which_they_run(engine: Engine) -> Non
         assert engine.runner.record_mixed(8, TapePool()).output.is_inference()
     finally:
         engine.runner.forget_recordings()
+
+
+def test_recordings_are_let_go_of_once_they_have_ended(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps the interpreter while it waits for one to end, and who would have to end it could not run."""
+    stream = SimpleNamespace(query=lambda: False)
+    engine.runner.record_decode(2, TapePool())
+    monkeypatch.setattr(engine.runner, "_stream", stream)
+    monkeypatch.setattr("torchweave.engine.runner._PATIENCE", 0.02)
+    engine.runner.forget_recordings()
+    assert engine.runner._decode_graphs, "it runs"
+    stream.query = lambda: True
+    engine.runner.forget_recordings()
+    assert not engine.runner._decode_graphs

@@ -63,7 +63,7 @@ class Engine:
     lead: Lead | None = None
 
     def close(self) -> None:
-        """End the other ranks, if there are any."""
+        """End the other ranks, if there are any; no step is launched any more."""
         if self.lead is not None:
             self.runner.forget_recordings()
             self.lead.close()

@@ -36,7 +36,9 @@ from torchweave.ops.sampling import logprobs, sample
 from torchweave.ops.state import SlotState
 from torchweave.ops.step import advance, prepare, prepare_decode
 from torchweave.plan import Plan
-from torchweave.side_streams import side_stream
+from torchweave.side_streams import idle_within, side_stream
+
+_PATIENCE = 5.0  # seconds, as long as ranks have to abort what waits for one that is gone
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,6 @@ class Runner:
         self._backend = backend
         self._report = report
         self._device = torch.device(plan.device)
-        self._debug = plan.config.torch_compile_config.debug
         self._buffers = StepBuffers(plan.max_batch_size, plan.max_num_tokens, self._device, state.num_tables)
         self._decode_graphs: dict[int, Recording] = {}
         self._mixed_graphs: dict[int, Recording] = {}
@@ -210,25 +211,24 @@ class Runner:
                     advance_bar(1, f"batch {rows}")
 
     def forget_recordings(self) -> None:
-        """Let go of all graphs; nothing runs any more. While one lives that holds a collective, NCCL does not leave its group."""
-        self._decode_graphs.clear()
-        self._mixed_graphs.clear()
+        """Let go of all graphs, once they have ended. While one lives that holds a collective, NCCL does not leave its group.
+
+        To destroy one that runs waits for it and keeps the interpreter: a thread that is to abort a collective whose other rank is
+        gone could not. So graphs that do not end are kept.
+        """
+        if self._stream is None or idle_within(self._stream, _PATIENCE):
+            self._decode_graphs.clear()
+            self._mixed_graphs.clear()
 
     def record_mixed(self, tokens: int, pool: Recorder, warm_up: bool = True) -> Recording:
         rows, whole = self.rows_of(tokens), self.plan.whole_mixed_graphs
         self._clear_packed(rows, tokens)
         run, boundary = self._mixed_step(rows, tokens, self.plan.max_model_len)
-        recording = self._record(run, boundary, whole, pool, warm_up)
-        self._mixed_graphs[tokens] = recording
-        self._tell("mixed", tokens, recording)
-        return recording
+        return self._keep("mixed", self._mixed_graphs, tokens, self._record(run, boundary, whole, pool, warm_up))
 
     def record_decode(self, rows: int, pool: Recorder, warm_up: bool = True) -> Recording:
         run, boundary = self._decode_step(rows)
-        recording = self._record(run, boundary, True, pool, warm_up)
-        self._decode_graphs[rows] = recording
-        self._tell("decode", rows, recording)
-        return recording
+        return self._keep("decode", self._decode_graphs, rows, self._record(run, boundary, True, pool, warm_up))
 
     def _record(
         self,
@@ -238,10 +238,10 @@ class Runner:
         pool: Recorder,
         warm_up: bool,
     ) -> Recording:
-        inputs = self._inputs()
+        inputs, debug = self._inputs(), self.plan.config.torch_compile_config.debug
         # As steps run: without it each op of ours goes through its part of autograd, in Python.
         with torch.inference_mode():
-            return record(run, boundary, whole=whole, pool=pool, debug=self._debug, inputs=inputs, warm_up=warm_up)
+            return record(run, boundary, whole=whole, pool=pool, debug=debug, inputs=inputs, warm_up=warm_up)
 
     def _inputs(self) -> tuple[Tensor, ...]:
         """What a replay reads beside weights: its addresses are checked under `debug`."""
@@ -249,15 +249,16 @@ class Runner:
         cache = [tensor for layer in self.caches for tensor in layer.tensors]
         return (self.state.arena, buffers.packed, buffers.ids, buffers.positions, buffers.slot_mapping, *cache)
 
-    def _tell(self, step: str, size: int, recording: Recording) -> None:
+    def _keep(self, step: str, recordings: dict[int, Recording], size: int, recording: Recording) -> Recording:
+        recordings[size] = recording
+        for key in sorted(recordings):  # in ascending order, for `_bucket`
+            recordings[key] = recordings.pop(key)
         segments = recording.num_segments
         kind = "whole" if segments == 1 else "piecewise"
-        for recordings in (self._decode_graphs, self._mixed_graphs):  # in ascending order, for `_bucket`
-            for key in sorted(recordings):
-                recordings[key] = recordings.pop(key)
         self._report.event(
             "graph", step=step, kind=kind, key=size, segments=segments, bytes=recording.bytes, seconds=recording.seconds
         )
+        return recording
 
     def run_padding(self, tokens: int, max_seq_len: int | None = None) -> None:
         """Run a step with context rows on padding alone: it touches no cache and no slot.
@@ -306,8 +307,7 @@ class Runner:
             if step.scored is not None and self._has_logits:
                 scores = self._scores(step, logits)
             if step.logprobs is not None and self._has_logits:
-                rows, most = step.logprobs
-                wanted = rows, self._logprobs(logits, rows, most)
+                wanted = step.logprobs[0], self._logprobs(logits, *step.logprobs)
             turn, host = self._from_device.next()
             host[: step.num_rows].copy_(self._buffers.out[: step.num_rows], non_blocking=True)
             self._from_device.mark(turn)
