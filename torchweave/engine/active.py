@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from torchweave.engine.beam_search import BeamSearch
-from torchweave.engine.kv_match import chain
+from torchweave.engine.kv_match import Hashes
 from torchweave.engine.request import FinishReason, InferenceRequest, TokenLogprobs
 from torchweave.engine.structured import Constraint
 
@@ -67,12 +67,9 @@ class Active:
     def context_len(self) -> int:
         return len(self.prompt) + len(self.generated)
 
-    def hashes(self, tokens: np.ndarray, block_size: int) -> list[bytes]:
+    def hashes(self, tokens: np.ndarray, block_size: int) -> Hashes:
         """Hashes of the full blocks of `tokens`, the beginning of this request's sequence; what was hashed is kept."""
-        count = len(tokens) // block_size
-        if count > len(self._hashes):
-            self._hashes = chain(tokens, block_size, self.request.cache_salt, self._hashes)
-        return self._hashes[:count]
+        return Hashes(tokens, block_size, self.request.cache_salt, self._hashes)
 
 
 class Queue:

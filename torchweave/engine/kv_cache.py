@@ -345,10 +345,13 @@ class KVCache:
         Where two sequences read the same tokens at once, one block is known and the other stays its owner's own.
         """
         for group in range(self.num_groups):
-            for column in range(max(first, int(self.first[group, slot])), len(hashes)):
-                block = int(self.table[group, slot, column])
-                if (group, hashes[column]) not in self._block_of and not self._hashed[block]:
-                    self._enter((group, hashes[column]), block)
+            begin = max(first, int(self.first[group, slot]))
+            blocks = self.table[group, slot, begin : len(hashes)]
+            new = np.flatnonzero(~self._hashed[blocks])  # of a long sequence most were published before
+            for column, block in zip((begin + new).tolist(), blocks[new].tolist(), strict=True):
+                key = group, hashes[column]
+                if key not in self._block_of:
+                    self._enter(key, block)
 
     def _enter(self, key: tuple[int, bytes], block: int) -> None:
         self._block_of[key] = block

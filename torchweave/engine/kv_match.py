@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
@@ -44,18 +45,44 @@ class Grant:
     blocks: np.ndarray
 
 
-def chain(tokens: np.ndarray, block_size: int, salt: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
-    """One hash a full block of `tokens`, each over the block's tokens and the hash before it.
+class Hashes(Sequence[bytes]):
+    """One hash for each full block of a sequence, over the block's tokens and the hash before it, computed when it is looked at.
+
+    Most prompts begin like no other, which the first of thousands of hashes says: the rest is computed as the prompt is read, a
+    step's part in each step, and not while all who generate wait for it.
 
     Args:
         tokens: int32, from the sequence's first token on.
         salt: sequences with different salts share nothing.
-        known: hashes of the first blocks, which are not computed again.
+        known: hashes of the first blocks, whichever part of the sequence they were computed for; new ones are added.
     """
-    hashes = list(known)
-    last = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=16).digest()
-    flat = np.ascontiguousarray(tokens, np.int32)
-    for start in range(len(hashes) * block_size, len(flat) - block_size + 1, block_size):
-        last = hashlib.blake2b(last + flat[start : start + block_size].tobytes(), digest_size=16).digest()
-        hashes.append(last)
-    return hashes
+
+    def __init__(self, tokens: np.ndarray, block_size: int, salt: str, known: list[bytes]) -> None:
+        self._tokens = np.ascontiguousarray(tokens, np.int32)
+        self._block_size = block_size
+        self._salt = salt
+        self._known = known
+        self._count = len(self._tokens) // block_size
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(self._count)[index]]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        if index >= len(self._known):
+            self._compute(index + 1)
+        return self._known[index]
+
+    def _compute(self, count: int) -> None:
+        known, size = self._known, self._block_size
+        last = known[-1] if known else hashlib.blake2b(self._salt.encode(), digest_size=16).digest()
+        for start in range(len(known) * size, count * size, size):
+            last = hashlib.blake2b(last + self._tokens[start : start + size].tobytes(), digest_size=16).digest()
+            known.append(last)

@@ -57,8 +57,7 @@ class Planner:
         if not self._running.reuse:
             return Match()
         context = active.context if active.search is None else active.prompt  # beams change from step to step
-        hashes = active.hashes(context, self._kv.block_size)
-        return self._kv.match(hashes[: known_tokens(active) // self._kv.block_size])
+        return self._kv.match(active.hashes(context[: known_tokens(active)], self._kv.block_size))
 
     def _snapshot(self, lacking: np.ndarray, searches: Sequence[Group], waiting: Queue) -> Snapshot:
         kv, slots, limits, running = self._kv, self._slots, self._limits, self._running
