@@ -232,10 +232,10 @@ class KVCache:
         blocks = np.full((self.num_groups, columns), NOT_KNOWN, np.int32)
         restored = 0
         for group in range(self.num_groups):
-            for column in range(self._first_seen(group, columns), columns):
-                block = self._block_of.get((group, hashes[column]))
-                restored += block is None
-                blocks[group, column] = NOT_KNOWN if block is None else block
+            first = self._first_seen(group, columns)
+            found = [self._block_of.get((group, each), NOT_KNOWN) for each in hashes[first:columns]]
+            restored += found.count(NOT_KNOWN)
+            blocks[group, first:] = found
         spared = [int((self._holders[row[row >= 0]] > 0).sum()) for row in blocks]
         revived = int((blocks >= 0).sum()) - sum(spared)
         kept = sum(spared[group] for group in range(self.num_groups) if group not in self._windowed)
@@ -254,13 +254,23 @@ class KVCache:
         columns = len(hashes)
         for group in range(self.num_groups):
             if group not in self._windowed:
-                columns = next((i for i in range(columns) if not self._knows(group, hashes[i])), columns)
+                columns = self._known_from_begin(group, hashes[:columns] if columns < len(hashes) else hashes)
         while columns:
             gap = self._last_gap(hashes, columns)
             if gap is None:
                 return columns
             columns = gap
         return 0
+
+    def _known_from_begin(self, group: int, hashes: Sequence[bytes]) -> int:
+        """Length of the longest beginning that a group knows. Most know none of it, so that few of the hashes are asked for."""
+        begin = end = 0
+        while begin < len(hashes):
+            begin, end = end, min(2 * end + 1, len(hashes))
+            for column, each in enumerate(hashes[begin:end], start=begin):
+                if not self._knows(group, each):
+                    return column
+        return len(hashes)
 
     def _last_gap(self, hashes: Sequence[bytes], columns: int) -> int | None:
         """A column within the windows at the end of `columns` that some group does not know, and behind which no shorter

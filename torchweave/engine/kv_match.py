@@ -73,16 +73,22 @@ class Hashes(Sequence[bytes]):
     def __getitem__(self, index: slice) -> list[bytes]: ...
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
         if isinstance(index, slice):
-            return [self[each] for each in range(self._count)[index]]
+            if wanted := range(self._count)[index]:
+                self._compute(max(wanted[0], wanted[-1]) + 1)
+            return self._known[: self._count][index]
         if not 0 <= index < self._count:
             raise IndexError(index)
-        if index >= len(self._known):
-            self._compute(index + 1)
+        self._compute(index + 1)
         return self._known[index]
 
     def _compute(self, count: int) -> None:
+        """See to it that the first `count` hashes are known."""
         known, size = self._known, self._block_size
+        if len(known) >= count:
+            return
         last = known[-1] if known else hashlib.blake2b(self._salt.encode(), digest_size=16).digest()
-        for start in range(len(known) * size, count * size, size):
-            last = hashlib.blake2b(last + self._tokens[start : start + size].tobytes(), digest_size=16).digest()
+        content = self._tokens[len(known) * size : count * size].tobytes()
+        width = size * self._tokens.itemsize
+        for start in range(0, len(content), width):
+            last = hashlib.blake2b(last + content[start : start + width], digest_size=16).digest()
             known.append(last)
