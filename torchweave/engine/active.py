@@ -31,6 +31,7 @@ class Active:
         sent: of these, tokens that were told already.
         paused: it ran before.
         reason: why it ended, once it has.
+        logprobs: of tokens that were not told yet.
         prompt_logprobs: of the prompt's tokens but the first, as far as they were not told yet.
         scored: positions of the prompt whose logits were looked at.
         error: what went wrong, where that was the reason.
@@ -49,9 +50,9 @@ class Active:
     generated: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     sent: int = 0
     paused: bool = False
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: FinishReason | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     scored: int = 0
     error: str = ""
     constraint: Constraint | None = None

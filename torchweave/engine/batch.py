@@ -291,7 +291,7 @@ class Batch:
             stopped[i] = token in active.late_stops and generated > active.request.sampling.min_tokens
             if active.num_logprobs >= 0 and found is not None:
                 entry = found.entry(place[int(rows[i])], token, active.num_logprobs)
-                active.logprobs = (*active.logprobs, entry)
+                active.logprobs.append(entry)
         return stopped
 
     def _go_on(self, slots: np.ndarray, tokens: np.ndarray) -> None:
@@ -323,7 +323,8 @@ class Batch:
         """The last response to a request that does not run."""
         if active.search is not None:
             return found(active)
-        left = Output(active.generated[active.sent :], active.reason, active.logprobs, active.prompt_logprobs)
+        new, logprobs = active.generated[active.sent :], tuple(active.logprobs)
+        left = Output(new, active.reason, logprobs, tuple(active.prompt_logprobs))
         return Response(active.request.id, left, final=True, error=active.error)
 
     def _finish(self, slot: int, reason: FinishReason) -> None:
@@ -338,8 +339,8 @@ class Batch:
         count = int(self._slots.count[slot])
         new = self._slots.tokens[slot, int(self._slots.sent[slot]) : count].copy()
         self._slots.sent[slot] = count
-        logprobs, active.logprobs = active.logprobs, ()
-        of_prompt, active.prompt_logprobs = active.prompt_logprobs, ()
+        logprobs, active.logprobs = tuple(active.logprobs), []
+        of_prompt, active.prompt_logprobs = tuple(active.prompt_logprobs), []
         final = active.reason is not None
         return Response(active.request.id, Output(new, active.reason, logprobs, of_prompt), final, active.error)
 

@@ -55,6 +55,6 @@ def take_in(of: Scored, found: StepLogprobs, requests: Sequence[Active | None]) 
         active = requests[slot]
         assert active is not None, "a slot that a step in flight names is not left"
         entries = (found.entry(i, int(of.targets[i]), active.num_prompt_logprobs) for i in range(at, at + count))
-        active.prompt_logprobs = (*active.prompt_logprobs, *entries)
+        active.prompt_logprobs.extend(entries)
         active.scored += count
         at += count
