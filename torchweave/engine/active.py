@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from torchweave.engine.beam_search import BeamSearch
-from torchweave.engine.kv_match import Hashes
+from torchweave.engine.kv_match import Hashes, Match
 from torchweave.engine.request import FinishReason, InferenceRequest, TokenLogprobs
 from torchweave.engine.structured import Constraint
 
@@ -37,6 +37,7 @@ class Active:
         error: what went wrong, where that was the reason.
         constraint: its grammar, where it asked for a form.
         search: what a beam search has found; None for all other requests.
+        match: what was last found of its beginning in the KV cache, while it waits.
     """
 
     request: InferenceRequest
@@ -57,6 +58,7 @@ class Active:
     error: str = ""
     constraint: Constraint | None = None
     search: BeamSearch | None = None
+    match: Match | None = None
     _hashes: list[bytes] = field(default_factory=list)
 
     @property

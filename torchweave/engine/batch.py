@@ -203,7 +203,8 @@ class Batch:
 
     def _start(self, active: Active) -> int:
         self.moves.append((active.request.id, "started"))
-        return self._former.start(active, self._planner.known(active))
+        found, active.match = self._planner.known(active), None
+        return self._former.start(active, found)
 
     def _thin_out(self, decision: Decision) -> tuple[np.ndarray, list[Group]]:
         """Let the paused requests leave; returns the slots and the searches that generate in this step."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from torchweave.engine.kv_check import check_blocks
 from torchweave.engine.kv_groups import Sight, most_blocks
-from torchweave.engine.kv_match import NOT_KNOWN, Grant, Match
+from torchweave.engine.kv_match import NOT_KNOWN, Grant, Known, Match
 from torchweave.engine.offload import HostPool
 
 AHEAD = 64  # blocks: where fewer are empty, the next ones to be lost are copied to the host before they are
@@ -71,15 +71,11 @@ class KVCache:
         self._num_empty = num_blocks
         self._holders = np.zeros(num_blocks, np.int32)  # slots that hold a block
         self._num_held = np.zeros(self.num_groups, np.int64)  # blocks that somebody holds
-        self._key_of: dict[int, tuple[int, bytes]] = {}  # group and hash
-        self._hashed = np.zeros(num_blocks, bool)
+        self._known = Known(num_blocks)
         self._forked = np.zeros(num_blocks, bool)  # by a fork: may be held several times though known to nobody
-        self._block_of: dict[tuple[int, bytes], int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # hashed, held by nobody, least recently used first
-        self.allocated_total = 0
-        self.reused_total = 0
+        self._idle: OrderedDict[int, None] = OrderedDict()  # known, held by nobody, least recently used first
+        self.allocated_total = self.reused_total = self.missed_total = 0
         self.restored_total = 0  # of the reused ones, those that the host had
-        self.missed_total = 0
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
@@ -181,15 +177,11 @@ class KVCache:
         """Forget the content of the `count` least recently used blocks that nobody holds."""
         lost = [self._idle.popitem(last=False)[0] for _ in range(count)]
         if self.host is not None and lost:
-            self.host.keep([self._key_of[block] for block in lost], lost)
+            self.host.keep([self._known.key(block) for block in lost], lost)
         for block in lost:
-            self._forget(block)
+            self._known.forget(block)
             self._free[self._num_empty] = block
             self._num_empty += 1
-
-    def _forget(self, block: int) -> None:
-        del self._block_of[self._key_of.pop(block)]
-        self._hashed[block] = False
 
     def slide(self, slots: np.ndarray, positions: np.ndarray) -> None:
         """Take back blocks that no query from `positions` on will see. Steps in flight may read them: later ones write later."""
@@ -205,10 +197,10 @@ class KVCache:
         self._holders[blocks] -= 1
         left = blocks[self._holders[blocks] == 0]
         self._num_held[group] -= left.size
-        hashed = self._hashed[left]
-        for block in left[hashed][::-1].tolist():  # the end of a sequence is of less use to others than its beginning
+        known = self._known.since[left] > 0
+        for block in left[known][::-1].tolist():  # the end of a sequence is of less use to others than its beginning
             self._idle[block] = None
-        empty = left[~hashed]
+        empty = left[~known]
         self._free[self._num_empty : self._num_empty + empty.size] = empty
         self._num_empty += empty.size
         blocks[:] = NOT_KNOWN
@@ -224,22 +216,35 @@ class KVCache:
 
     # -- using blocks again --------------------------------------------------------------------------------------------
 
-    def match(self, hashes: Sequence[bytes]) -> Match:
-        """The longest known beginning of a sequence."""
-        columns = self._known_columns(hashes)
+    def match(self, hashes: Sequence[bytes], before: Match | None = None) -> Match:
+        """The longest known beginning of a sequence.
+
+        Args:
+            before: what was found of it earlier. Requests that wait are looked at again in each step, and little has changed.
+        """
+        before = before if before is not None and self._holds(before, len(hashes)) else Match()
+        columns = self._known_columns(hashes, before.columns)
         if not columns:
             return Match()
         blocks = np.full((self.num_groups, columns), NOT_KNOWN, np.int32)
+        if before.blocks is not None:
+            blocks[:, : before.columns] = before.blocks
         restored = 0
         for group in range(self.num_groups):
-            first = self._first_seen(group, columns)
-            found = [self._block_of.get((group, each), NOT_KNOWN) for each in hashes[first:columns]]
+            first = max(self._first_seen(group, columns), before.columns)
+            found = [self._known.block((group, each)) for each in hashes[first:columns]]
             restored += found.count(NOT_KNOWN)
             blocks[group, first:] = found
         spared = [int((self._holders[row[row >= 0]] > 0).sum()) for row in blocks]
         revived = int((blocks >= 0).sum()) - sum(spared)
         kept = sum(spared[group] for group in range(self.num_groups) if group not in self._windowed)
-        return Match(columns, tuple(hashes[:columns]), blocks, revived, restored, kept)
+        return Match(columns, hashes, blocks, self._known.since[blocks], revived, restored, kept)
+
+    def _holds(self, match: Match, most: int) -> bool:
+        """Whether columns found earlier need not be looked for again: each had a block, and all of these hold what they held."""
+        if self._windowed or match.restored or match.columns > most or match.blocks is None:
+            return False
+        return bool((self._known.since[match.blocks] == match.since).all())
 
     def _first_seen(self, group: int, columns: int) -> int:
         """First column that a sequence which goes on behind `columns` sees."""
@@ -247,14 +252,14 @@ class KVCache:
         return int(sight.lowest(np.array(columns * self.block_size))) // self.block_size if sight.reach else 0
 
     def _knows(self, group: int, each: bytes) -> bool:
-        return (group, each) in self._block_of or (self.host is not None and (group, each) in self.host)
+        return (group, each) in self._known or (self.host is not None and (group, each) in self.host)
 
-    def _known_columns(self, hashes: Sequence[bytes]) -> int:
-        """Length of the longest beginning of which every group knows all that it will look at."""
+    def _known_columns(self, hashes: Sequence[bytes], begin: int) -> int:
+        """Length of the longest beginning, `begin` columns or more, of which every group knows all that it will look at."""
         columns = len(hashes)
         for group in range(self.num_groups):
             if group not in self._windowed:
-                columns = self._known_from_begin(group, hashes[:columns] if columns < len(hashes) else hashes)
+                columns = min(columns, self._known_from(begin, group, hashes))
         while columns:
             gap = self._last_gap(hashes, columns)
             if gap is None:
@@ -262,11 +267,11 @@ class KVCache:
             columns = gap
         return 0
 
-    def _known_from_begin(self, group: int, hashes: Sequence[bytes]) -> int:
-        """Length of the longest beginning that a group knows. Most know none of it, so that few of the hashes are asked for."""
-        begin = end = 0
+    def _known_from(self, begin: int, group: int, hashes: Sequence[bytes]) -> int:
+        """Length of the longest beginning that a group knows. Of most it knows none, so that few of the hashes are asked for."""
+        end, size = begin, 1
         while begin < len(hashes):
-            begin, end = end, min(2 * end + 1, len(hashes))
+            begin, end, size = end, min(end + size, len(hashes)), 2 * size
             for column, each in enumerate(hashes[begin:end], start=begin):
                 if not self._knows(group, each):
                     return column
@@ -316,7 +321,7 @@ class KVCache:
         blocks[groups, columns] = new
         self._num_held += np.bincount(groups, minlength=self.num_groups)
         for key, block in zip(keys, new.tolist(), strict=True):
-            self._enter(key, block)
+            self._known.enter(key, block)
         self.restored_total += len(keys)
 
     def fork(self, parent: int, child: int, num_columns: int) -> Grant:
@@ -357,16 +362,11 @@ class KVCache:
         for group in range(self.num_groups):
             begin = max(first, int(self.first[group, slot]))
             blocks = self.table[group, slot, begin : len(hashes)]
-            new = np.flatnonzero(~self._hashed[blocks])  # of a long sequence most were published before
+            new = np.flatnonzero(self._known.since[blocks] == 0)  # of a long sequence most were published before
             for column, block in zip((begin + new).tolist(), blocks[new].tolist(), strict=True):
                 key = group, hashes[column]
-                if key not in self._block_of:
-                    self._enter(key, block)
-
-    def _enter(self, key: tuple[int, bytes], block: int) -> None:
-        self._block_of[key] = block
-        self._key_of[block] = key
-        self._hashed[block] = True
+                if key not in self._known:
+                    self._known.enter(key, block)
 
     def ready(self, slot: int) -> bool:
         """Whether all that a slot began with is on the device."""
@@ -377,8 +377,7 @@ class KVCache:
         host, self.host = self.host, None
         self._empty(len(self._idle))
         self.host = host
-        for block in list(self._key_of):
-            self._forget(block)
+        self._known.forget_all()
         if host is not None:
             host.clear()
 
@@ -386,13 +385,13 @@ class KVCache:
         """Let the host have those that are lost next, so that no step has to wait for that then."""
         if self._num_empty < AHEAD:
             some = itertools.islice(self._idle, AHEAD - self._num_empty)
-            next_lost = [block for block in some if self._key_of[block] not in host]
-            host.keep([self._key_of[block] for block in next_lost], next_lost, lost=False)
+            next_lost = [block for block in some if self._known.key(block) not in host]
+            host.keep([self._known.key(block) for block in next_lost], next_lost, lost=False)
 
     @property
     def num_known(self) -> int:
         """Blocks that a new sequence could begin with."""
-        return len(self._block_of)
+        return len(self._known)
 
     def check(self) -> None:
         """Raise AssertionError unless every block is empty, known and idle, or held by exactly those slots that count it."""

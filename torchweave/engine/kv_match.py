@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
 
 NOT_KNOWN = -1
+Key = tuple[int, bytes]
+"""A group of layers, and the hash of a block's tokens and of all before them."""
 
 
 @dataclass(frozen=True)
@@ -18,16 +20,18 @@ class Match:
 
     Attributes:
         columns: how long it is.
-        hashes: of its columns.
+        hashes: of its columns and maybe more.
         blocks: int32 `[groups, columns]`; NOT_KNOWN where no query will look, or where the host has it.
+        since: int64 of the same shape, `Known.since` of these blocks: they hold what they held as long as it stays the same.
         revived: blocks on the device that nobody holds.
         restored: blocks that the host has.
         spared: blocks that somebody holds, of groups that keep all.
     """
 
     columns: int = 0
-    hashes: tuple[bytes, ...] = ()
+    hashes: Sequence[bytes] = ()
     blocks: np.ndarray | None = None
+    since: np.ndarray | None = None
     revived: int = 0
     restored: int = 0
     spared: int = 0
@@ -43,6 +47,51 @@ class Grant:
     slots: np.ndarray
     columns: np.ndarray
     blocks: np.ndarray
+
+
+class Known:
+    """Blocks on the device by what they hold.
+
+    Attributes:
+        since: int64 `[blocks]`; counts from 1 in the order in which they became known, 0 for those that are not.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.since = np.zeros(num_blocks, np.int64)
+        self._block_of: dict[Key, int] = {}
+        self._key_of: dict[int, Key] = {}
+        self._entered = 0
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._block_of
+
+    def block(self, key: Key) -> int:
+        """The block that holds it, or NOT_KNOWN."""
+        return self._block_of.get(key, NOT_KNOWN)
+
+    def key(self, block: int) -> Key:
+        """What a known block holds."""
+        return self._key_of[block]
+
+    def enter(self, key: Key, block: int) -> None:
+        self._entered += 1
+        self.since[block] = self._entered
+        self._block_of[key] = block
+        self._key_of[block] = key
+
+    def forget(self, block: int) -> None:
+        self.since[block] = 0
+        del self._block_of[self._key_of.pop(block)]
+
+    def forget_all(self) -> None:
+        for block in list(self._key_of):
+            self.forget(block)
+
+    def items(self) -> Iterable[tuple[Key, int]]:
+        return self._block_of.items()
 
 
 class Hashes(Sequence[bytes]):

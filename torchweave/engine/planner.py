@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from typing import overload
 
 import numpy as np
 
@@ -14,6 +16,29 @@ from torchweave.engine.running import Running
 from torchweave.engine.scheduler import Context, Decision, Generation, Policy, Snapshot, Waiting
 from torchweave.engine.scheduler.waiting import holds_back
 from torchweave.engine.scoring import known_tokens
+
+
+class _OneByOne(Sequence[Waiting]):
+    """Requests that could start, each looked at when the policy comes to it: most stop at the first for which there is no room."""
+
+    def __init__(self, found: Iterator[Waiting]) -> None:
+        self._found = found
+        self._seen: list[Waiting] = []
+
+    def __len__(self) -> int:
+        self._seen.extend(self._found)
+        return len(self._seen)
+
+    @overload
+    def __getitem__(self, index: int) -> Waiting: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Waiting]: ...
+    def __getitem__(self, index: int | slice) -> Waiting | Sequence[Waiting]:
+        end = index.stop if isinstance(index, slice) else index + 1
+        if end is None or end < 0:
+            end = len(self)
+        self._seen.extend(itertools.islice(self._found, max(end - len(self._seen), 0)))
+        return self._seen[index]
 
 
 class Planner:
@@ -57,7 +82,9 @@ class Planner:
         if not self._running.reuse:
             return Match()
         context = active.context if active.search is None else active.prompt  # beams change from step to step
-        return self._kv.match(active.hashes(context[: known_tokens(active)], self._kv.block_size))
+        hashes = active.hashes(context[: known_tokens(active)], self._kv.block_size)
+        active.match = self._kv.match(hashes, active.match)
+        return active.match
 
     def _snapshot(self, lacking: np.ndarray, searches: Sequence[Group], waiting: Queue) -> Snapshot:
         kv, slots, limits, running = self._kv, self._slots, self._limits, self._running
@@ -75,7 +102,7 @@ class Planner:
             leaving_blocks=kv.held_alone(self._slots_of(running.leaving)),
             generation=generation,
             context=tuple(self._context(slot, int(own[slot])) for slot in running.context),
-            waiting=tuple(self._waiting(waiting)),
+            waiting=_OneByOne(self._waiting(waiting)),
             chunked_context=limits.chunked_context,
             equal_progress=limits.equal_progress,
             mixed_step_sizes=limits.mixed_step_sizes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,7 +84,8 @@ class Snapshot:
         unreserved_blocks: of these, what no running request may come to need.
         leaving_blocks: blocks that come free when the steps in flight have completed.
         generation, context: running requests; context requests oldest first.
-        waiting: requests that wait and have slots, in the order in which they are to start.
+        waiting: requests that wait and have slots, in the order in which they are to start. To look at one costs the more the
+            longer the known beginning of its prompt is: do not look further than need be.
         chunked_context: a prompt may be read in several steps.
         equal_progress: prompts that do not fit together are each read a part; else the oldest first.
         mixed_step_sizes: see `step_tokens`.
@@ -99,7 +100,7 @@ class Snapshot:
     taken_slots: int = 0
     generation: Generation = field(default_factory=Generation)
     context: tuple[Context, ...] = ()
-    waiting: tuple[Waiting, ...] = ()
+    waiting: Sequence[Waiting] = ()
     chunked_context: bool = True
     equal_progress: bool = False
     mixed_step_sizes: tuple[int, ...] = ()

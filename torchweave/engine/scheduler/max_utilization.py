@@ -24,7 +24,8 @@ def max_utilization(snapshot: Snapshot) -> Decision:
     going[[*resting, *(index for index in paused if index < len(generation))]] = False
     blocks = snapshot.free_blocks - int(generation.lacking[going].sum())
 
-    decision = admit(snapshot, 0 if paused or snapshot.leaving_blocks else len(snapshot.waiting))
+    full = paused or snapshot.leaving_blocks or blocks <= snapshot.num_next_blocks
+    decision = admit(snapshot, 0 if full else len(snapshot.waiting))
     chunks = []
     for index, (request, wanted) in enumerate(zip(context, decision.chunks, strict=True), start=len(generation)):
         size = 0 if index in paused else _that_fits(wanted, request.room, blocks, snapshot)
