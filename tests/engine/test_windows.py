@@ -138,3 +138,36 @@ def test_needs_are_counted_exactly() -> None:
     assert longest_sequence((WINDOW,), 10, 5, 4, 1000) == 1000
     assert longest_sequence((FULL, WINDOW), 20, 5, 4, 1000) == 60, "15 blocks of the one group, 5 of the other"
     assert longest_sequence((WINDOW,), 4, 5, 4, 1000) == 16
+
+
+SIGHTS = [Sight(window) for window in (0, 1, 2, 3, 4, 5, 9, 40)] + [
+    Sight(0, 8),
+    Sight(0, 12),
+    Sight(6, 16),
+    Sight(0, 6),
+]
+
+
+def test_the_longest_known_beginning_is_found_whatever_is_known() -> None:
+    """By comparison with looking at each length; blocks of 4 tokens."""
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(3000):
+        sights = [SIGHTS[at] for at in rng.integers(len(SIGHTS), size=rng.integers(1, 4))]
+        kv = KVCache(64, 4, 1, 20, sights)
+        hashes = [bytes([column]) for column in range(int(rng.integers(0, 14)))]
+        known = rng.random((len(sights), len(hashes))) < rng.choice([0.2, 0.8, 0.97])
+        for block, (group, column) in enumerate(np.argwhere(known).tolist()):
+            kv._known.enter((group, hashes[column]), block)
+        lengths = [
+            length
+            for length in range(len(hashes) + 1)
+            if all(
+                known[group, int(sight.lowest(np.array(length * 4))) // 4 : length].all()
+                for group, sight in enumerate(sights)
+            )
+        ]
+        found = kv.match(hashes).columns
+        assert found == lengths[-1], (sights, known)
+        seen.add(found)
+    assert len(seen) > 10

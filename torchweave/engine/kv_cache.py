@@ -67,6 +67,7 @@ class KVCache:
         self.shared = np.zeros(max_slots, np.int64)
         self.reserved = np.zeros((self.num_groups, max_slots), np.int64)  # most blocks that a slot may come to hold
         self._windowed = [group for group, sight in enumerate(self.sights) if sight.reach]
+        self._whole = [group for group, sight in enumerate(self.sights) if not sight.reach]
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_empty = num_blocks
         self._holders = np.zeros(num_blocks, np.int32)  # slots that hold a block
@@ -120,8 +121,7 @@ class KVCache:
     def reserve_fork(self, slot: int, num_tokens: int, common: int) -> None:
         """The same for an empty slot that will begin with `common` columns of another."""
         self.reserved[:, slot] = self.most_blocks(num_tokens)
-        whole = [group for group in range(self.num_groups) if group not in self._windowed]
-        self.reserved[whole, slot] -= common
+        self.reserved[self._whole, slot] -= common
 
     def most_blocks_of_forks(self, num_tokens: int, width: int, common: int) -> int:
         """Most blocks that `width` sequences hold at once whose first `common` columns are the same."""
@@ -237,7 +237,7 @@ class KVCache:
             blocks[group, first:] = found
         spared = [int((self._holders[row[row >= 0]] > 0).sum()) for row in blocks]
         revived = int((blocks >= 0).sum()) - sum(spared)
-        kept = sum(spared[group] for group in range(self.num_groups) if group not in self._windowed)
+        kept = sum(spared[group] for group in self._whole)
         return Match(columns, hashes, blocks, self._known.since[blocks], revived, restored, kept)
 
     def _holds(self, match: Match, most: int) -> bool:
@@ -256,16 +256,10 @@ class KVCache:
 
     def _known_columns(self, hashes: Sequence[bytes], begin: int) -> int:
         """Length of the longest beginning, `begin` columns or more, of which every group knows all that it will look at."""
-        columns = len(hashes)
-        for group in range(self.num_groups):
-            if group not in self._windowed:
-                columns = min(columns, self._known_from(begin, group, hashes))
-        while columns:
-            gap = self._last_gap(hashes, columns)
-            if gap is None:
-                return columns
-            columns = gap
-        return 0
+        columns = min([len(hashes), *(self._known_from(begin, group, hashes) for group in self._whole)])
+        while columns and (shorter := self._shorter(hashes, columns)) < columns:
+            columns = shorter
+        return columns
 
     def _known_from(self, begin: int, group: int, hashes: Sequence[bytes]) -> int:
         """Length of the longest beginning that a group knows. Of most it knows none, so that few of the hashes are asked for."""
@@ -277,14 +271,20 @@ class KVCache:
                     return column
         return len(hashes)
 
-    def _last_gap(self, hashes: Sequence[bytes], columns: int) -> int | None:
-        """A column within the windows at the end of `columns` that some group does not know, and behind which no shorter
-        beginning may end."""
-        gaps = []
+    def _shorter(self, hashes: Sequence[bytes], columns: int) -> int:
+        """`columns`, if all groups know what is within their windows at its end; else a length that no longer one may have."""
+        shorter = columns
         for group in self._windowed:
             seen = range(columns - 1, self._first_seen(group, columns) - 1, -1)
-            gaps += [column for column in seen if not self._knows(group, hashes[column])][:1]
-        return min(gaps, default=None)
+            gap = next((column for column in seen if not self._knows(group, hashes[column])), None)
+            if gap is not None:
+                ends = (length for length in range(gap, 0, -1) if self._may_end(group, hashes, length))
+                shorter = min(next(ends, 0), shorter)
+        return shorter
+
+    def _may_end(self, group: int, hashes: Sequence[bytes], columns: int) -> bool:
+        """Whether the last of so many columns is known to a group, or seen by nothing that comes behind."""
+        return self._knows(group, hashes[columns - 1]) or self.sights[group].begins_at(columns * self.block_size)
 
     def attach(self, slot: int, match: Match) -> Grant:
         """Let an empty slot begin with what `match` found; what the host has is on its way into new blocks."""

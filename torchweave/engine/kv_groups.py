@@ -39,6 +39,10 @@ class Sight:
             lowest = np.maximum(positions // self.chunk * self.chunk, lowest)
         return lowest
 
+    def begins_at(self, position: int) -> bool:
+        """Whether a query at `position` sees nothing before itself."""
+        return self.window == 1 or bool(self.chunk and position % self.chunk == 0)
+
     def most_tokens(self, num_tokens: int, longest_step: int) -> int:
         """Most tokens of a sequence of `num_tokens` that are held at once, when a step adds up to `longest_step`."""
         return min(num_tokens, self.reach + longest_step) if self.reach else num_tokens
