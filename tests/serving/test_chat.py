@@ -98,7 +98,7 @@ def test_E1_tokenize_and_detokenize(server: Running) -> None:
     ("fields", "said"),
     [
         ({"temperature": "hot"}, "temperature: Input should be a valid number"),
-        ({"n": 0}, "n must be at least 1"),
+        ({"n": 0}, "n must be from 1 to 16384"),
         ({"n": 999}, "at most 256"),
         ({"max_tokens": -3}, "max_tokens must be at least 1"),
         ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
