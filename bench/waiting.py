@@ -1,0 +1,129 @@
+"""What long prompts and requests that wait cost the engine's loop, without a device: milliseconds to form a step.
+
+    python bench/waiting.py [--json FILE]
+
+`new`: a prompt like no other comes while eight requests generate. `known`: one whose beginning the cache has. `behind a full
+cache`: 150 requests with a common beginning, most of which wait for blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from torchweave.cli.benchmarks.result import environment
+from torchweave.engine.batch import Batch
+from torchweave.engine.kv_cache import KVCache
+from torchweave.engine.kv_groups import Sight
+from torchweave.engine.limits import Limits
+from torchweave.engine.request import InferenceRequest, SamplingParams
+from torchweave.engine.scheduler import POLICIES
+from torchweave.engine.step import StepResult
+from torchweave.ops.state import SlotState
+
+BLOCK, VOCAB, SLOTS = 16, 128_000, 256
+POLICY = "guaranteed_no_evict"
+
+
+class Engine:
+    """A batch whose steps are formed and answered with made-up tokens."""
+
+    def __init__(self, policy: str, num_blocks: int, longest: int, sight: Sight) -> None:
+        columns = -(-longest // BLOCK)
+        self.state = SlotState(SLOTS, columns)
+        kv = KVCache(num_blocks, BLOCK, SLOTS, columns, (sight,), 8192 + BLOCK)
+        limits = Limits(SLOTS, 8192, longest, VOCAB, mixed_step_sizes=(256, 384, 512))
+        self.batch = Batch(limits, kv, POLICIES[policy], self.state.updates())
+        self.rng = np.random.default_rng(0)
+        self.count = 0
+        gc.collect()
+        gc.freeze()
+
+    def prompt(self, length: int) -> np.ndarray:
+        return self.rng.integers(0, VOCAB, length).astype(np.int32)
+
+    def add(self, prompt: np.ndarray, length: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+        self.batch.add(InferenceRequest(self.count, prompt, params, True), self.count)
+        self.count += 1
+
+    def steps(self) -> Iterator[tuple[float, bool]]:
+        """Milliseconds that each step takes to form and whether it reads a prompt, until nothing is left."""
+        while True:
+            begin = time.perf_counter()
+            self.batch.attend()
+            step = self.batch.next_step()
+            formed = time.perf_counter()
+            if step is None:
+                return
+            if step.updates is not None:
+                self.state.write(*step.updates)
+            tokens = self.rng.integers(0, VOCAB, step.num_rows).astype(np.int32)
+            self.batch.absorb(step, StepResult(tokens, "plain"))
+            self.batch.moves.clear()
+            yield (formed - begin) * 1e3, bool(step.chunks)
+
+
+def new(tokens: int, sight: Sight) -> dict[str, float]:
+    engine = Engine(POLICY, 2 * tokens // BLOCK + 4000, tokens + 4000, sight)
+    for _ in range(8):
+        engine.add(engine.prompt(20), tokens // 200 + 500)
+    steps = engine.steps()
+    for _ in itertools.islice(steps, 20):
+        pass
+    engine.add(engine.prompt(tokens), 16)
+    reading = [took for took, _ in itertools.takewhile(lambda step: step[1], steps)]
+    return {"first": reading[0], "median of the rest": float(np.median(reading[1:] or reading)), "sum": sum(reading)}
+
+
+def known(tokens: int, sight: Sight) -> dict[str, float]:
+    engine = Engine(POLICY, 3 * tokens // BLOCK + 4000, tokens + 4000, sight)
+    prompt = engine.prompt(tokens)
+    engine.add(prompt, 16)
+    list(engine.steps())
+    engine.add(np.concatenate([prompt, engine.prompt(300)]), 16)
+    return {"first": next(engine.steps())[0]}
+
+
+def full(tokens: int, policy: str) -> dict[str, float]:
+    each = 800 // BLOCK + 1  # blocks of one request beside what all have in common
+    engine = Engine(policy, tokens // BLOCK + 40 * each, tokens + 1000, Sight())
+    common = engine.prompt(tokens)
+    for _ in range(150):
+        engine.add(np.concatenate([common, engine.prompt(300)]), int(engine.rng.integers(100, 500)))
+    found = [took for took, _ in engine.steps() if engine.batch.num_waiting][60:]
+    return {"median": float(np.median(found)), "p90": float(np.quantile(found, 0.9))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows: dict[str, dict[str, float]] = {}
+    for tokens in (2_000, 32_000, 128_000):
+        rows[f"new, {tokens:,} tokens"] = new(tokens, Sight())
+        rows[f"known, {tokens:,} tokens"] = known(tokens, Sight())
+    for tokens in (8_000, 32_000):
+        rows[f"new, {tokens:,} tokens, all layers with a window of 4,096"] = new(tokens, Sight(4096))
+    for policy in ("guaranteed_no_evict", "max_utilization"):
+        for tokens in (2_000, 32_000):
+            rows[f"behind a full cache, {tokens:,} in common, {policy}"] = full(tokens, policy)
+    for name, row in rows.items():
+        print(f"{name:75}", ", ".join(f"{key} {value:.2f} ms" for key, value in row.items()), flush=True)
+    if args.json:
+        result: dict[str, Any] = {"environment": environment("cpu"), "milliseconds": rows}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
