@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.fake import VOCAB, expected, make
 from tests.engine.test_batch import drive, request, tokens_of
+from torchweave.engine.planner import _OneByOne
 from torchweave.engine.responses import Response
 from torchweave.engine.scheduler import POLICIES, Context, Generation, Snapshot, Waiting
 from torchweave.engine.scheduler.chunking import chunk_sizes
@@ -272,3 +273,22 @@ def test_prompts_that_wait_for_others_are_read_in_the_end() -> None:
     batch.add(request(1, [2, 3], max_tokens=4), 0)
     steps = [batch.next_step() for _ in range(5)]
     assert [len(step.chunks) for step in steps if step is not None] == [0, 0, 0, 0, 1]
+
+
+def test_who_waits_is_looked_at_as_far_as_somebody_asks():
+    looked: list[int] = []
+
+    def found() -> Iterator[Waiting]:
+        for number in range(6):
+            looked.append(number)
+            yield Waiting(number, 1)
+
+    waiting = _OneByOne(found())
+    assert waiting[0].left == 0 and looked == [0]
+    assert [each.left for each in waiting[:3]] == [0, 1, 2] == looked
+    assert not waiting[:0] and waiting[1].left == 1 and len(looked) == 3
+    assert waiting[-1].left == 5 and len(waiting) == 6 and waiting[2:][0].left == 2
+    assert [each.left for each in waiting] == looked == list(range(6))
+    with pytest.raises(IndexError):
+        waiting[6]
+    assert [each.left for each in _OneByOne(found())][:0] == [] and len(_OneByOne(found())[1:]) == 5

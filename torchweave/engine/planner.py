@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import overload
 
@@ -34,10 +35,11 @@ class _OneByOne(Sequence[Waiting]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Waiting]: ...
     def __getitem__(self, index: int | slice) -> Waiting | Sequence[Waiting]:
-        end = index.stop if isinstance(index, slice) else index + 1
-        if end is None or end < 0:
-            end = len(self)
-        self._seen.extend(itertools.islice(self._found, max(end - len(self._seen), 0)))
+        begin, end = (index.start or 0, index.stop) if isinstance(index, slice) else (index, index + 1)
+        count = (
+            sys.maxsize if end is None or min(begin, end) < 0 else end
+        )  # all, where something is counted from the end
+        self._seen.extend(itertools.islice(self._found, max(count - len(self._seen), 0)))
         return self._seen[index]
 
 
