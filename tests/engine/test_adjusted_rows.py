@@ -44,6 +44,17 @@ class OfTheAnswer(LogitsProcessor):
         return self._inner(input_ids[:, self._prompt_len :], scores)
 
 
+class BehindAnother(LogitsProcessor):
+    """A processor that sees a token in front which is in no word: that of transformers 5.17 bars no word with which a text would be
+    just as long as the word."""
+
+    def __init__(self, inner: LogitsProcessor) -> None:
+        self._inner = inner
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        return self._inner(torch.nn.functional.pad(input_ids, (1, 0), value=-1), scores)  # type: ignore[arg-type]
+
+
 class Counted(LogitsProcessor):
     """OpenAI's presence and frequency penalties, which transformers does not have."""
 
@@ -65,7 +76,8 @@ def processors(params: SamplingParams, prompt: Sequence[int]) -> LogitsProcessor
     found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     found.append(OfTheAnswer(Counted(params.presence_penalty, params.frequency_penalty), len(prompt)))
     if params.bad_words:
-        found.append(OfTheAnswer(NoBadWordsLogitsProcessor([list(map(int, w)) for w in params.bad_words]), len(prompt)))
+        barred = NoBadWordsLogitsProcessor([list(map(int, word)) for word in params.bad_words])
+        found.append(OfTheAnswer(BehindAnother(barred), len(prompt)))
     return LogitsProcessorList(found)
 
 
