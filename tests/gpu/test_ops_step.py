@@ -10,8 +10,9 @@ import torch
 
 from tests.ops.sampling_cases import PARAMETERS, build
 from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step
+from torchweave.engine.buffers import Exchange
 from torchweave.ops.sampling import sample
-from torchweave.ops.step import advance, prepare, prepare_decode
+from torchweave.ops.step import advance, carry, prepare, prepare_decode
 
 pytestmark = pytest.mark.gpu
 
@@ -103,12 +104,33 @@ def test_uploads_do_not_overtake_each_other() -> None:
     assert (state.arena.cpu().numpy() == expected).all()
 
 
+def test_what_is_said_and_drawn_keeps_its_turn() -> None:
+    """Steps in flight behind a long-running kernel: each reads what was said about it, and its tokens are its own."""
+    exchange, device = Exchange(5000, 300, 3, torch.device("cuda")), torch.zeros(5000, dtype=torch.int32, device="cuda")
+    waiting: list[tuple[int, int]] = []
+    for step in range(12):
+        turn, size = exchange.next(), (5000, 1, 2049)[step % 3]
+        exchange.said[turn].fill_(step)
+        torch.cuda._sleep(20_000_000)
+        carry(exchange.said[turn][:size], device[:size])
+        device[:size] += 100
+        carry(device[:300], exchange.drawn[turn])
+        exchange.mark(turn)
+        waiting.append((step, turn))
+        if len(waiting) == 3:
+            assert not exchange.ready(turn)
+            first, its_turn = waiting.pop(0)
+            assert exchange.wait(its_turn)[0] == first + 100
+    assert [int(exchange.wait(turn)[0]) for _, turn in waiting] == [110, 111]
+
+
 def test_steps_compile_nothing_new() -> None:
     """Sizes differ from step to step; a kernel specialised on one would be compiled in the middle of serving."""
     from torchweave.ops.kernels import sampling
     from torchweave.ops.kernels import step as kernels
 
     every = [kernels.prepare_kernel, kernels.prepare_decode_kernel, kernels.advance_kernel, kernels.scatter_kernel]
+    every.append(kernels.carry_kernel)
     every += [sampling.partial_kernel, sampling.finish_kernel]
 
     def run(seed: int) -> None:
@@ -126,6 +148,7 @@ def test_steps_compile_nothing_new() -> None:
         updates = state.updates()
         updates.set("position", np.arange(rows), 1)
         state.apply(updates)
+        carry(inputs[3], torch.empty(tokens, dtype=torch.int32, pin_memory=True))
 
     def compiled() -> int:
         return sum(len(cache[0]) for kernel in every for cache in kernel.device_caches.values())

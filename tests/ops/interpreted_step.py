@@ -45,6 +45,10 @@ def main() -> None:
     expected[pairs[:300].long()] = pairs[300:]
     kernels.launch_scatter(arena, pairs, 300)
     assert arena.equal(expected)
+    for count in (1, 700, 1024, 2500):
+        source, target = torch.randint(1 << 30, (count,), dtype=torch.int32), torch.zeros(count + 1, dtype=torch.int32)
+        kernels.launch_carry(source, target[:count])
+        assert target.tolist() == [*source.tolist(), 0]
 
 
 if __name__ == "__main__":

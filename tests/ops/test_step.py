@@ -156,7 +156,9 @@ def test_kernels_build_for_hopper() -> None:
     rows, tokens = step.slots.numel(), step.host_ids.numel()
     views = (state.last_token, state.position, state.block_table)
     out = torch.empty(rows, dtype=torch.int32)
-    with recorded(kernels, "prepare_kernel", "prepare_decode_kernel", "advance_kernel", "scatter_kernel") as launches:
+    with recorded(
+        kernels, "prepare_kernel", "prepare_decode_kernel", "advance_kernel", "scatter_kernel", "carry_kernel"
+    ) as launches:
         inputs = (step.slots, step.query_start, step.host_ids, step.host_positions)
         kernels.launch_prepare(*views, *inputs, *Outputs.empty(rows, tokens).arguments().values(), BLOCK_SIZE)
         kernels.launch_prepare_decode(*views, step.slots, *Outputs.empty(rows, rows).arguments().values(), BLOCK_SIZE)
@@ -164,6 +166,7 @@ def test_kernels_build_for_hopper() -> None:
             out, step.slots, out, state.last_token, state.position, state.min_position, state.stop_ids, out.clone()
         )
         kernels.launch_scatter(state.arena, out, rows // 2)
-    assert len(launches) == 4
+        kernels.launch_carry(out, out.clone())
+    assert len(launches) == 5
     for launch in launches:
         assert compile_for_hopper(launch).asm["cubin"]

@@ -1,7 +1,7 @@
 """Inputs and outputs of a step at fixed addresses, and the pinned memory that carries them between host and device.
 
 Graphs replay on addresses, so every bucket of a kind reads views of the same few tensors. What the host has to say about a
-step with context rows is packed into one int32 array and goes over in one copy:
+step with context rows is packed into one int32 array and goes over at once:
 
     slots[R] | query_start[R + 1] | emit[R] | last_token_row[R] | token ids[T] | positions[T]
 
@@ -93,34 +93,47 @@ class StepBuffers:
         return Packed(*self.packed[: sum(sizes)].split(sizes))
 
 
-class Staging:
-    """A ring of host buffers for one direction of copies; pinned when the device is a GPU.
+class Exchange:
+    """Host memory that a step reads and writes, a turn for each step in flight; pinned when the device is a GPU.
 
-    A buffer is used again only after the copy that named it has completed.
+    A turn is used again only after its step has ended.
+
+    Args:
+        said: int32 that the host may have to say about a step.
+        drawn: tokens that a step draws at the most.
+        depth: turns.
+        device: what runs the steps.
+
+    Attributes:
+        said: int32 [said] a turn.
+        drawn: int32 [drawn] a turn.
     """
 
-    def __init__(self, size: int, depth: int, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=self._cuda) for _ in range(depth)]
-        self._events = [torch.cuda.Event() for _ in range(depth)] if self._cuda else []
+    def __init__(self, said: int, drawn: int, depth: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.said, self.drawn = (
+            [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(depth)] for size in (said, drawn)
+        )
+        self._ended = [torch.cuda.Event() for _ in range(depth)] if cuda else []
         self._turn = 0
 
-    def next(self) -> tuple[int, Tensor]:
-        """A buffer that no copy in flight names, and its number."""
+    def next(self) -> int:
+        """A turn that no step in flight has."""
         turn = self._turn
-        self._turn = (turn + 1) % len(self._buffers)
+        self._turn = (turn + 1) % len(self.said)
         self.wait(turn)
-        return turn, self._buffers[turn]
+        return turn
 
     def mark(self, turn: int) -> None:
-        """The copy that names buffer `turn` has been enqueued on the current stream."""
-        if self._cuda:
-            self._events[turn].record()
+        """All of the step that has this turn has been enqueued on the current stream."""
+        if self._ended:
+            self._ended[turn].record()
 
     def ready(self, turn: int) -> bool:
-        return not self._cuda or self._events[turn].query()
+        return not self._ended or self._ended[turn].query()
 
     def wait(self, turn: int) -> Tensor:
-        if self._cuda:
-            self._events[turn].synchronize()
-        return self._buffers[turn]
+        """Tokens that the step has drawn, once it has ended."""
+        if self._ended:
+            self._ended[turn].synchronize()
+        return self.drawn[turn]

@@ -1,7 +1,7 @@
 """Carries out steps on the device: the model, its KV cache, and the graphs that replay them.
 
 A decode step is one graph: gather tokens and positions by slot, model, LM head, sample, scatter the token back. The host only
-says "again". A step with context rows copies one packed array over first. Rows that are drawn from changed logits are drawn once
+says "again". A step with context rows reads one packed array first. Rows that are drawn from changed logits are drawn once
 more behind the step. Steps are run the best way that fits:
 
     decode_graph      the whole step, recorded by batch size
@@ -24,7 +24,7 @@ from torch import Tensor
 from torchweave.compile.graphs import Boundary, Forward, GraphPool, Recorder, Recording, record
 from torchweave.compile.woven import Woven
 from torchweave.engine.boundary import BEGIN, AttentionBoundary, boundary_of
-from torchweave.engine.buffers import Staging, StepBuffers, pack, packed_size
+from torchweave.engine.buffers import Exchange, StepBuffers, pack, packed_size
 from torchweave.engine.movers import copy_blocks
 from torchweave.engine.pipeline import StageForward, StageRedraw
 from torchweave.engine.redraw import Redraw
@@ -34,7 +34,7 @@ from torchweave.log import Report
 from torchweave.ops.attention import AttentionBackend, AttentionMetadata, KVLayer
 from torchweave.ops.sampling import logprobs, sample
 from torchweave.ops.state import SlotState
-from torchweave.ops.step import advance, prepare, prepare_decode
+from torchweave.ops.step import advance, carry, prepare, prepare_decode
 from torchweave.plan import Plan
 from torchweave.side_streams import idle_within, side_stream
 
@@ -85,9 +85,8 @@ class Runner:
         self._buffers = StepBuffers(plan.max_batch_size, plan.max_num_tokens, self._device, state.num_tables)
         self._decode_graphs: dict[int, Recording] = {}
         self._mixed_graphs: dict[int, Recording] = {}
-        depth = plan.run_ahead + 1
-        self._to_device = Staging(packed_size(plan.max_batch_size, plan.max_num_tokens), depth, self._device)
-        self._from_device = Staging(plan.max_batch_size, depth, self._device)
+        most = packed_size(plan.max_batch_size, plan.max_num_tokens)
+        self._exchange = Exchange(most, plan.max_batch_size, plan.run_ahead + 1, self._device)
         self._stream = side_stream(self, self._device) if self._device.type == "cuda" else None
         self._decode_steps: dict[int, tuple[Callable[[Boundary], Tensor], AttentionBoundary]] = {}
         self._redraw, self._draw, self._has_logits = Redraw(state), sample, True
@@ -267,8 +266,8 @@ class Runner:
             max_seq_len: of the step's sequences, as it is known where the step is not recorded; None: as long as any may be.
         """
         rows = self.rows_of(tokens)
-        self._clear_packed(rows, tokens)
         with torch.inference_mode(), self._on_stream():
+            self._clear_packed(rows, tokens)
             run, boundary = self._mixed_step(rows, tokens, max_seq_len or self.plan.max_model_len)
             run(boundary)
 
@@ -279,10 +278,14 @@ class Runner:
             run(boundary)
 
     def _clear_packed(self, rows: int, tokens: int) -> None:
-        empty = Step(0, np.empty(0, np.int32), np.empty(0, np.int64), (), np.empty(0, bool), None, 0)
-        flat = np.empty(packed_size(rows, tokens), np.int32)
-        pack(empty, rows, tokens, flat)
-        self._buffers.packed[: len(flat)].copy_(torch.from_numpy(flat))
+        turn, nothing = self._exchange.next(), np.empty(0, np.int32)
+        self._say(Step(0, nothing, nothing, (), nothing, None, 0), rows, tokens, turn)
+        self._exchange.mark(turn)
+
+    def _say(self, step: Step, rows: int, tokens: int, turn: int) -> None:
+        said = self._exchange.said[turn][: packed_size(rows, tokens)]
+        pack(step, rows, tokens, said.numpy())
+        carry(said, self._buffers.packed[: len(said)])
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -294,13 +297,14 @@ class Runner:
             torch.cuda.set_stream(self._stream)
 
     def launch(self, step: Step) -> Handle:
-        """Begin a step without waiting for it: write what changed, replay the graph that fits, copy the tokens out."""
+        """Begin a step without waiting for it: write what changed, replay the graph that fits, carry the tokens out."""
+        turn = self._exchange.next()
         with torch.inference_mode():
             if step.updates is not None:
                 self.state.write(*step.updates)
             if step.copies is not None:
                 copy_blocks(self.caches, *step.copies)
-            how, logits = self._launch_mixed(step) if step.chunks else self._launch_decode(step.num_rows)
+            how, logits = self._launch_mixed(step, turn) if step.chunks else self._launch_decode(step.num_rows)
             if step.adjust is not None:
                 self._redraw(step.adjust, logits, self._buffers.tokens, self._buffers.out)
             wanted = scores = None
@@ -308,9 +312,8 @@ class Runner:
                 scores = self._scores(step, logits)
             if step.logprobs is not None and self._has_logits:
                 wanted = step.logprobs[0], self._logprobs(logits, *step.logprobs)
-            turn, host = self._from_device.next()
-            host[: step.num_rows].copy_(self._buffers.out[: step.num_rows], non_blocking=True)
-            self._from_device.mark(turn)
+            carry(self._buffers.out[: step.num_rows], self._exchange.drawn[turn][: step.num_rows])
+            self._exchange.mark(turn)
         return Handle(turn, step.num_rows, how, wanted, scores)
 
     def _logprobs(self, logits: Tensor, rows: np.ndarray, most: int) -> tuple[Tensor, ...]:
@@ -338,7 +341,7 @@ class Runner:
         run, boundary = self._decode_step(max(rows, self._least))
         return "plain", run(boundary)
 
-    def _launch_mixed(self, step: Step) -> tuple[str, Tensor]:
+    def _launch_mixed(self, step: Step, turn: int) -> tuple[str, Tensor]:
         bucket = self._bucket(self._mixed_graphs, step.num_tokens, padding=True)
         limit = self.plan.config.torch_compile_config.max_padding_ratio
         scored = None
@@ -348,11 +351,7 @@ class Runner:
             bucket = None
         tokens = max(step.num_tokens, self._least) if bucket is None else bucket
         rows = max(step.num_rows, self._least) if bucket is None else self.rows_of(bucket)
-        size = packed_size(rows, tokens)
-        turn, host = self._to_device.next()
-        pack(step, rows, tokens, host.numpy())
-        self._buffers.packed[:size].copy_(host[:size], non_blocking=True)
-        self._to_device.mark(turn)
+        self._say(step, rows, tokens, turn)
         if bucket is not None:
             recording = self._mixed_graphs[bucket]
             recording.replay()
@@ -370,11 +369,11 @@ class Runner:
         return sizes[at]
 
     def ready(self, handle: Handle) -> bool:
-        return self._from_device.ready(handle.turn)
+        return self._exchange.ready(handle.turn)
 
     def collect(self, handle: Handle) -> StepResult:
         """Wait for a launched step and take its tokens."""
-        tokens = self._from_device.wait(handle.turn)[: handle.rows].numpy().copy()
+        tokens = self._exchange.wait(handle.turn)[: handle.rows].numpy().copy()
         return StepResult(tokens, handle.how, _found(handle.logprobs), _found(handle.scores))
 
     def memory_in_use(self) -> int | None:

@@ -3,7 +3,7 @@
 Everything that a decode step needs to know about its requests is in ONE flat int32 tensor, the arena, whose named regions are
 contiguous views. A step reads and advances it without the host; whatever the host wants to change between steps (a request that
 joins or leaves, blocks granted, sampling parameters) is collected as (flat index, 32-bit value) pairs in `SlotUpdates` and put on
-the device by `SlotState.apply`: one host-to-device copy and one scatter, however many requests change.
+the device by `SlotState.apply`: one kernel that reads them where the host wrote them, however many requests change.
 
     arena:  last_token[S] | position[S] | ... | stop_ids[S, 8] | block_table[S, B] | slots[R]
 """
@@ -267,19 +267,17 @@ def _check_range(what: str, indices: np.ndarray, end: int) -> None:
 
 
 class _Uploader:
-    """Copies pairs through a ring of pinned buffers: the host never rewrites one whose copy may still be in flight."""
+    """Scatters pairs from a ring of pinned buffers: the host never rewrites one that a kernel may still read."""
 
     def __init__(self, arena: Tensor, capacity: int = 8192, ring: int = 4) -> None:
         self.arena, self.capacity, self.ring = arena, capacity, ring
         self._pinned = [torch.empty(2 * capacity, dtype=torch.int32, pin_memory=True) for _ in range(ring)]
         self._arrays = [buffer.numpy() for buffer in self._pinned]
-        self._copied = [torch.cuda.Event() for _ in range(ring)]
-        # One device buffer is enough: the copy that overwrites it waits, in stream order, for the scatter that read it.
-        self._device = torch.empty(2 * capacity, dtype=torch.int32, device=arena.device)
+        self._read = [torch.cuda.Event() for _ in range(ring)]
         self._next = 0
 
     def scatter(self, indices: np.ndarray, values: np.ndarray) -> None:
-        """arena[indices] = values for distinct indices; more than `capacity` pairs go in several copies."""
+        """arena[indices] = values for distinct indices; more than `capacity` pairs go by several kernels."""
         from torchweave.ops.kernels.step import launch_scatter
 
         for start in range(0, indices.size, self.capacity):
@@ -287,10 +285,9 @@ class _Uploader:
             count = part.stop - part.start
             turn = self._next
             self._next = (turn + 1) % self.ring
-            self._copied[turn].synchronize()  # returns at once for an event that was never recorded
+            self._read[turn].synchronize()  # returns at once for an event that was never recorded
             array = self._arrays[turn]
             array[:count] = indices[part]
             array[count : 2 * count] = values[part]
-            self._device[: 2 * count].copy_(self._pinned[turn][: 2 * count], non_blocking=True)
-            self._copied[turn].record()
-            launch_scatter(self.arena, self._device, count)
+            launch_scatter(self.arena, self._pinned[turn], count)
+            self._read[turn].record()

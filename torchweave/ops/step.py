@@ -1,12 +1,10 @@
 """What surrounds the model in a step: its inputs from the slots before, the slots' advance behind.
 
 All of it reads and writes device state through tensors that the caller owns, so a CUDA graph may hold it. On a GPU each is one
-Triton kernel; on the CPU numpy works on the
-tensors' own memory, since at batch <= 64 dispatching torch ops costs more than the work.
+Triton kernel; on the CPU numpy works on the tensors' own memory, since at batch <= 64 dispatching torch ops costs more than that.
 
 R rows (sequences in the step), T tokens. Row i owns tokens query_start[i]..query_start[i+1]; rows with slot -1 are padding and
-empty;
-tokens from query_start[R] on are padding. See `SlotState` for what position[slot] means.
+empty; tokens from query_start[R] on are padding. See `SlotState` for what position[slot] means.
 """
 
 from __future__ import annotations
@@ -133,6 +131,21 @@ def advance(tokens: Tensor, slots: Tensor, emit: Tensor, state: SlotState, out: 
     state.host["last_token"][moved] = new
     state.host["position"][moved] = at
     coded[active] = np.where(is_stop, -1 - new, new)
+
+
+def carry(source: Tensor, target: Tensor) -> None:
+    """Copy int32 [n] between the device and pinned memory, in the order of the current stream.
+
+    On a GPU by a kernel that reads or writes the host's memory itself: to hand over to a copy engine, and back, costs 10 us of a
+    step, and what a step says is a few KB.
+    """
+    assert source.numel() == target.numel()
+    if source.is_cuda or target.is_cuda:
+        from torchweave.ops.kernels.step import launch_carry
+
+        launch_carry(source, target)
+        return
+    target.copy_(source)
 
 
 def _map(state: SlotState, slots: np.ndarray, at: np.ndarray, block_size: int, mapping: np.ndarray) -> None:

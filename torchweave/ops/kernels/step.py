@@ -1,4 +1,4 @@
-"""Triton kernels around the model in a step: prepare its inputs, advance its slots, scatter changed state.
+"""Triton kernels around the model in a step: prepare its inputs, advance its slots, scatter changed state, carry to and fro.
 
 Nothing that changes from step to step is specialised on (sizes, and the alignment of what is cut from a packed buffer), so that no
 kernel is compiled after start-up.
@@ -15,6 +15,7 @@ INT_MIN = tl.constexpr(-(2**31))
 _TOKENS = 1024  # tokens that one program handles at a time
 _ROWS = 128
 _PAIRS = 256
+_CARRIED = 1024
 _CUT = ["slots", "query_start", "host_ids", "host_positions", "tokens", "emit"]
 _CUT += ["out", "ids", "positions", "seq_lens", "slot_mapping"]
 
@@ -127,6 +128,13 @@ def scatter_kernel(arena, pairs, count, BLOCK: tl.constexpr):
     tl.store(arena + index, tl.load(pairs + count + i, mask=inside, other=0), mask=inside)
 
 
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["source", "target"])
+def carry_kernel(source, target, count, BLOCK: tl.constexpr):
+    """target[i] = source[i] for i < count."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + i, tl.load(source + i, mask=i < count), mask=i < count)
+
+
 def _tables(slot_mapping: Tensor) -> int:
     return 1 if slot_mapping.dim() == 1 else slot_mapping.shape[0]
 
@@ -175,3 +183,8 @@ def launch_advance(
 
 def launch_scatter(arena: Tensor, pairs: Tensor, count: int) -> None:
     scatter_kernel[(triton.cdiv(count, _PAIRS),)](arena, pairs, count, BLOCK=_PAIRS, num_warps=4)
+
+
+def launch_carry(source: Tensor, target: Tensor) -> None:
+    count = source.numel()
+    carry_kernel[(triton.cdiv(count, _CARRIED),)](source, target, count, BLOCK=_CARRIED, num_warps=4)
