@@ -94,6 +94,15 @@ def test_T12_the_command_prints_findings_and_says_so_by_its_exit_code(capsys: py
     )
 
 
+def test_the_last_line_names_what_was_asked_as_it_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "import torch\nclass M(torch.nn.Identity):\n    doctor_inputs = {'input': 'float32[T]'}\n"
+    (tmp_path / "short.py").write_text(text)
+    assert main.main(["doctor", f"{tmp_path / 'short.py'}:M"]) == 0
+    assert "short.py:M: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

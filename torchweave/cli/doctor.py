@@ -86,7 +86,8 @@ def _print(target: str, findings: Sequence[Finding]) -> None:
         console.print(Text.assemble(("        fix: ", "green"), each.fix))
     counts = {name: sum(each.severity == name for each in findings) for name in _COLOURS}
     said = ", ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count)
-    console.print(f"{target}: {said or 'nothing was found; it is one graph, and right at every size that was tried'}")
+    good = "nothing was found; it is one graph, and right at every size that was tried"
+    console.print(Text(f"{target}: {said or good}"))  # as it is: in plain text `:M:` of a name is an emoji to rich
 
 
 def _near(where: str) -> str:
