@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweave.config import CudaGraphConfig, EngineConfig, TorchCompileConfig
+from torchweave.config import CudaGraphConfig, EngineConfig, ServerConfig, TorchCompileConfig
 from torchweave.plan import (
     DEFAULT_TOKEN_BUCKETS,
     AttentionFacts,
@@ -20,7 +20,7 @@ from torchweave.plan import (
     resolve,
     show,
 )
-from torchweave.plan.check import check_names, check_numbers, config_from
+from torchweave.plan.check import check_names, check_numbers, check_server, config_from
 
 TRITON = AttentionFacts("triton", 16, captures_mixed=True)
 FA3 = AttentionFacts("fa3", 128, (128,))
@@ -342,6 +342,24 @@ def test_an_option_of_another_kind_is_refused(options: dict[str, Any], words: st
     with pytest.raises(ValueError, match=re.escape(words)):
         check_names(config, None)
         check_numbers(config)
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"max_body_bytes": 0}, "max_body_bytes=0 must be at least 1"),
+        ({"max_request_tokens": 0}, "max_request_tokens=0 must be at least 1"),
+        ({"max_request_sequences": 0}, "max_request_sequences=0 must be at least 1"),
+        ({"max_waiting_requests": -1}, "max_waiting_requests=-1 must be at least 0"),
+        ({"request_timeout": -1.0}, "request_timeout=-1.0 must be at least 0"),
+        ({"drain_timeout": float("nan")}, "drain_timeout=nan must be at least 0"),
+        ({"api_key": "secret"}, "api_key='secret' must be a list"),
+    ],
+)
+def test_limits_that_let_nothing_through_are_refused(limits: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        check_server(EngineConfig("demo"), ServerConfig(**limits))
+    check_server(EngineConfig("demo"), ServerConfig(max_waiting_requests=0, drain_timeout=0))
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def test_what_cannot_be_is_said() -> None:
         ({"device": "cuda:1"}, "which gives out GPUs"),
         ({"max_batch_sise": 2}, "did you mean max_batch_size"),
         ({"max_batch_size": 0}, "must be at least 1"),
+        ({"drain_timeout": -1}, "drain_timeout=-1 must be at least 0"),
     ):
         with pytest.raises(ValueError, match=sentence):
             app("demo", **options)

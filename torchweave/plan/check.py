@@ -14,6 +14,14 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from torchweave.config import EngineConfig, ServerConfig
 
 _MOST_API_SERVERS = 64
+_LIMITS_AT_LEAST = {
+    "max_body_bytes": 1,
+    "max_request_tokens": 1,
+    "max_request_sequences": 1,
+    "max_waiting_requests": 0,
+    "request_timeout": 0,
+    "drain_timeout": 0,
+}
 
 
 def flatten(config: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -122,7 +130,8 @@ def check_numbers(config: EngineConfig) -> None:
 
 
 def check_server(config: EngineConfig, settings: ServerConfig) -> None:
-    """How many engines and HTTP processes a server may have."""
+    """The limits of a server, and how many engines and HTTP processes it may have."""
+    check_limits(settings)
     if settings.api_server_count is not None and not 1 <= settings.api_server_count <= _MOST_API_SERVERS:
         raise ValueError(f"api_server_count={settings.api_server_count} must be from 1 to {_MOST_API_SERVERS}")
     count = settings.data_parallel_size
@@ -133,6 +142,15 @@ def check_server(config: EngineConfig, settings: ServerConfig) -> None:
             f"data_parallel_size={count} cannot be had with executor=ray: the server keeps its replicas on its own machine; leave "
             "one of them out, or let Ray Serve keep replicas of a server"
         )
+
+
+def check_limits(settings: ServerConfig) -> None:
+    """That something gets through a server's limits; a negative one would refuse every request, each by itself."""
+    check_kinds(settings)
+    for name, least in _LIMITS_AT_LEAST.items():
+        value = getattr(settings, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"{name}={value} must be at least {least}")
 
 
 def check_names(config: EngineConfig, passes: Sequence[str] | None) -> None:

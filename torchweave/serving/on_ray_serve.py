@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 
 from torchweave.config import EngineConfig, ServerConfig
-from torchweave.plan.check import check_names, check_numbers, config_from
+from torchweave.plan.check import check_limits, check_names, check_numbers, config_from
 from torchweave.serving.app import create_app
 from torchweave.serving.own_engine import own_engines
 
@@ -112,6 +112,7 @@ def _configs(model: str, options: Mapping[str, Any]) -> tuple[EngineConfig, Serv
     config = config_from(EngineConfig, {"model": model, **others})
     check_names(config, None)
     check_numbers(config)
+    check_limits(settings)
     if config.executor != "local":
         raise ValueError(
             f"executor={config.executor!r} cannot be had behind Ray Serve: all ranks of a replica are on the machine where Ray "
