@@ -254,6 +254,20 @@ def expanded(text: str | Path) -> Path:
         raise ValueError(f"{text}: there is no home folder {Path(text).parts[0]}; write the whole path") from None
 
 
+def file_text(what: str, path: str | Path) -> str:
+    """The text of a file; `what` it is, as a sentence names it.
+
+    Raises:
+        ValueError: it cannot be read, or is no text.
+    """
+    try:
+        return expanded(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{what} {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{what} {path} is not UTF-8 text") from None
+
+
 def cache_dir(configured: str | None) -> Path:
     """The folder of the compile cache: `configured`, else `torchweave` under XDG_CACHE_HOME or `~/.cache`.
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import yaml
 
-from torchweave.config import expanded
+from torchweave.config import file_text
 
 Config = TypeVar("Config")
 
@@ -85,12 +85,7 @@ def attribute_texts(config: type) -> dict[str, str]:
 
 def read_yaml(path: str | Path, known: Iterable[str] = ()) -> dict[str, Any]:
     """The options in a YAML file as a flat dict; nested mappings and dotted keys mean the same. `known`: see `flatten`."""
-    try:
-        text = expanded(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"config file {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"config file {path} is not UTF-8 text") from None
+    text = file_text("config file", path)
     try:
         loaded = yaml.safe_load(text)
     except yaml.YAMLError as error:

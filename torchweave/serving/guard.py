@@ -8,7 +8,7 @@ import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from torchweave.config import ServerConfig, expanded
+from torchweave.config import ServerConfig, file_text
 from torchweave.serving.errors import ApiError
 from torchweave.serving.turns import Turns
 
@@ -30,10 +30,7 @@ def read_keys(settings: ServerConfig) -> list[str]:
     """
     keys = list(settings.api_key)
     if settings.api_key_file is not None:
-        try:
-            text = expanded(settings.api_key_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"api_key_file {settings.api_key_file} cannot be read: {error}") from None
+        text = file_text("api_key_file", settings.api_key_file)
         found = [line.strip() for line in text.splitlines() if line.strip()]
         if not found:
             raise ValueError(f"api_key_file {settings.api_key_file} holds no key; write one a line")

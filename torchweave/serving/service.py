@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from torchweave.config import ServerConfig, expanded
+from torchweave.config import ServerConfig, file_text
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.structured import why_not
 from torchweave.serving.answers import Run
@@ -219,7 +219,4 @@ def read_template(settings: ServerConfig) -> str | None:
     """
     if settings.chat_template is None:
         return None
-    try:
-        return expanded(settings.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"chat_template {settings.chat_template} cannot be read: {error}") from None
+    return file_text("chat_template", settings.chat_template)
