@@ -151,7 +151,10 @@ def test_models_list(capsys: pytest.CaptureFixture[str]):
 
 FAULTS = [
     (["genrate"], "unknown command 'genrate'; did you mean generate?"),
-    (["generate"], "the following arguments are required: MODEL"),
+    (["generate"], "are required: MODEL; usage: torchweave generate MODEL [PROMPT...] [OPTION...]"),
+    (["models"], "are required: ACTION; usage: torchweave models list|verify [NAME...] [OPTION...]"),
+    (["cache"], "are required: ACTION; usage: torchweave cache list|inspect|verify|"),
+    (["bench", "suite"], "are required: --model; usage: torchweave bench suite --model MODEL [OPTION...]"),
     (["generate", "demo", "x", "--temperature", "-1"], "temperature must be"),
     (["generate", "demo", "x", "--temprature", "1"], "unknown option --temprature; did you mean --temperature?"),
     (["generate", "demo", "x", "--config", "/nowhere.yaml"], "config file /nowhere.yaml cannot be read"),

@@ -53,7 +53,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--traceback", action="store_true", help="show where in the code a fault was found")
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        missing = message.startswith("the following arguments are required")
+        raise ValueError(f"{message}; {self.format_usage().strip()}" if missing else message)
 
     def add_config(self, config: type, title: str, skip: Iterable[str] = ()) -> None:
         """An option for every field of a dataclass, but for those in `skip`. A name that is there already serves both."""

@@ -35,11 +35,11 @@ def parser() -> Parser:
     actions = "\n".join(f"  {name:<8} {text}" for name, text in ACTIONS.items())
     found = Parser(
         prog="torchweave cache",
-        usage="torchweave cache ACTION [FILE] [KEY...] [OPTION...]",
+        usage=f"torchweave cache {'|'.join(ACTIONS)} [FILE] [KEY...] [OPTION...]",
         description=f"Look after the compile cache: captured graphs and built pieces of earlier starts.\n\n{actions}",
     )
-    found.add_argument("action", choices=ACTIONS, help=argparse.SUPPRESS)
-    found.add_argument("names", metavar="FILE|KEY", nargs="*", help=argparse.SUPPRESS)
+    found.add_argument("action", metavar="ACTION", choices=ACTIONS, help=argparse.SUPPRESS)
+    found.add_argument("names", metavar="FILE|KEY", nargs="*", default=[], help=argparse.SUPPRESS)
     found.add_argument("--compile_cache_dir", metavar="DIR", help="the folder, where it is not the default one")
     found.add_argument("--older_than", metavar="TIME", help="prune: not used for so long, such as 30d or 12h")
     found.add_argument(

@@ -23,7 +23,7 @@ their order. The checkpoint's own sampling settings apply unless options say oth
 
 def parser() -> Parser:
     found = engine_parser("generate", DESCRIPTION, "MODEL [PROMPT...]")
-    found.add_argument("prompts", metavar="PROMPT", nargs="*", help="text to go on from")
+    found.add_argument("prompts", metavar="PROMPT", nargs="*", default=[], help="text to go on from")
     found.add_argument(
         "--json", action="store_true", help="print one JSON object a prompt, a line each, as they finish"
     )

@@ -16,10 +16,12 @@ ACTIONS = ("list", "verify")
 
 def parser() -> Parser:
     found = Parser(
-        prog="torchweave models", description="List models, or compare them with transformers token by token."
+        prog="torchweave models",
+        usage=f"torchweave models {'|'.join(ACTIONS)} [NAME...] [OPTION...]",
+        description="List models, or compare them with transformers token by token.",
     )
-    found.add_argument("action", choices=ACTIONS)
-    found.add_argument("names", metavar="NAME", nargs="*", help="architectures to verify")
+    found.add_argument("action", metavar="ACTION", choices=ACTIONS, help=" or ".join(ACTIONS))
+    found.add_argument("names", metavar="NAME", nargs="*", default=[], help="architectures to verify")
     found.add_argument("--all", action="store_true", help="verify every architecture")
     found.add_argument(
         "--tensor_parallel_size",
