@@ -268,6 +268,9 @@ def test_V9_lists_may_be_repeated_and_vllm_names_work(tmp_path: Path):
     [
         (["--max_modle_len=5"], "unknown option --max_modle_len; did you mean --max_model_len?"),
         (["--max_model"], "did you mean --max_model_len?"),
+        (["--capture_num_tokens", "4"], "did you mean --torch_compile_config.capture_num_tokens?"),
+        (["--capture_num_tokns=4"], "did you mean --torch_compile_config.capture_num_tokens?"),
+        (["--batch_sizes", "4"], "did you mean --cuda_graph_config.batch_sizes?"),
         (["-cc.enable_inducter=false"], "did you mean --torch_compile_config.enable_inductor?"),
         (["-O7"], "invalid choice: 7"),
         (["--max_model_len"], "expected one argument"),

@@ -149,12 +149,19 @@ def _assemble(config: type[Config], values: Mapping[str, Any], prefix: str) -> C
 def unknown_option(name: str, known: Iterable[str], dashes: str = "") -> str:
     """A sentence that refuses a name, with the nearest known one: by its whole path, else by its last part."""
     names = list(known)
+    leaf = name.rsplit(".", 1)[-1]
+    by_leaf = {full.rsplit(".", 1)[-1]: full for full in reversed(names)}
+    near = difflib.get_close_matches(leaf, list(by_leaf), n=1)
     guess = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if not guess:
-        by_leaf = {full.rsplit(".", 1)[-1]: full for full in reversed(names)}
-        guess = [by_leaf[leaf] for leaf in difflib.get_close_matches(name.rsplit(".", 1)[-1], list(by_leaf), n=1)]
+    # A name without its section is nearer to the name that it ends than to a short one of the same words.
+    if near and (not guess or _likeness(leaf, near[0]) > _likeness(name, guess[0])):
+        guess = [by_leaf[near[0]]]
     hint = f"did you mean {dashes}{guess[0]}?" if guess else "`--help` lists those that are known"
     return f"unknown option {dashes}{name}; {hint}"
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def convert(hint: Any, value: Any, name: str) -> Any:
