@@ -171,7 +171,8 @@ FAULTS = [
     (["doctor", "demo", "--tp", "2"], "Leave --tp and --pp out"),
     (["models", "verify"], "give --all"),
     (["models", "verfy"], "invalid choice: 'verfy'"),
-    (["models", "verify", "lama"], "lama"),
+    (["models", "verify", "lama"], "Unknown architecture 'lama'; did you mean llama?"),
+    (["bench", "lateny", "--model", "demo"], "unknown scenario 'lateny'; did you mean latency?"),
     (["models", "verify", "llama", "--pipeline_parallel_size", "2", "--write", "x"], "no column for stages"),
     (
         ["models", "verify", "llama", "--write", "/nowhere/models.md"],

@@ -81,8 +81,10 @@ def test_order_switches_and_print_out() -> None:
     assert seen == ["first", "third"]
     assert [(event["name"], event["enabled"]) for event in report.select("pass")][1] == ("second", False)
     assert str(manager).splitlines()[1].split()[:7] == ["1", "second", "torch_ir", "exact", "T", "..", "off:"]
-    with pytest.raises(ValueError, match="no pass is called fourth"):
+    with pytest.raises(ValueError, match="no pass is called fourth; there are first"):
         PassManager([Note("first")], TorchCompileConfig(disabled_passes=("fourth",)))
+    with pytest.raises(ValueError, match=r"no pass is called merge_linear; did you mean merge_linears\?"):
+        PassManager([Note("first")], TorchCompileConfig(enabled_passes=("merge_linear",)))
     with pytest.raises(ValueError, match="two passes have one name"):
         PassManager([Note("first"), Note("first")])
 

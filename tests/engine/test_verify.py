@@ -54,7 +54,7 @@ def test_an_error_is_a_row_and_an_unknown_name_is_not() -> None:
     result = verify(["bloom"])
     assert result["passed"] == 0
     assert "ALiBi" in result["results"][0]["reason"]
-    with pytest.raises(ValueError, match="the zoo has llama"):
+    with pytest.raises(ValueError, match="did you mean llama"):
         verify(["lama"])
     with pytest.raises(ValueError, match="tensor_parallel_size is 0: expected numbers from 1 up"):
         verify(["llama"], ranks=(0,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -117,7 +118,9 @@ def run(argv: Sequence[str]) -> int:
         raise SystemExit(0)
     scenario, *rest = argv
     if scenario not in SCENARIOS:
-        raise ValueError(f"unknown scenario {scenario!r}; it is one of {', '.join(SCENARIOS)}")
+        near = difflib.get_close_matches(scenario, SCENARIOS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(SCENARIOS)}"
+        raise ValueError(f"unknown scenario {scenario!r}; {hint}")
     args = parser(scenario).read(rest)
     measure = {"host": _host, "startup": _startup, "serve": _serve, "profile": _profile}.get(scenario, _engine)
     output = _output(args.output)

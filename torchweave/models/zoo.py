@@ -6,6 +6,7 @@ and biases are not zero. Everything is built from configs; no file is needed.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -286,11 +287,13 @@ REFUSED: tuple[Specimen, ...] = (
 
 
 def specimen(name: str) -> Specimen:
-    """The specimen called `name`; ValueError lists the names."""
+    """The specimen called `name`; ValueError says the nearest one."""
     for entry in (*SPECIMENS, *REFUSED):
         if entry.name == name:
             return entry
-    raise ValueError(f"No specimen {name!r}: the zoo has {', '.join(entry.name for entry in SPECIMENS)}.")
+    near = difflib.get_close_matches(name, [entry.name for entry in SPECIMENS], n=1)
+    hint = f"did you mean {near[0]}?" if near else "`torchweave models list` shows those that are known"
+    raise ValueError(f"Unknown architecture {name!r}; {hint}")
 
 
 def transformers_version() -> str:

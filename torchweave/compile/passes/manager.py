@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 import traceback
 from collections import Counter
@@ -123,7 +124,9 @@ class PassManager:
         known = {*names, *(each.name for each in default_passes())}
         asked = {*self.config.disabled_passes, *self.config.enabled_passes}
         if unknown := sorted(asked - known):
-            raise ValueError(f"no pass is called {', '.join(unknown)}; there are {', '.join(names)}")
+            near = difflib.get_close_matches(unknown[0], sorted(known), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+            raise ValueError(f"no pass is called {unknown[0]}; {hint}")
         self.settings = tuple(self._setting(each) for each in passes)
 
     def _setting(self, each: Pass) -> Setting:
