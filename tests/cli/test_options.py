@@ -307,8 +307,9 @@ def test_maps_lists_and_the_form_of_the_answer_are_options_too():
     assert tuple(params.allowed_token_ids or ()) == (3, 4)
     assert params.structured_outputs == StructuredOutputs(json=schema)
     assert fill(SamplingParams, parser.read(argv)).structured_outputs is None
-    with pytest.raises(ValueError, match="logit_bias"):
-        fill(SamplingParams, parser.read(["--logit_bias", '{"x": 1}']))
+    for wrong in ('{"x": 1}', "{", "25:-2", "[1]"):
+        with pytest.raises(ValueError, match=r"^logit_bias=.* is not valid: it takes an object in JSON, such as '"):
+            fill(SamplingParams, parser.read(["--logit_bias", wrong]))
     with pytest.raises(ValueError, match="exactly one"):
         fill(SamplingParams, parser.read(["--structured_outputs.json_object", "false"]))
 

@@ -271,6 +271,8 @@ def _expected(alternatives: Sequence[Any]) -> str:
             words.append("one of " + ", ".join(map(str, get_args(hint))))
         elif get_origin(hint) in (tuple, list):
             words.append("a list of " + {int: "whole numbers", float: "numbers"}.get(get_args(hint)[0], "names"))
+        elif get_origin(hint) is dict:
+            words.append("an object in JSON, such as '{\"25\": -2}'")
         else:
             names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
             words.append(names.get(hint, "a value"))
