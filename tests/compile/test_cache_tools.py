@@ -222,7 +222,8 @@ def test_V2_the_command_line(cache: CompileCache, tmp_path: Path, capsys: pytest
         ("list", Path("~nobody-of-this-name/cache"), "there is no home folder ~nobody-of-this-name"),
         ("import", tmp_path / "a.tar" / "below", "Not a directory; mend that, or name another folder"),
     ):
-        assert main(["cache", action, str(tmp_path / "a.tar"), "--compile-cache-dir", str(folder)]) == 2
+        file = [str(tmp_path / "a.tar")] if action == "import" else []
+        assert main(["cache", action, *file, "--compile-cache-dir", str(folder)]) == 2
         err = capsys.readouterr().err
         assert sentence in err and err.count("\n") == 1
     (cache.folder / "graph").mkdir(exist_ok=True)

@@ -53,6 +53,7 @@ def parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     args = parser().read(argv)
+    _check(args)
     folder = args.compile_cache_dir
     try:
         folder = cache_dir(args.compile_cache_dir)
@@ -65,6 +66,19 @@ def run(argv: Sequence[str]) -> int:
             f"`torchweave cache {args.action}` ended at {at}: {error.strerror or error}; mend that, or name another folder with "
             "--compile_cache_dir"
         ) from error
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what an action would pass over: who gives it means another action."""
+    if args.names and args.action in ("list", "verify", "prune"):
+        raise ValueError(
+            f"`torchweave cache {args.action}` is of all entries and takes no {args.names[0]!r}; leave it out"
+        )
+    if args.action == "import" and len(args.names) > 1:
+        raise ValueError(f"`torchweave cache import` takes one file, and no {args.names[1]!r}; leave it out")
+    of_prune = [name for name in ("older_than", "max_size", "all", "dry_run") if getattr(args, name)]
+    if of_prune and args.action != "prune":
+        raise ValueError(f"--{of_prune[0]} is of `torchweave cache prune`; leave it out")
 
 
 def _act(folder: Path, args: argparse.Namespace) -> int:

@@ -45,6 +45,8 @@ def parser() -> Parser:
 def run(argv: Sequence[str]) -> int:
     args = parser().read(argv)
     if args.action == "list":
+        if extra := [*args.names, *(["--all"] if args.all else []), *(["--write"] if args.write else [])]:
+            raise ValueError(f"`torchweave models list` takes no {extra[0]}; leave it out")
         return _list(args.json)
     if args.write and args.pipeline_parallel_size > 1:
         raise ValueError("the table of --write has no column for stages; leave --pipeline_parallel_size or --write out")
