@@ -43,7 +43,8 @@ Written by `scripts/write_cli_reference.py` from the parsers; change those.
 SPELLINGS = """
 Options may be written `--max_model_len 512`, `--max-model-len=512`; flags `--ignore_eos`, `--ignore_eos=true`,
 `--no_ignore_eos`. `-cc.NAME=VALUE` is short for `--torch_compile_config.NAME=VALUE`. Lists are `1,2,4` or the option more than
-once. Text that starts with a dash goes after `--`. A name that is not known is refused with the nearest one.
+once, and `null` is what these pages call None. Text that starts with a dash goes after `--`. A name that is not known is refused
+with the nearest one.
 
 A YAML file (`--config FILE`) holds the same names, nested or dotted: options of the engine, and those of the server, of sampling
 or of what is measured where the command has them.
@@ -59,9 +60,14 @@ cuda_graph_config.max_batch_size: 64
 What is asked on the command line wins over the file, and both win over the level `-O`:
 """
 EXIT_CODES = """
-Exit codes: 0 done; 1 a check failed (`models verify`, `doctor`); 2 what was asked cannot be, with one sentence on standard error
-(`--traceback` shows where in the code); 130 interrupted.
+Exit codes: 0 done; 1 a check failed (`models verify`, `doctor`, `cache verify`, `cache import`), or a rank or a server's engine
+ended; 2 what was asked cannot be, with one sentence on standard error (`--traceback` shows where in the code); 130 interrupted.
 """
+SAMPLING_DEFAULTS = """
+These defaults are `SamplingParams`' own, as in Python. On the command line `max_tokens` is 256 unless given, and `temperature`,
+`top_k`, `top_p`, `min_p` and `repetition_penalty` are what the checkpoint's `generation_config.json` says; where it says nothing,
+decoding is greedy.
+""".strip()
 
 
 def page() -> str:
@@ -79,14 +85,15 @@ def page() -> str:
     actions = "\n".join(f"- `{name}`: {text}" for name, text in cache.ACTIONS.items())
     lines += _command(
         "cache",
-        "`torchweave cache ACTION [FILE] [KEY...]` looks after the compile cache: captured graphs and built pieces of earlier "
-        f"starts.\n\n{actions}",
+        f"Look after the compile cache: captured graphs and built pieces of earlier starts.\n\n{actions}",
         cache.parser(),
     )
     lines += _command("doctor", doctor.DESCRIPTION, doctor.parser())
     lines += _command("tune", tune.DESCRIPTION, tune.parser())
     lines += _command(
-        "models", "`torchweave models list`, `torchweave models verify NAME...` or `--all`.", models.parser()
+        "models",
+        "List what is built in and supported, or compare architectures with transformers token by token (`NAME...` or `--all`).",
+        models.parser(),
     )
     lines += [
         "## bench",
@@ -102,6 +109,7 @@ def page() -> str:
     lines += _options("## Engine options", EngineConfig, skip=("model",))
     lines += ["`torchweave explain MODEL` shows what each became, and why.", ""]
     lines += _options("## Sampling options", SamplingParams)
+    lines += [SAMPLING_DEFAULTS]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -110,7 +118,8 @@ def _settings(values: dict[str, Any]) -> str:
 
 
 def _command(name: str, text: str, parser: Parser | None) -> list[str]:
-    lines = [f"## {name}", "", text, ""]
+    usage = [] if parser is None or parser.usage is None or parser.usage in text else [f"    {parser.usage}", ""]
+    lines = [f"## {name}", "", *usage, text, ""]
     return lines + (_own_options(parser) if parser is not None else [])
 
 

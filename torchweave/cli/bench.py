@@ -92,7 +92,10 @@ def parser(scenario: str) -> Parser:
     names = _OF_SCENARIO.get(scenario, _OF_SCENARIO["latency"] + _OF_SCENARIO["throughput"])
     if scenario in ("throughput", "suite"):
         found.add_argument(
-            "--compare", choices=["transformers"], help="run the same requests through this too, in turns"
+            "--compare",
+            metavar="transformers",
+            choices=["transformers"],
+            help="run the same requests through it too, in turns (throughput, suite)",
         )
         names += _COMPARE
     measured = (*names, "seed") if scenario not in ("host", "startup") else names
