@@ -162,12 +162,16 @@ def test_open_metrics_too():
     }
 
 
+STOP_STRING = {"max_tokens": 400, "ignore_eos": True, "stop": ["2"]}
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_metrics_count_the_reasons_that_clients_are_told(server: Running, stream: bool):
+@pytest.mark.parametrize("ends", [STOP_STRING, {"guided_regex": "[0-9]{3}"}], ids=["stop string", "form"])
+def test_metrics_count_the_reasons_that_clients_are_told(server: Running, ends: dict[str, object], stream: bool):
     def ended() -> dict[str, float]:
         return reasons_of(values_of(server.get("/metrics").text))
 
-    asked = {"prompt": "12+30=", "temperature": 0, "max_tokens": 400, "ignore_eos": True, "stop": ["2"]}
+    asked = {"prompt": "12+30=", "temperature": 0, **ends}
     before = ended()
     answers = [server.post("/v1/completions", {**asked, "stream": stream}).text for _ in range(3)]
     assert all('"finish_reason":"stop"' in text for text in answers), answers

@@ -166,7 +166,8 @@ class Traffic:
             self._tokens(record, num_tokens, now)
         if reason is not None:
             del self.open[request_id]
-            self._ended(record, "stop" if record.whole and reason != "error" else reason, now)
+            whole = reason == "complete" or (record.whole and reason != "error")
+            self._ended(record, "stop" if whole else reason, now)  # as clients are told
 
     def iterated(self, iterations: Sequence[tuple[float, int, int]]) -> None:
         """Iterations since the last call: seconds, prompt tokens that were read, tokens that were drawn."""
