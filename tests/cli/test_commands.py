@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 
 from torchweave.cli import generate
 from torchweave.cli.main import main
@@ -18,6 +19,7 @@ from torchweave.cli.results import write_result
 from torchweave.compile.explanation.facts import schema
 from torchweave.distributed.crew import RankFailure
 from torchweave.engine.request import CompletionOutput
+from torchweave.models.baseline import Baseline
 from torchweave.models.resolve import resolve
 
 Lines = pytest.MonkeyPatch
@@ -240,6 +242,11 @@ def test_a_result_that_cannot_be_kept_is_printed_all_the_same(
 def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path: Path):
     with pytest.raises(ValueError, match=r"--html .* cannot be written: Is a directory; name another file"):
         write_result("--html", tmp_path, "a page")
+
+
+def test_what_an_engine_is_compared_with_loads_without_a_bar(tiny_model: Path, capfd: pytest.CaptureFixture[str]):
+    Baseline(str(tiny_model), torch.float32, "cpu").close()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_prompt_longer_than_the_context(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):

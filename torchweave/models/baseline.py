@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from torchweave.models.filling import quiet_transformers
 from torchweave.models.load import read_config
 from torchweave.models.resolve import resolve
 
@@ -24,7 +25,7 @@ class Baseline:
 
     def __init__(self, name: str, dtype: torch.dtype, device: str) -> None:
         source = resolve(name)
-        with torch.random.fork_rng(devices=[]), torch.device(device):
+        with torch.random.fork_rng(devices=[]), torch.device(device), quiet_transformers():
             if source.folder is not None:
                 model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype)
             else:
