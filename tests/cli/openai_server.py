@@ -23,6 +23,7 @@ class FakeServer:
     refuse: frozenset[int] = frozenset()
     cut: frozenset[int] = frozenset()
     with_tokenize: bool = True
+    locked: bool = False
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
     num_connections: int = 0
@@ -53,6 +54,8 @@ class FakeServer:
         path = head.split(" ")[1]
         if path.endswith("completions"):
             await self.complete(head, body, writer)
+        elif self.locked:
+            self.whole(writer, 401, {"error": {"message": "There is no API key"}})
         elif path == "/v1/models":
             self.whole(writer, 200, {"data": [{"id": "fake", "object": "model"}]})
         elif path == "/tokenize" and self.with_tokenize:

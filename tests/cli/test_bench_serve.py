@@ -235,6 +235,13 @@ def test_faults_are_told_in_a_sentence(options: list[str], expected: str, capsys
     assert expected in capsys.readouterr().err
 
 
+def test_a_server_with_a_key_says_where_it_goes(capsys: pytest.CaptureFixture[str]):
+    with serving(FakeServer(locked=True)) as server:
+        assert main(["bench", "serve", "--quiet", "--base_url", server.url]) == 2
+    sentence = f"{server.url} takes no request without its API key; put the key into OPENAI_API_KEY\n"
+    assert capsys.readouterr().err == f"torchweave: {sentence}"
+
+
 def test_a_result_is_kept_with_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "served.json"
     with serving(FakeServer(first=0.0, gap=0.001)) as server:

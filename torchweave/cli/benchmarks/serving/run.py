@@ -117,7 +117,9 @@ async def _until_ready(http: Http, plan: Run) -> None:
                 return
         except OSError as error:
             status, found = 0, str(error)
-        if time.monotonic() >= end or status in (401, 403):
+        if status in (401, 403):  # waiting changes nothing
+            raise ValueError(f"{plan.base_url} takes no request without its API key; put the key into OPENAI_API_KEY")
+        if time.monotonic() >= end:
             raise ValueError(f"no server that is ready answers at {plan.base_url}/v1/models ({found})")
         await asyncio.sleep(0.5)
 
