@@ -109,7 +109,7 @@ def test_the_last_line_names_what_was_asked_as_it_is_written(
         ([f"{ZOO / 'nothing.py'}:A"], "there is no file"),
         (["no_such_package_here:A"], "cannot be imported"),
         ([f"{clean.__name__}:Nothing"], "has no Nothing"),
-        ([f"{clean.__name__}:X"], "name a function, a module or a class"),
+        ([f"{clean.__name__}:X"], "is of type dict; name a function"),
         (["torch.nn:Identity"], "give --input"),
         (["torch.nn:Linear", "--input", "x=float32[T,4]"], "cannot be made without arguments"),
         (["torch.nn:Identity", "--input", "input=floaty[T]"], "describes no input"),

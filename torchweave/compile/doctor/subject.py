@@ -125,7 +125,7 @@ def find(target: str, inputs: Mapping[str, str] | None = None) -> Subject:
             raise ValueError(f"{path} has no {attribute}")
         found = getattr(found, part)
     if (isinstance(found, type) and not issubclass(found, nn.Module)) or not callable(found):
-        raise ValueError(f"{target} is a {type(found).__name__}; name a function, a module or a class of modules")
+        raise ValueError(f"{target} is of type {type(found).__name__}; name a function, a module or a class of modules")
     specs = inputs or getattr(found, "doctor_inputs", None)
     if not specs:
         raise ValueError(
