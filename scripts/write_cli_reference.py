@@ -66,7 +66,7 @@ ended; 2 what was asked cannot be, with one sentence on standard error (`--trace
 SAMPLING_DEFAULTS = """
 These defaults are `SamplingParams`' own, as in Python. On the command line `max_tokens` is 256 unless given, and `temperature`,
 `top_k`, `top_p`, `min_p` and `repetition_penalty` are what the checkpoint's `generation_config.json` says; where it says nothing,
-decoding is greedy. `logprobs` and `prompt_logprobs` are for Python and the server: no command prints them.
+decoding is greedy. `generate --json` tells `logprobs`; `prompt_logprobs` are for Python and the server.
 """.strip()
 
 

@@ -43,6 +43,19 @@ def test_json_and_stdin(tiny_args: list[str], capsys: pytest.CaptureFixture[str]
     assert all(row["outputs"][0]["finish_reason"] == "length" for row in rows)
 
 
+def test_json_tells_logprobs_and_text_has_no_place_for_them(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+    asked = ["generate", *tiny_args, "ab", "--max_tokens", "6", "--ignore_eos", "--logprobs", "2"]
+    assert main([*asked, "--json"]) == 0
+    (output,) = json.loads(capsys.readouterr().out)["outputs"]
+    told = output["logprobs"]
+    assert len(told) == 6 and all(len(each) == 2 for each in told)  # greedy: the token is the first of the two
+    drawn = [each[str(token)] for each, token in zip(told, output["token_ids"], strict=True)]
+    assert drawn == [max(each.values()) for each in told]
+    assert output["cumulative_logprob"] == pytest.approx(sum(drawn))
+    assert main(asked) == 2
+    assert "--logprobs has no place in a text; add --json" in capsys.readouterr().err
+
+
 def test_an_output_without_all_characters_gets_those_that_it_lacks_escaped(tiny_args: list[str], monkeypatch: Lines):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", out)

@@ -207,6 +207,11 @@ def llm() -> Iterator[LLM]:
 REQUESTS: list[tuple[str, Callable[[LLM], object], str]] = [
     ("too long", lambda llm: llm.generate("1" * 600), "shorten the prompt"),
     ("one of several", lambda llm: llm.generate(["1+1=", "1" * 600]), "Prompt 1: The prompt has 601 tokens"),
+    (
+        "scored",
+        lambda llm: llm.stream("1", SamplingParams(prompt_logprobs=1)),
+        "A stream tells of new tokens alone; ask for prompt_logprobs by generate",
+    ),
     ("streamed", lambda llm: llm.stream("1" * 600), "shorten the prompt"),
     ("empty", lambda llm: llm.generate([[]]), "The prompt is empty"),
     ("unknown token", lambda llm: llm.generate([[5, 104]]), "outside 0..103"),

@@ -84,6 +84,17 @@ def test_logprobs_are_given_in_vllms_form() -> None:
     assert result.cumulative_logprob == -1.25
 
 
+def test_logprobs_of_what_is_taken_add_up() -> None:
+    it = answer(logprobs=0)
+    it.add([5, 6], None, [TokenLogprobs(5, -1.0, 2, {}), TokenLogprobs(6, -0.25, 1, {})])
+    first = it.take()
+    it.add([7], "length", [TokenLogprobs(7, -2.0, 1, {})])
+    second = it.take()
+    assert (first.logprobs, first.cumulative_logprob) == ([{5: -1.0}, {6: -0.25}], -1.25)
+    assert (second.logprobs, second.cumulative_logprob) == ([{7: -2.0}], -3.25)
+    assert it.result().logprobs == [{5: -1.0}, {6: -0.25}, {7: -2.0}]
+
+
 def test_without_a_tokenizer_there_are_only_tokens() -> None:
     it = Answer(SamplingParams(stop="x"), None, 0)
     it.add([1, 2], "length")

@@ -20,7 +20,7 @@ DESCRIPTION = """Talk with a model through its chat template. Ctrl-C ends an ans
 def parser() -> Parser:
     found = engine_parser("chat", DESCRIPTION)
     found.add_argument("--system", metavar="TEXT", help="a system message that begins the conversation")
-    found.add_config(SamplingParams, "sampling", skip=("n", "logprobs"))
+    found.add_config(SamplingParams, "sampling", skip=("n", "logprobs", "prompt_logprobs"))
     return found
 
 

@@ -27,13 +27,14 @@ def parser() -> Parser:
     found.add_argument(
         "--json", action="store_true", help="print one JSON object a prompt, a line each, as they finish"
     )
-    found.add_config(SamplingParams, "sampling")
+    found.add_config(SamplingParams, "sampling", skip=("prompt_logprobs",))
     return found
 
 
 def run(argv: Sequence[str]) -> int:
     args = parser().read(argv)
-    check_sampling(args)
+    if check_sampling(args).logprobs is not None and not args.json:
+        raise ValueError("--logprobs has no place in a text; add --json")
     if not args.prompts and sys.stdin.isatty():
         return _interactive(args)
     prompts = args.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
@@ -75,13 +76,19 @@ def json_lines(
     num_answers: int,
     in_ascii: bool = False,
 ) -> Iterator[str]:
-    """One JSON object a prompt, when the last of its answers is done: `index`, `prompt`, `outputs`."""
+    """One JSON object a prompt, when the last of its answers is done: `index`, `prompt`, `outputs`.
+
+    Log-probabilities, where they were asked for, are an object a token, by token id.
+    """
     outputs: list[dict[int, dict[str, Any]]] = [{} for _ in prompts]
     for number, delta in deltas:
         answer = outputs[number].setdefault(delta.index, {"index": delta.index, "text": "", "token_ids": []})
         answer["text"] += delta.text
         answer["token_ids"] += delta.token_ids
         answer["finish_reason"] = delta.finish_reason
+        if delta.logprobs is not None:
+            answer["cumulative_logprob"] = delta.cumulative_logprob
+            answer.setdefault("logprobs", []).extend(delta.logprobs)
         answers = outputs[number]
         if len(answers) == num_answers and all(answer["finish_reason"] for answer in answers.values()):
             ordered = [answers[index] for index in sorted(answers)]

@@ -53,6 +53,6 @@ def sampling(args: argparse.Namespace, llm: LLM) -> SamplingParams:
     return fill(SamplingParams, args, **known)
 
 
-def check_sampling(args: argparse.Namespace) -> None:
-    """Refuse bad sampling parameters before a model is loaded."""
-    fill(SamplingParams, args)
+def check_sampling(args: argparse.Namespace) -> SamplingParams:
+    """The sampling parameters as they were asked for: bad ones are refused before a model is loaded."""
+    return fill(SamplingParams, args)

@@ -175,6 +175,8 @@ class LLM:
     ) -> Iterator[tuple[int, CompletionOutput]]:
         """Answer prompts in flight together; yields (number of the prompt, what is new). A beam search is told at its end."""
         texts, params = _listed(prompts, self._given(sampling_params))
+        if any(each.prompt_logprobs is not None for each in params):
+            raise ValueError("A stream tells of new tokens alone; ask for prompt_logprobs by generate.")
         params = [self._in_tokens(each) for each in params]
         ids = self._encode_all(texts)
         self._check_all(ids, params)

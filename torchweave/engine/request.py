@@ -353,7 +353,7 @@ class Output(NamedTuple):
 
 @dataclass
 class CompletionOutput:
-    """One answer, with vLLM's names. In a stream, `text` and `token_ids` are what came since the last one."""
+    """One answer, with vLLM's names. In a stream, `text`, `token_ids` and `logprobs` are what came since the last one."""
 
     index: int
     text: str

@@ -67,6 +67,7 @@ class Answer:
         self._logprobs: list[TokenLogprobs] = []
         self._shown = 0  # characters that `take` has returned
         self._taken = 0  # tokens that `take` has returned
+        self._sum = 0.0  # of their log-probabilities
         self._stops = params.stop_strings
         self._hold = max((len(text) for text in self._stops), default=1) - 1
 
@@ -127,17 +128,22 @@ class Answer:
         return self.text[begin:end], self.token_ids[first:]
 
     def take(self) -> CompletionOutput:
-        """The same as an output."""
-        return CompletionOutput(self.index, *self.new(), self.finish_reason)
+        """The same as an output, with the tokens' log-probabilities where they were asked for, and their sum from the beginning."""
+        first = self._taken
+        return self._with_logprobs(CompletionOutput(self.index, *self.new(), self.finish_reason), first)
 
     def result(self) -> CompletionOutput:
         """The whole answer."""
-        result = CompletionOutput(self.index, self.text, self.token_ids, self.finish_reason)
+        return self._with_logprobs(CompletionOutput(self.index, self.text, self.token_ids, self.finish_reason), 0)
+
+    def _with_logprobs(self, output: CompletionOutput, first: int) -> CompletionOutput:
+        """`output`, whose tokens begin at number `first`."""
         if self._params.logprobs is not None:
-            kept = self._logprobs[: len(self.token_ids)]
-            result.logprobs = [{**entry.top, entry.token_id: entry.logprob} for entry in kept]
-            result.cumulative_logprob = sum(entry.logprob for entry in kept)
-        return result
+            new = self._logprobs[first : first + len(output.token_ids)]
+            output.logprobs = [{**entry.top, entry.token_id: entry.logprob} for entry in new]
+            self._sum = sum((entry.logprob for entry in new), self._sum if first else 0.0)
+            output.cumulative_logprob = self._sum
+        return output
 
     def scored_prompt(self) -> list[dict[int, float] | None] | None:
         """Log-probabilities of each token of the prompt, None for the first; None where nobody asked."""
