@@ -47,6 +47,19 @@ def test_E1_the_best_of_several_answers(server: Running) -> None:
     assert best.usage is not None and best.usage.completion_tokens > sum(mean(c) < 0 for c in best.choices) * 2
 
 
+def test_E1_as_many_answers_as_the_best_are_chosen_from_can_be_streamed(server: Running) -> None:
+    """`best_of: 1` beside `stream` is what some load generators send."""
+    asked: Any = {"model": "demo", "prompt": "12+30=", "temperature": 0, "stream": True}
+    for n in (1, 2):
+        texts = [""] * n
+        for chunk in server.client().completions.create(n=n, extra_body={"best_of": n}, **asked):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        assert texts == ["42"] * n
+    refused = server.post("/v1/completions", asked | {"best_of": 2})
+    assert refused.status_code == 400 and "best_of above n cannot be streamed" in refused.text
+
+
 def test_E1_echo_and_logprobs_of_the_prompt(server: Running) -> None:
     client = server.client()
     asked: Any = {"model": "demo", "prompt": "12+30=", "temperature": 0, "echo": True, "logprobs": 2}

@@ -27,8 +27,10 @@ def completion_params(body: CompletionRequest, model: ModelCard) -> SamplingPara
     if body.best_of is not None:
         if body.best_of < (body.n or 1):
             raise ValueError(f"best_of ({body.best_of}) must be at least n ({body.n or 1}).")
-        if body.stream:
-            raise ValueError("best_of cannot be streamed: which answers are the best is known when all have ended.")
+        if body.stream and body.best_of > (body.n or 1):  # else nothing is chosen
+            raise ValueError(
+                "best_of above n cannot be streamed: which answers are the best is known when all have ended."
+            )
         if body.use_beam_search or (body.beam_width or 1) > 1:  # of a search, the answers come best first
             others["beam_width"] = _width_for(body.best_of, body.beam_width)
         elif body.best_of > (body.n or 1):
