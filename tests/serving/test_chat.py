@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -36,6 +37,18 @@ def test_E1_chat_streams_what_it_answers_whole(server: Running) -> None:
     ] * 2
     assert chunks[-1].choices == [] and chunks[-1].usage is not None
     assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (10, 6)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_E1_a_stream_counts_as_it_goes(server: Running, path: str) -> None:
+    asked = {"prompt": "12+30="} if path == "/v1/completions" else {"messages": SUM}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    text = server.post(path, asked | {"temperature": 0, "stream": True, "stream_options": options}).text
+    chunks = [json.loads(line[len("data: ") :]) for line in text.split("\n\n")[:-2]]
+    told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert len(told) > 1 and told == sorted(told) and told[0] > 0 and told[-1] == 3
+    assert chunks[-1]["choices"] == [] and all(chunk["choices"] for chunk in chunks[:-1])
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {chunks[-1]["usage"]["prompt_tokens"]}
 
 
 def test_E1_parts_of_text_are_one_message(server: Running) -> None:

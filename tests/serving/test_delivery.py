@@ -123,9 +123,19 @@ def test_E1_events_with_text_alone_are_like_all_others() -> None:
         scores=False,
         num_drawn=2,
         num_kept=2,
+        counts=False,
     )
     chat = ChatReply(
-        run, "m", None, num_top=None, scores=False, parser=None, first_call_only=False, calls_end=False, new_id=str
+        run,
+        "m",
+        None,
+        num_top=None,
+        scores=False,
+        parser=None,
+        first_call_only=False,
+        calls_end=False,
+        new_id=str,
+        counts=False,
     )
     for reply in (completion, chat):
         for index in (0, 1):

@@ -90,10 +90,12 @@ class StreamOptions(Body):
 
     Attributes:
         include_usage: a last chunk with the number of tokens.
+        continuous_usage_stats: vLLM's: the number of tokens so far in each chunk.
         include_obfuscation: OpenAI's padding of chunks; taken, and nothing is padded.
     """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 

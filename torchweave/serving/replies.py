@@ -31,6 +31,7 @@ class CompletionReply:
         scores: log-probabilities of the prompts are told as vLLM does.
         num_drawn: answers to a prompt.
         num_kept: of these, how many are told: the best.
+        counts: each chunk tells the number of tokens so far.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class CompletionReply:
         scores: bool,
         num_drawn: int,
         num_kept: int,
+        counts: bool,
     ) -> None:
         created = int(time.time())
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": created, "model": model}
@@ -54,7 +56,8 @@ class CompletionReply:
         self._num_drawn, self._num_kept = num_drawn, num_kept
         self._begun: set[int] = set()
         self._places: dict[int, Places] = {}  # of the tokens of each answer
-        self._only_text = not logprobs and echoes is None and not scores
+        self._counts = counts
+        self._only_text = not logprobs and echoes is None and not scores and not counts
         self._texts = TextEvents()
 
     def events(self, delta: Delta) -> bytes:
@@ -66,7 +69,8 @@ class CompletionReply:
         return self._chunk(Delta(index, text, [], None, []))
 
     def _chunk(self, delta: Delta) -> dict[str, Any]:
-        return {**self._head, "choices": [self._choice(delta, delta.index)]}
+        body = {**self._head, "choices": [self._choice(delta, delta.index)]}
+        return body | {"usage": usage(self._run)} if self._counts else body
 
     def last_chunk(self) -> dict[str, Any]:
         return {**self._head, "choices": [], "usage": usage(self._run)}
@@ -122,6 +126,7 @@ class ChatReply:
         first_call_only: further calls of an answer are left out.
         calls_end: an answer with calls ends for the reason `tool_calls`.
         new_id: of a call.
+        counts: each chunk tells the number of tokens so far.
     """
 
     def __init__(
@@ -136,18 +141,19 @@ class ChatReply:
         first_call_only: bool,
         calls_end: bool,
         new_id: Callable[[], str],
+        counts: bool,
     ) -> None:
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._run, self._codec, self._num_top, self._scores = run, codec, num_top, scores
         self._parser, self._first_call_only = parser, first_call_only
-        self._calls_end, self._new_id = calls_end, new_id
+        self._calls_end, self._new_id, self._counts = calls_end, new_id, counts
         self._parsers: dict[int, CallParser] = {}
         self._called: set[int] = set()  # answers with a call
         self._begun: set[int] = set()
         self._texts = TextEvents()
 
     def events(self, delta: Delta) -> bytes:
-        only_text = self._parser is None and self._num_top is None
+        only_text = self._parser is None and self._num_top is None and not self._counts
         if only_text and delta.text and delta.finish_reason is None and delta.index in self._begun:
             return self._texts.of(delta.index, delta.text, self._text_chunk)
         return b"".join(map(event, self._chunks(delta)))
@@ -244,4 +250,5 @@ class ChatReply:
 
     def _chunk(self, index: int, change: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": index, "delta": change, "logprobs": None, "finish_reason": None}
-        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        body = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        return body | {"usage": usage(self._run)} if self._counts else body

@@ -9,7 +9,7 @@ from torchweave.serving.conversation import calling, encode
 from torchweave.serving.delivery import EventStream, answer_whole
 from torchweave.serving.protocol import ChatRequest
 from torchweave.serving.replies import ChatReply
-from torchweave.serving.routes.shared import service_of, wants_usage
+from torchweave.serving.routes.shared import service_of, stream_options
 from torchweave.serving.sampling import chat_params
 
 router = APIRouter(prefix="/v1", tags=["generation"])
@@ -19,7 +19,7 @@ router = APIRouter(prefix="/v1", tags=["generation"])
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)
-    with_usage = wants_usage(body)
+    options = stream_options(body)
     tools = calling(service, body)
     params = chat_params(body, service.model, tools.forced, tools.keep_special)
     ids = await encode(service, body, tools.tools)
@@ -34,8 +34,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         first_call_only=body.parallel_tool_calls is False,
         calls_end=body.named_function is None,
         new_id=tools.new_id,
+        counts=options.continuous_usage_stats,
     )
     seconds = service.settings.request_timeout
     if body.stream:
-        return EventStream(run, reply, seconds, with_usage)
+        return EventStream(run, reply, seconds, options.include_usage)
     return await answer_whole(run, reply, request.receive, seconds)

@@ -9,7 +9,7 @@ from torchweave.serving.delivery import EventStream, answer_whole
 from torchweave.serving.errors import ApiError
 from torchweave.serving.protocol import CompletionRequest, Prompt
 from torchweave.serving.replies import CompletionReply
-from torchweave.serving.routes.shared import service_of, wants_usage
+from torchweave.serving.routes.shared import service_of, stream_options
 from torchweave.serving.sampling import completion_params
 from torchweave.serving.service import Service
 
@@ -20,7 +20,7 @@ router = APIRouter(prefix="/v1", tags=["generation"])
 async def completions(body: CompletionRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)
-    with_usage = wants_usage(body)
+    options = stream_options(body)
     if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
         raise ApiError(400, "echo with logprobs cannot be streamed for n above 1.", param="echo")
     params = completion_params(body, service.model)
@@ -39,10 +39,11 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         scores=body.prompt_logprobs is not None,
         num_drawn=params.n,
         num_kept=body.n or 1,
+        counts=options.continuous_usage_stats,
     )
     seconds = service.settings.request_timeout
     if body.stream:
-        return EventStream(run, reply, seconds, with_usage)
+        return EventStream(run, reply, seconds, options.include_usage)
     return await answer_whole(run, reply, request.receive, seconds)
 
 
