@@ -101,6 +101,12 @@ def test_E1_required_tools_are_called(server: Running) -> None:
         assert call.function.name == "now" and arguments == {}
 
 
+def test_E1_required_tools_that_are_cut_off_leave_no_text(server: Running) -> None:
+    """A model that does not call by itself begins one call after the other, until `max_tokens`."""
+    choice = ask(server, tools=TOOLS, tool_choice="required", max_tokens=5).choices[0]
+    assert not choice.message.content and choice.finish_reason == "length"
+
+
 def test_E1_a_named_tool_is_called_and_streamed(server: Running) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     choice = ask(server, tools=TOOLS, tool_choice=named).choices[0]

@@ -124,6 +124,13 @@ def test_E1_answers_that_were_held_to_a_call() -> None:
             assert read(make(), parts) == ("", calls)
 
 
+def test_E1_what_is_left_of_a_forced_call_that_was_cut_off_is_no_text() -> None:
+    whole = f"[{CALL.replace('arguments', 'parameters')}"
+    for answer, calls in ((whole + ',{"na', [WEATHER]), (whole + ",", [WEATHER]), ('[{"name":"we', []), ("[", [])):
+        for parts in cuts(answer):
+            assert read(forced_parser(TOOLS, None), parts) == ("", calls)
+
+
 def test_E1_the_schema_of_a_forced_call() -> None:
     import jsonschema
 
