@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -165,6 +167,25 @@ def test_E1_null_is_not_given_and_a_weight_is_a_number(server: Running) -> None:
     for bias in ({"5": "x"}, {"5": True}, {"5": None}, {"1_0": 1}, {" 5": 1}, [5], {"9" * 5000: 1}, {"5": 10**400}):
         answer = server.post("/v1/completions", asked | {"logit_bias": bias})
         assert answer.status_code == 400 and "expected token ids with numbers" in answer.text, answer.text
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "said"),
+    [
+        (gzip.compress(b'{"prompt": "a"}'), {"Content-Encoding": "gzip"}, 415, "Content-Encoding 'gzip' is not read"),
+        (b'{"prompt": "a", "max_tokens": 1}', {"Content-Encoding": "identity"}, 200, "text_completion"),
+        ('{"prompt": "é"}'.encode("latin-1"), {}, 400, "not text in UTF-8 (byte 12 is not)"),
+        (b'{"prompt": ' + b"[" * 100_000, {}, 400, "nested too deeply"),
+        (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", {}, 400, "a number of thousands of digits"),
+    ],
+    ids=["gzip", "identity", "latin-1", "deep", "digits"],
+)
+def test_E1_bodies_that_cannot_be_read_say_why(
+    server: Running, body: bytes, headers: dict[str, str], status: int, said: str
+) -> None:
+    headers = {"Content-Type": "application/json"} | headers
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=30)
+    assert answer.status_code == status and said in answer.text, answer.text
 
 
 def test_E1_bad_requests_are_one_sentence(server: Running) -> None:

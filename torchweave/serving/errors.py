@@ -77,11 +77,22 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _http_sentence(error: HTTPException) -> str:
+    if error.status_code == 400:
+        return _unread_sentence(error.__cause__)
     sentences = {
         404: "There is no such address; /docs lists those that there are.",
         405: "This address does not take this method; /docs lists what it takes.",
     }
     return sentences.get(error.status_code, str(error.detail))
+
+
+def _unread_sentence(why: BaseException | None) -> str:
+    """Why a body could not be read, where it is not that it is no JSON."""
+    if isinstance(why, UnicodeDecodeError):
+        return f"The body is not text in UTF-8 (byte {why.start} is not); send JSON in UTF-8."
+    if isinstance(why, RecursionError):
+        return "The body is nested too deeply; send JSON with fewer levels."
+    return "The body cannot be read: it holds a number of thousands of digits, or is no JSON; send JSON without."
 
 
 def _invalid(error: RequestValidationError) -> ApiError:

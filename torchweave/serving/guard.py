@@ -90,6 +90,7 @@ class Guard:
         """The whole body; None where the method has none."""
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return None
+        _check_encoding(scope)
         most = self._settings.max_body_bytes
         length = header(scope, b"content-length")
         if length.isdigit() and int(length[:20]) > most:
@@ -110,6 +111,13 @@ class Guard:
         except TimeoutError:
             sentence = f"The body did not arrive within {_BODY_SECONDS:g} seconds."
             raise ApiError(408, sentence, headers={"Connection": "close"}) from None
+
+
+def _check_encoding(scope: Any) -> None:
+    given = header(scope, b"content-encoding").strip().lower()
+    if given not in (b"", b"identity"):
+        name = given.decode("latin-1")[:40]
+        raise ApiError(415, f"A body with Content-Encoding {name!r} is not read here; send it as plain JSON.")
 
 
 class _Left(Exception):

@@ -29,6 +29,7 @@ _FAULTS = {
     "404": "The model is not served here",
     "408": "The body did not arrive in time",
     "413": "The body is too long",
+    "415": "The body is compressed",
     "429": "Too many requests wait; Retry-After says when to come again",
     "500": "A fault of the server",
     "503": "The model is being loaded, the server is shutting down, or the engine failed",
@@ -61,7 +62,9 @@ def describe(app: FastAPI) -> None:
 def _complete(path: str, method: str, responses: dict[str, Any]) -> None:
     """The responses of one operation."""
     responses.pop("422", None)
-    statuses = _OF_ALL + (("400", "404", "408", "413", "429") if method == "post" else ("404",) if "{" in path else ())
+    statuses = _OF_ALL + (
+        ("400", "404", "408", "413", "415", "429") if method == "post" else ("404",) if "{" in path else ()
+    )
     for status in sorted(statuses):
         responses[status] = _fault(status)
     if path in _STATES:
