@@ -196,8 +196,10 @@ def test_E1_bad_requests_are_one_sentence(server: Running) -> None:
         client.completions.create(model="demo", prompt="a", extra_body={"topk": 3})
     with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here; 'demo' or 'sums' is"):
         client.completions.create(model="gpt-9", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="max_model_len is 512"):
-        client.completions.create(model="demo", prompt="a" * 600)
+    for prompt in ("a" * 600, ["a", "a" * 511]):  # and one token in front
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens") as too_long:
+            client.completions.create(model="demo", prompt=prompt)
+        assert too_long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match=r"outside 0\.\.103"):
         client.completions.create(model="demo", prompt=[104])
     with pytest.raises(openai.BadRequestError, match="The prompt is empty; give at least one token"):

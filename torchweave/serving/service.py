@@ -198,8 +198,10 @@ class Service:
         try:
             run.submit(prompts, stream, priority, cache_salt or "")
             await run.flight.accepted()
-        except BaseException:
+        except BaseException as error:
             run.close()
+            if isinstance(error, ValueError):
+                _check_length(prompts, self.model)
             raise
         return run
 
@@ -209,6 +211,19 @@ class Service:
     def close(self) -> None:
         if self.codec is not None:
             self.codec.close()
+
+
+def _check_length(prompts: Sequence[Sequence[int]], model: ModelCard) -> None:
+    """Say of prompts that the engine has refused whether one is too long: clients that shorten a conversation and ask again know it
+    by the code, or by these words of OpenAI's sentence."""
+    longest = max(map(len, prompts))
+    if longest >= model.max_model_len:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {model.max_model_len} tokens (max_model_len), but the prompt has {longest}, "
+            "and the answer needs at least one; shorten the prompt.",
+            code="context_length_exceeded",
+        )
 
 
 def read_template(settings: ServerConfig) -> str | None:
