@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -96,6 +97,21 @@ def test_E1_models_are_listed_under_each_name(server: Running) -> None:
     assert client.models.retrieve("sums").owned_by == "torchweave"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-9")
+
+
+def test_E1_head_is_get_without_the_body(server: Running) -> None:
+    with httpx.Client(base_url=server.url, timeout=30) as client:  # one connection: nothing may be left in it
+        for path, status in (("/health", 200), ("/v1/models", 200), ("/", 200), ("/v1/completions", 405), ("/no", 404)):
+            head, get = client.head(path), client.get(path)
+            assert (head.status_code, head.content) == (status, b"") and get.status_code == status
+            assert head.headers["content-length"] == get.headers["content-length"] == str(len(get.content))
+
+
+def test_E1_a_slash_behind_an_address_makes_no_other_of_it(server: Running) -> None:
+    assert server.get("/v1/models/").json() == server.get("/v1/models").json()
+    body = {"messages": SUM, "temperature": 0}
+    answer = server.post("/v1/chat/completions/", body, follow_redirects=True)
+    assert answer.json()["choices"][0]["message"]["content"] == "42"
 
 
 def test_E1_tokenize_and_detokenize(server: Running) -> None:

@@ -15,7 +15,7 @@ from torchweave.serving.direct import Direct
 from torchweave.serving.errors import add_error_handlers
 from torchweave.serving.frontends.group import Frontends
 from torchweave.serving.frontends.relay import Relay
-from torchweave.serving.guard import Guard, read_keys
+from torchweave.serving.guard import Guard, Heads, read_keys
 from torchweave.serving.live import Live
 from torchweave.serving.metrics import HttpCounts, HttpMeter, Metrics
 from torchweave.serving.openapi import describe
@@ -76,6 +76,7 @@ def create_app(
 
     app.state.look = look
     app.state.live = Live(service, look)
+    app.add_middleware(Heads)  # type: ignore[arg-type]
     if first is not None:
         app.add_middleware(Relay, address=first)  # type: ignore[arg-type]
     app.add_middleware(Direct, routers=(chat.router, completions.router))  # type: ignore[arg-type]

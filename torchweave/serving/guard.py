@@ -113,6 +113,25 @@ class Guard:
             raise ApiError(408, sentence, headers={"Connection": "close"}) from None
 
 
+class Heads:
+    """ASGI middleware next to the routes, which know GET alone: HEAD is the same without the body. Health checks and monitors ask
+    so (`wget --spider`, `curl -I`)."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        # A copy: the server, which made the scope, has to know what was asked.
+        await self._app({**scope, "method": "GET"}, receive, without_body)
+
+
 def _check_encoding(scope: Any) -> None:
     given = header(scope, b"content-encoding").strip().lower()
     if given not in (b"", b"identity"):

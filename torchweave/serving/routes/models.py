@@ -20,6 +20,8 @@ async def models(request: Request) -> dict[str, Any]:
 
 @router.get("/{name:path}", summary="One of them")
 async def model(name: str, request: Request) -> dict[str, Any]:
+    if not name:  # a slash behind the address of the list
+        return await models(request)
     service = service_of(request)
     return _entry(service, service.check_model(name))
 
