@@ -200,6 +200,8 @@ def test_E1_bad_requests_are_one_sentence(server: Running) -> None:
         with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens") as too_long:
             client.completions.create(model="demo", prompt=prompt)
         assert too_long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="at most 256 to one request"):
+        client.completions.create(model="demo", prompt=["a"] * 100, n=3)
     with pytest.raises(openai.BadRequestError, match=r"outside 0\.\.103"):
         client.completions.create(model="demo", prompt=[104])
     with pytest.raises(openai.BadRequestError, match="The prompt is empty; give at least one token"):

@@ -129,11 +129,14 @@ class Service:
             raise ApiError(503, "The server is shutting down; ask another one.", code="shutting_down")
         model, settings = self.model, self.settings
         sequences = len(prompts) * params.n
-        if sequences > settings.max_request_sequences:
+        # Of an idle server: who needs more would be told for ever that others wait, and to come again.
+        room = settings.max_waiting_requests + model.max_batch_size * len(self.client.engines)
+        most = min(settings.max_request_sequences, room)
+        if sequences > most:
             raise ApiError(
                 400,
                 f"The request asks for {sequences} answers (prompts times n), but this server gives at most "
-                f"{settings.max_request_sequences} to one request; split it.",
+                f"{most} to one request; split it.",
                 param="n",
             )
         self._check_tokens(prompts, params, model)
