@@ -60,6 +60,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", f"I look.\n<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}\n</tool_call>", "I look.", [WEATHER] * 2),
     ("hermes", f"<tool_call>{CALL}</tool_call> And so on. ", "And so on.", [WEATHER]),
     ("hermes", f"<tool_call>{CALL}", "", [WEATHER]),
+    ("hermes", f"<tool_call>{CALL[:-1]}\n</tool_call>", "", [WEATHER]),  # without the last brace
+    ("hermes", f"<tool_call>{CALL[:-1]}</tool_call>\n<tool_call>{CALL}</tool_call> Well.", "Well.", [WEATHER] * 2),
     ("hermes", '<tool_call>{"name": "fly"}</tool_call>', '<tool_call>{"name": "fly"}</tool_call>', []),
     ("hermes", "<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
     ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),

@@ -9,6 +9,7 @@ from torchweave.serving.tools.base import Arguments, Call, Piece
 
 _NAMES, _ARGUMENTS = ("name",), ("arguments", "parameters")
 _OPENING, _CLOSING, _SPACE = "{[", "}]", " \t\r\n"
+_BEHIND_A_VALUE = ",}" + _SPACE
 
 
 class Value:
@@ -64,11 +65,15 @@ class CallScanner:
         self._early = ""  # arguments that came before the name
         self._has_arguments = False
         self._streams = False  # the value at hand is told as it comes
+        self._told = False  # all of it
 
     def feed(self, text: str) -> tuple[list[Piece], str]:
         """More text; returns what is new of the call, and the text behind it once it is `done` or `failed`."""
         pieces: list[Piece] = []
         for at, char in enumerate(text):
+            if self._told and char not in _BEHIND_A_VALUE:  # small models forget the object's last brace
+                self.done = True
+                return self._merged(pieces), text[at:]
             if not self.began:
                 self.raw += char
             self._read(char, pieces)
@@ -125,10 +130,11 @@ class CallScanner:
         self._part.append(char)
         if self._streams and not (char in _SPACE and self._depth == 1 and not self._in_string):
             pieces.append(Arguments(self._index, char))
+            self._told = char in _CLOSING and self._depth == 1 and not self._in_string
 
     def _end_value(self, pieces: list[Piece]) -> None:
         text, key = "".join(self._part).rstrip(), self._key
-        self._part, self._key = [], None
+        self._part, self._key, self._told = [], None, False
         if key in _NAMES:
             self._begin(text, pieces)
         elif key in _ARGUMENTS and not self._streams:
