@@ -82,6 +82,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]", "", [WEATHER] * 2),
     ("mistral", f"[TOOL_CALLS]weather{ARGUMENTS}[TOOL_CALLS]now{{}}", "", [WEATHER, ("now", {})]),
     ("mistral", f"Well. [TOOL_CALLS]weather[ARGS]{ARGUMENTS}", "Well.", [WEATHER]),
+    ("mistral", f"[TOOL_CALLS]weather[CALL_ID]aB3dE6gH9[ARGS]{ARGUMENTS}", "", [WEATHER]),
+    ("mistral", "[TOOL_CALLS]fly[CALL_ID]aB3dE6gH9[ARGS]{}", "[TOOL_CALLS]fly[CALL_ID]aB3dE6gH9[ARGS]{}", []),
     ("mistral", "A [TOOL] of mine [TOOL_", "A [TOOL] of mine [TOOL_", []),
     ("mistral", "[TOOL_CALLS]fly{}", "[TOOL_CALLS]fly{}", []),
     ("pythonic", PYTHONIC, "", [WEATHER, ("now", {})]),

@@ -155,9 +155,10 @@ class JsonObjects:
 
 
 class Mistral:
-    """`[TOOL_CALLS]` and then a JSON list of calls, or `name{...}` or `name[ARGS]{...}` once or more, each behind the mark."""
+    """`[TOOL_CALLS]` and then a JSON list of calls, or `name{...}`, `name[ARGS]{...}` or `name[CALL_ID]id[ARGS]{...}` once or more,
+    each behind the mark."""
 
-    _MARK, _ARGS = "[TOOL_CALLS]", "[ARGS]"
+    _MARK = "[TOOL_CALLS]"
 
     def __init__(self, known: Collection[str]) -> None:
         self._known = known
@@ -202,7 +203,7 @@ class Mistral:
         name, brace, _ = self._rest.partition("{")
         if not brace:
             return False
-        known = name.strip().removesuffix(self._ARGS).strip()
+        known = name.partition("[")[0].strip()
         self._in_name = False
         if known not in self._known:
             pieces += self._gate.text(self._MARK + name)
