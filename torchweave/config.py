@@ -207,6 +207,8 @@ class ServerConfig:
         api_key: keys that clients may give as `Authorization: Bearer KEY`. Arguments of a command can be seen by other users
             of the machine: a file is better.
         api_key_file: a file with such keys, one a line.
+        allowed_origins: web pages, by the beginning of their address (`https://chat.example.com`; `*`: all), whose scripts browsers
+            let ask this server.
         chat_template: a file with a Jinja template that turns conversations into text, in the place of the model's own.
         tool_call_parser: the form in which the model calls tools; auto goes by its chat template.
         max_body_bytes: longest body of a request; a longer one is answered with 413.
@@ -228,6 +230,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] | None = None
     api_key: tuple[str, ...] = ()
     api_key_file: str | None = None
+    allowed_origins: tuple[str, ...] = ()
     chat_template: str | None = None
     tool_call_parser: ToolCallParser = "auto"
     max_body_bytes: int = 8 << 20

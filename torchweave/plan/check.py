@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
@@ -130,7 +131,7 @@ def check_numbers(config: EngineConfig) -> None:
 
 
 def check_server(config: EngineConfig, settings: ServerConfig) -> None:
-    """The limits of a server, and how many engines and HTTP processes it may have."""
+    """The limits of a server, its addresses, and how many engines and HTTP processes it may have."""
     check_limits(settings)
     if settings.api_server_count is not None and not 1 <= settings.api_server_count <= _MOST_API_SERVERS:
         raise ValueError(f"api_server_count={settings.api_server_count} must be from 1 to {_MOST_API_SERVERS}")
@@ -145,12 +146,18 @@ def check_server(config: EngineConfig, settings: ServerConfig) -> None:
 
 
 def check_limits(settings: ServerConfig) -> None:
-    """That something gets through a server's limits; a negative one would refuse every request, each by itself."""
+    """That something gets through a server's limits, where a negative one would refuse every request by itself; and its origins."""
     check_kinds(settings)
     for name, least in _LIMITS_AT_LEAST.items():
         value = getattr(settings, name)
         if value is not None and not value >= least:
             raise ValueError(f"{name}={value} must be at least {least}")
+    for origin in settings.allowed_origins:
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise ValueError(
+                f"allowed_origins={origin!r} is no origin: give `*`, or scheme, host and port as browsers send them, such as "
+                "https://chat.example.com"
+            )
 
 
 def check_names(config: EngineConfig, passes: Sequence[str] | None) -> None:

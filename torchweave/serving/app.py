@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 import torchweave
@@ -81,5 +82,8 @@ def create_app(
         app.add_middleware(Relay, address=first)  # type: ignore[arg-type]
     app.add_middleware(Direct, routers=(chat.router, completions.router))  # type: ignore[arg-type]
     app.add_middleware(Guard, settings=settings, keys=keys, turns=client.turns)  # type: ignore[arg-type]
+    if settings.allowed_origins:  # around the guard: a browser asks without the key whether it may ask with it
+        origins = settings.allowed_origins
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=("*",), allow_headers=("*",))
     app.add_middleware(HttpMeter, counts=http)  # around the guard: what it refuses is counted too
     return app
