@@ -57,6 +57,27 @@ def test_a_stream_holds_back_what_may_begin_a_stop_string() -> None:
     assert seen + it.take().text == "abEcENx"
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 10])
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "text", "num_tokens"),
+    [
+        ("ab", 0, "", 2), ("ab", 1, "", 2), ("ab", 2, "ab", 4), ("ab", 3, "ab", 4), ("ab", 4, "abab", 6),
+        (["b", "abab"], 3, "", 4), (["b", "bab"], 2, "a", 4), ("c", 6, "ababab", 7), ("ab", 7, "abababcd", 8),
+    ],
+)  # fmt: skip
+def test_no_stop_string_ends_an_answer_before_it_has_its_least_tokens(
+    stop: str | list[str], min_tokens: int, text: str, num_tokens: int, size: int
+) -> None:
+    """As stop tokens; a string may begin among them."""
+    it, whole = answer(stop=stop, min_tokens=min_tokens), "abababcd"
+    parts = [whole[at : at + size] for at in range(0, len(whole), size)]
+    seen = ""
+    for part in parts:
+        it.add(ids(part), "length" if part is parts[-1] else None)
+        seen += it.take().text
+    assert (it.text, len(it.token_ids)) == (text, num_tokens) and seen == text
+
+
 def test_a_stop_token_is_a_token_but_no_text() -> None:
     it = answer()
     it.add(ids("ab"), None)

@@ -108,7 +108,7 @@ class SamplingParams:
         min_p: then drop tokens less likely than min_p times the most likely one.
         seed: makes the answer reproducible whatever else is in the batch; None draws one.
         max_tokens: tokens to generate at the most; None generates up to the engine's `max_model_len`.
-        min_tokens: stop tokens are not drawn before this many tokens.
+        min_tokens: stop tokens are not drawn, and stop strings do not end the answer, before this many tokens.
         stop: strings that end the answer; the answer's text ends before the string.
         stop_token_ids: tokens that end the answer, beside the model's own end tokens.
         ignore_eos: go on past the model's own end tokens.

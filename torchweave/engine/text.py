@@ -70,6 +70,7 @@ class Answer:
         self._sum = 0.0  # of their log-probabilities
         self._stops = params.stop_strings
         self._hold = max((len(text) for text in self._stops), default=1) - 1
+        self._barred = 0  # characters of the first `min_tokens` tokens: no stop string ends among them
 
     @property
     def finished(self) -> bool:
@@ -100,17 +101,24 @@ class Answer:
         if not self._stops:
             self.text += self._detokenizer.feed(ids)
             return False
+        num_held = self._params.min_tokens - len(self.token_ids)
         for at in range(len(ids)):
             start = max(len(self.text) - self._hold, 0)
             self.text += self._detokenizer.feed(ids[at : at + 1])
-            if self._cut(start):
+            if at < num_held:
+                self._barred = len(self.text)
+            elif self._cut(start):
                 self.token_ids += ids[: at + 1]
                 return True
         return False
 
     def _cut(self, start: int) -> bool:
         """End the text at the first stop string found from `start` on: before it, or behind it where that is asked for."""
-        found = [(at, text) for text in self._stops if (at := self.text.find(text, start)) >= 0]
+        found = [
+            (at, text)
+            for text in self._stops
+            if (at := self.text.find(text, max(start, self._barred - len(text) + 1))) >= 0
+        ]
         if not found:
             return False
         at, text = min(found, key=lambda each: (each[0], len(each[1])))
