@@ -65,9 +65,10 @@ def content_text(content: Any) -> str | None:
     texts: list[str] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if kind in ("text", "refusal") else None  # type: ignore[union-attr]
+        text = part.get(kind) if kind in ("text", "refusal") else None  # type: ignore[union-attr]
         if not isinstance(text, str):
             what = f"a part of type {kind!r}" if isinstance(kind, str) else "something else"
+            what += " without a text" if kind in ("text", "refusal") else ""
             raise ValueError(f'the model reads text alone: expected {{"type": "text", "text": ...}}, but found {what}')
         texts.append(text)
     return "\n".join(texts)

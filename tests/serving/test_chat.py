@@ -56,6 +56,9 @@ def test_E1_parts_of_text_are_one_message(server: Running) -> None:
     parts: Any = [{"role": "user", "content": [{"type": "text", "text": "12+"}, {"type": "text", "text": "30="}]}]
     ids = server.post("/tokenize", {"messages": parts}).json()["tokens"]
     assert server.post("/detokenize", {"tokens": ids}).json()["prompt"] == "<bos><|user|>12+\n30=<|end|><|assistant|>"
+    refusal = [*SUM, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, *SUM]
+    ids = server.post("/tokenize", {"messages": refusal}).json()["tokens"]
+    assert "No.<|end|>" in server.post("/detokenize", {"tokens": ids}).json()["prompt"]
     image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
     with pytest.raises(openai.BadRequestError, match=r"reads text alone.*image_url"):
         server.client().chat.completions.create(model="demo", messages=image)
@@ -134,6 +137,7 @@ def test_E1_tokenize_and_detokenize(server: Running) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options needs stream"),
         ({"messages": []}, "at least 1 item"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a part of type 'text' without a text"),
         ({"tool_choice": "sometimes"}, "expected none, auto, required"),
         ({"tool_choice": "required"}, "there are no tools"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
