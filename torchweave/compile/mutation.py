@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,7 +26,17 @@ _IN_PLACE_OPERATORS = (
     operator.iand,
     operator.ior,
     operator.ixor,
+    operator.ilshift,
+    operator.irshift,
 )
+_IN_PLACE_METHODS = frozenset(f"__{each.__name__}__" for each in _IN_PLACE_OPERATORS)
+# What functions of torch write to besides what their names say: these arguments, where that one is given and true.
+_WRITTEN_IF = {
+    "batch_norm": (("running_mean", "running_var"), "training"),
+    "instance_norm": (("running_mean", "running_var"), "use_input_stats"),
+    "embedding": (("weight",), "max_norm"),
+    "embedding_bag": (("weight",), "max_norm"),
+}
 
 
 def written(node: fx.Node) -> list[fx.Node]:
@@ -37,9 +50,11 @@ def written(node: fx.Node) -> list[fx.Node]:
         target = getattr(target, target.overloads()[0])
     if isinstance(target, torch._ops.OpOverload):
         return _by_schema(target, node)
-    if target in _IN_PLACE_OPERATORS or _names_in_place(getattr(target, "__name__", "")) or node.kwargs.get("inplace"):
+    if target in _IN_PLACE_OPERATORS or _names_in_place(getattr(target, "__name__", "")):
         return _nodes(node.args[:1])
-    return _nodes([node.kwargs["out"]]) if node.kwargs.get("out") is not None else []
+    if node.kwargs.get("out") is not None:
+        return _nodes([node.kwargs["out"]])
+    return _by_signature(target, node) if isinstance(target, FunctionType) else []
 
 
 def writes_in_place(graph: fx.Graph) -> bool:
@@ -66,7 +81,22 @@ def written_by_two_names(graph: fx.Graph) -> dict[int, fx.Node]:
 
 
 def _names_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.startswith("_") and not name.endswith("__")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_METHODS
+
+
+def _by_signature(function: FunctionType, node: fx.Node) -> list[fx.Node]:
+    """A function in Python may be told by any argument, named or not, as modules of torch do: `elu(x, 1.0, True)`."""
+    names = _parameters(function)
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if given.get("inplace"):
+        return _nodes([given[names[0]]])
+    targets, condition = _WRITTEN_IF.get(function.__name__, ((), ""))
+    return _nodes([given.get(name) for name in targets]) if given.get(condition) else []
+
+
+@functools.cache
+def _parameters(function: FunctionType) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def _by_schema(op: torch._ops.OpOverload, node: fx.Node) -> list[fx.Node]:
