@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchweave.compile.errors import TraceError, users_line
+from torchweave.compile.errors import WRITES_TO_VIEWS, TraceError, users_line
 from torchweave.compile.graph import CapturedGraph
+from torchweave.compile.symbols import fixed_sizes
 from torchweave.config import DynamicShapes
 from torchweave.log import Report
 
 _ORDINARY = (2, 7, 64)
-_HIGHEST = 1 << 24
+HIGHEST = 1 << 24
 
 
 def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report) -> tuple[int, int]:
@@ -28,23 +29,42 @@ def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report) -> tup
     Raises:
         TraceError: the graph is right only for some ordinary sizes.
     """
-    shape_env = graph.fake_mode.shape_env
-    guards = (
-        [(shape_env.replace(guard.expr), guard.sloc) for guard in shape_env.guards] if shape_env is not None else []
-    )
+    for text in sorted({str(guard) for guard, _ in _guards(graph) if not _holds(guard, 1, graph.symbols)}):
+        report.event("assumption", expression=text, fails_at=1, mode=mode)
+    return 2 if mode == "backed" else 1, highest(graph)
+
+
+def num_guards(graph: CapturedGraph) -> int:
+    """How many guards there are, for `highest` to tell those of a build from what was there before."""
+    return len(_guards(graph))
+
+
+def highest(graph: CapturedGraph, first: int = 0) -> int:
+    """The largest value that every dynamic size may take, as far as guards from number `first` on say.
+
+    Raises:
+        TraceError: they hold only for some ordinary sizes, or a size has become a number.
+    """
+    for symbol, size in fixed_sizes(graph.fake_mode.shape_env).items():
+        if symbol in graph.symbols:
+            raise TraceError(f"{graph.symbols[symbol]} was fixed to {size} while pieces were built; {WRITES_TO_VIEWS}")
+    guards = _guards(graph)[first:]
     for guard, sloc in guards:
         if wrong := [size for size in _ORDINARY if not _holds(guard, size, graph.symbols)]:
             where, code = users_line(sloc)
             said = f"{guard} in `{code}`" if code else f"{guard}, from {sloc}"
             raise TraceError(f"forward takes another path for a size of {wrong[0]} ({said})", where)
-    for text in sorted({str(guard) for guard, _ in guards if not _holds(guard, 1, graph.symbols)}):
-        report.event("assumption", expression=text, fails_at=1, mode=mode)
-    lowest = 2 if mode == "backed" else 1
 
     def all_hold(size: int) -> bool:
         return all(_holds(guard, size, graph.symbols) for guard, _ in guards)
 
-    return lowest, _HIGHEST if all_hold(_HIGHEST) else _last(all_hold, max(_ORDINARY), _HIGHEST)
+    return HIGHEST if all_hold(HIGHEST) else _last(all_hold, max(_ORDINARY), HIGHEST)
+
+
+def _guards(graph: CapturedGraph) -> list[tuple[Any, Any]]:
+    """What must hold of sizes, and where that was found."""
+    shape_env = graph.fake_mode.shape_env
+    return [(shape_env.replace(guard.expr), guard.sloc) for guard in shape_env.guards] if shape_env is not None else []
 
 
 def _holds(expression: Any, size: int, symbols: Mapping[str, str]) -> bool:

@@ -74,7 +74,8 @@ def weave(
     tell_exchanges(pieces, graph.symbols, report)
     with turn():
         built = build_pieces(graph, pieces, manager, cache, device, report)
-    return Woven(graph, parts, built, size_range(graph, config.dynamic_shapes, report), report)
+    low, high = size_range(graph, config.dynamic_shapes, report)
+    return Woven(graph, parts, built, (low, min([high, *(each.highest for each in built.values())])), report)
 
 
 def _captured(

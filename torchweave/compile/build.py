@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from torchweave.compile.ahead import KernelsAhead
+from torchweave.compile.assumptions import highest, num_guards
 from torchweave.compile.cache import CompileCache
 from torchweave.compile.code_folder import CodeFolder
 from torchweave.compile.dump import graph_text
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.lower import NotLowered, lower, lowering
-from torchweave.compile.mutation import written_by_two_names
+from torchweave.compile.mutation import writes_in_place, written_by_two_names
 from torchweave.compile.passes.aten.reinplace import Reinplace
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.identity import stage_factors
@@ -104,6 +105,7 @@ class PieceBuilder:
         self.passes = tuple(
             each for each in manager.passes("aten") if device.type in getattr(each, "devices", (device.type,))
         )
+        self.graph, self.known_guards = graph, 0
         self.tokens = token_count(graph.symbols)
         self.table = manager.table or Table(device_kind(device))
         self.ahead = KernelsAhead(device)
@@ -111,13 +113,14 @@ class PieceBuilder:
 
     def build(self, piece: Piece) -> BuiltPiece:
         """The piece for every token count, and its variants."""
+        self.known_guards = num_guards(self.graph)
         *narrow, whole = self._ranges(piece)
         built = replace(whole.built, variants=tuple(narrow))
         if self.config.enable_inductor and self.tokens is not None:
             sizes = [size for size in sorted(set(self.config.compile_sizes)) if self._pays(piece, size)]
             fixed = [self._fixed(piece, size) for size in sizes]
             built = replace(built, variants=(*(each for each in fixed if each is not None), *built.variants))
-        return built
+        return replace(built, highest=min([built.highest, *(each.built.highest for each in built.variants)]))
 
     def _ranges(self, piece: Piece) -> list[Variant]:
         """The piece by ranges of the token count, lowest first, the last one open; one when no pass divides them."""
@@ -220,12 +223,15 @@ class PieceBuilder:
 
         Raises:
             NotLowered: sizes are to be fixed, and the piece cannot be lowered.
+            TraceError: to take a write apart made a number of a size.
         """
         # A piece that nothing rewrites runs as it was traced, and writes in place as it is.
         last = [each for each in passes if isinstance(each, Reinplace)]
         passes = [each for each in passes if each not in last]
-        if not passes and not sizes:
+        if not passes and not sizes and not (self.config.enable_inductor and writes_in_place(piece.graph)):
             return Rewritten(piece)
+        # Without passes, too, where Inductor would take writes apart: what its own cache has of such a piece does not tell whether
+        # that made a number of a size, and lowering does.
         with shapes_mode(self.config.dynamic_shapes):
             try:
                 rewritten = lowered()
@@ -253,7 +259,9 @@ class PieceBuilder:
             self.report.event("fallback", what=f"piece {piece.digest} by Inductor", why=why)
         by_inductor = self.config.enable_inductor and shared is None
         built = build_inductor(piece, self.config, tune) if by_inductor else build_fx(piece)
-        return replace(built, passes=tuple(rewritten.facts), ranges=rewritten.ranges)
+        # Asked before anything is kept: who loads the piece learns nothing of what was found while it was built.
+        limit = highest(self.graph, self.known_guards)
+        return replace(built, passes=tuple(rewritten.facts), ranges=rewritten.ranges, highest=limit)
 
 
 def _stream_builder(

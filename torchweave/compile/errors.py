@@ -11,6 +11,11 @@ from typing import Any
 from torch import fx
 from torch.utils._traceback import shorten_filename
 
+WRITES_TO_VIEWS = (
+    "torch can take a write to such a view apart for one size alone: write to `x[:, i]` in the place of a part of `unbind` or "
+    "`unfold`, or compute a new tensor"
+)
+
 
 class WeaveError(ValueError):
     """A module cannot be woven as asked.

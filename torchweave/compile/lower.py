@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torchweave.compile.errors import WRITES_TO_VIEWS, TraceError, place
 from torchweave.compile.mutation import storage, written, written_by_two_names
 from torchweave.compile.split import Piece, digest
-from torchweave.compile.symbols import value
+from torchweave.compile.symbols import fixed_sizes, value
 
 aten = torch.ops.aten
 
@@ -40,6 +41,7 @@ def lower(piece: Piece, sizes: Mapping[str, int] | None = None) -> Piece:
 
     Raises:
         NotLowered: it writes to an input that is also seen by another name, or tracing fails.
+        TraceError: tracing made a number of a size.
     """
     return lowering(piece, sizes)()
 
@@ -52,12 +54,33 @@ def lowering(piece: Piece, sizes: Mapping[str, int] | None = None) -> Callable[[
     """
     _refuse_aliased_writes(piece)
     examples = [_fixed(each, sizes) for each in piece.examples()] if sizes else piece.examples()
+    interpreter = _Interpreter(piece)
     try:
-        traced = trace(fx.Interpreter(piece.module).run, examples)
+        traced = trace(interpreter.run, examples)
     except Exception as error:  # tracing raises what an op's fake kernel raises
         raise NotLowered(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+    if interpreter.fixed is not None:
+        raise interpreter.fixed
     names = [str(node.target) for node in piece.module.graph.nodes if node.op == "placeholder"]
     return lambda: replace(piece, module=_renamed(traced, names, examples))
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a piece, and notes which operation made a number of a size: it is one for the whole graph then."""
+
+    def __init__(self, piece: Piece) -> None:
+        super().__init__(piece.module)
+        self._shape_env = piece.fake_mode.shape_env
+        self._known = fixed_sizes(self._shape_env)
+        self.fixed: TraceError | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        new = {symbol: size for symbol, size in fixed_sizes(self._shape_env).items() if symbol not in self._known}
+        if new and self.fixed is None:
+            cause = f"{n.name} holds for a size of {min(new.values())} alone; {WRITES_TO_VIEWS}"
+            self.fixed = TraceError(cause, place(n))
+        return result
 
 
 def trace(function: Callable[..., Any], examples: Sequence[Any]) -> fx.GraphModule:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchweave.compile.assumptions import HIGHEST
 from torchweave.compile.mutation import writes_in_place
 from torchweave.compile.split import Piece
 from torchweave.compile.symbols import shapes_mode
@@ -37,6 +38,7 @@ class BuiltPiece:
         passes: facts of what each pass of the ATen stage did to it.
         ranges: of the token count in which passes make different things of the piece; this one is for the last.
         variants: the same piece for some token counts; the first that holds is called instead.
+        highest: the largest dynamic size that it was built for.
     """
 
     digest: str
@@ -48,6 +50,7 @@ class BuiltPiece:
     passes: tuple[dict[str, Any], ...] = ()
     variants: tuple[Variant, ...] = ()
     ranges: tuple[tuple[int, int | None], ...] = ()
+    highest: int = HIGHEST
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,13 @@ class StoredPiece:
         self.cache.hit(entry)
         self._unpack(entry.key, built)
         passes, ranges = entry.facts.get("passes", ()), entry.facts.get("ranges", ())
-        seconds = time.monotonic() - begin
-        return replace(built, seconds=seconds, passes=tuple(passes), ranges=tuple((low, high) for low, high in ranges))
+        return replace(
+            built,
+            seconds=time.monotonic() - begin,
+            passes=tuple(passes),
+            ranges=tuple((low, high) for low, high in ranges),
+            highest=entry.facts["highest"],
+        )
 
     def _build(self) -> BuiltPiece:
         built = self.build()
@@ -120,9 +125,8 @@ class StoredPiece:
         except NotStorable as error:
             self.cache.miss("piece", key_of("piece", self.factors), f"not stored: {error}")
             return built
-        key = self.cache.store(
-            "piece", self.factors, payload, {**self.facts, "passes": built.passes, "ranges": built.ranges}
-        )
+        facts = {**self.facts, "passes": built.passes, "ranges": built.ranges, "highest": built.highest}
+        key = self.cache.store("piece", self.factors, payload, facts)
         self._unpack(key, built)
         return built
 

@@ -51,6 +51,12 @@ def symbol_name(size: Any) -> str | None:
     return str(size.node.expr) if size.node.expr.is_symbol else None
 
 
+def fixed_sizes(shape_env: Any) -> dict[str, int]:
+    """Symbols that turned out to be a number, for whichever reason, and that number."""
+    known = getattr(shape_env, "replacements", {})
+    return {str(symbol): int(size) for symbol, size in known.items() if size.is_number}
+
+
 def free_symbols(thing: Any) -> set[str]:
     """Names of all symbols in a size, a fake tensor's shape and strides, or a nest of them."""
     if isinstance(thing, (torch.SymInt, torch.SymBool, torch.SymFloat)):

@@ -106,7 +106,8 @@ class StreamBuilder:
         call, code = join(split, [each.call for each in built], self._lanes)
         self._report.artifact(f"pieces/{split.piece.digest}/streams.py", code)
         kind = "cache" if all(each.built == "cache" for each in built) else built[0].built
-        return BuiltPiece(split.piece.digest, call, kind, time.monotonic() - begin)
+        highest = min(each.highest for each in built)
+        return BuiltPiece(split.piece.digest, call, kind, time.monotonic() - begin, highest=highest)
 
 
 def plan(piece: Piece, max_num_streams: int, costs: Costs) -> Split:

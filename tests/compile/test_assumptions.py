@@ -1,0 +1,73 @@
+"""What was found out about sizes while pieces were built is refused or kept: who loads a piece is told the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchweave.compile import CompileCache, GraphPass, PassResult, TraceError, weave
+from torchweave.compile.passes.base import Stage
+from torchweave.compile.symbols import value
+from torchweave.config import TorchCompileConfig
+from torchweave.log import Report
+
+DYNAMIC = {"x": {0: "T"}}
+
+
+class Unbound(nn.Module):
+    """Writes to a part of `unbind`, which torch takes apart for one size alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 1
+        left, right = y.view(-1, 2, 4).unbind(1)
+        left += right
+        return y * 2
+
+
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) + x
+
+
+class OnlyBelow(GraphPass):
+    """Looks at the token count, as a rewriting that holds for few tokens might."""
+
+    name: str = "only_below"
+    stage: Stage = "aten"
+
+    def run(self, graph: Any) -> PassResult:
+        sizes = [value(node).shape[0] for node in graph.graph.nodes if node.op == "placeholder"]
+        return PassResult(int(sizes[0] <= 500), 0)
+
+
+@pytest.mark.parametrize("passes", [None, []])
+def test_a_size_that_building_fixes_is_refused_and_nothing_of_it_is_kept(tmp_path: Path, passes: Any) -> None:
+    """With no pass too, and at a second start: what Inductor keeps itself does not tell that it was fixed."""
+    cache = CompileCache(tmp_path / "cache", Report(show=False))
+    line = next(at for at, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "+= right" in text)
+    for where in (
+        {f"{__file__}:{line - 1}", f"{__file__}:{line}"},
+        {""},
+    ):  # a graph that is loaded has forgotten its lines
+        with pytest.raises(TraceError, match="holds for a size of 5 alone") as caught:
+            weave(Unbound(), {"x": torch.randn(5, 8)}, DYNAMIC, cache=cache, passes=passes)
+        assert caught.value.where in where
+    assert {path.parent.name for path in cache.entries()} <= {"graph"}
+
+
+def test_a_module_that_writes_to_a_part_runs_where_nothing_takes_it_apart() -> None:
+    config = TorchCompileConfig(enable_inductor=False)
+    woven = weave(Unbound(), {"x": torch.randn(5, 8)}, DYNAMIC, config=config, passes=[])
+    x = torch.randn(3, 8)
+    assert torch.equal(woven._run(None, x), Unbound()(x))
+
+
+def test_a_limit_that_was_found_while_a_piece_was_built_holds_for_who_loads_it(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path / "cache", Report(show=False))
+    for built in ("inductor", "cache"):
+        woven = weave(Plain(), {"x": torch.randn(5, 8)}, DYNAMIC, cache=cache, passes=[OnlyBelow()])
+        assert woven.sizes == (1, 500) and [each.built for each in woven.built.values()] == [built]
