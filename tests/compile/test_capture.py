@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.compile.toy import DYNAMIC, example, toy
-from torchweave.compile import weave
+from torchweave.compile import CompileCache, weave
 from torchweave.compile.capture import capture
 from torchweave.compile.errors import InvariantError, TraceError
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.graph import Constant, Input
 from torchweave.compile.sources import SourceError, resolve
 from torchweave.config import TorchCompileConfig
+from torchweave.log import Report
 
 FX = TorchCompileConfig(enable_inductor=False)
 
@@ -142,3 +144,32 @@ def test_inputs_must_be_named_as_forward_names_them() -> None:
 def test_sources_only_look_things_up(source: str) -> None:
     with pytest.raises(SourceError):
         resolve(source, {"L": {"self": nn.Linear(2, 2)}})
+
+
+class Looked(nn.Module):
+    """Returns what tracing leaves outside of the graph: attributes of an input."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x.T, {"more": [x + 1, x.mT]}, x
+
+
+def test_a_returned_attribute_of_an_input_is_of_the_input_of_the_call(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path / "cache", Report(show=False))
+    for source in ("dynamo", "cache"):
+        report = Report(show=False)
+        woven = weave(Looked(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX, cache=cache, report=report)
+        assert [each["source"] for each in report.select("capture")] == [source]
+        x = torch.randn(3, 8)
+        transposed, more, same = woven(call_as_is, x)
+        assert torch.equal(transposed, x.T) and transposed.data_ptr() == x.data_ptr() and same is x
+        assert torch.equal(more["more"][0], x + 1) and torch.equal(more["more"][1], x.T)
+
+
+class ReturnsSize(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x + 1, x.shape[0] * 2
+
+
+def test_a_returned_size_is_refused_as_what_it_is() -> None:
+    with pytest.raises(TraceError, match="forward returns a size, or a number made of sizes; return tensors"):
+        weave(ReturnsSize(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)

@@ -6,6 +6,7 @@ What the graph was specialised to by declaration (example dtypes, devices, every
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
@@ -21,7 +22,17 @@ from torch.utils import _pytree as pytree
 
 from torchweave.compile.dump import bytecode_text
 from torchweave.compile.errors import InvariantError, TraceError, place, trace_error, users_line
-from torchweave.compile.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size, tidy
+from torchweave.compile.graph import (
+    Attribute,
+    Binding,
+    CapturedGraph,
+    Constant,
+    Input,
+    OutputTree,
+    Size,
+    same_geometry,
+    tidy,
+)
 from torchweave.compile.mutation import storage, written
 from torchweave.compile.sources import SourceError, resolve
 from torchweave.compile.symbols import DynamicDims, example, mark, pick_hints, shapes_mode, symbol_name, value
@@ -36,6 +47,8 @@ from torchweave.config import DynamicShapes
 from torchweave.log import Report
 
 _OWN = f"{__package__}.trace_once."
+_VIEWS = ("T", "mT", "H", "mH", "data")
+"""Attributes of a tensor that look at it."""
 _NUMPYS = "___from_numpy("
 """How Dynamo's source of a numpy number or array begins."""
 
@@ -266,6 +279,8 @@ def _plain_module(gm: fx.GraphModule) -> fx.GraphModule:
 def _output_tree(captured: Any, module: nn.Module, gm: fx.GraphModule, inputs: dict[str, Tensor]) -> OutputTree:
     """Run only Dynamo's own glue on marked tensors, and see where each of them lands in the return value."""
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    if sizes := [node for node in output.all_input_nodes if not isinstance(value(node), Tensor)]:
+        raise TraceError("forward returns a size, or a number made of sizes; return tensors", place(sizes[0]))
     marks = tuple(torch.empty(0) for _ in output.args[0])
     glue = captured.forward_callable(compiled_fn=lambda *args: marks)
     result = glue(module, *inputs.values())
@@ -279,7 +294,7 @@ def _output_tree(captured: Any, module: nn.Module, gm: fx.GraphModule, inputs: d
         elif id(leaf) in input_of:
             leaves.append(Input(input_of[id(leaf)]))
         elif isinstance(leaf, Tensor):
-            leaves.append(Constant(leaf))
+            leaves.append(_attribute_of(leaf, inputs) or Constant(leaf))
         elif leaf is None or isinstance(leaf, (bool, str, float)):
             leaves.append(("value", leaf))
         else:
@@ -287,6 +302,21 @@ def _output_tree(captured: Any, module: nn.Module, gm: fx.GraphModule, inputs: d
                 f"forward returns a {type(leaf).__name__}; return tensors, or None, a bool, float or string"
             )
     return OutputTree(spec, tuple(leaves))
+
+
+def _attribute_of(leaf: Tensor, inputs: dict[str, Tensor]) -> Attribute | None:
+    """The attribute of an input that a returned tensor is, None when it looks at no input."""
+    for name, tensor in inputs.items():
+        if leaf.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+            continue
+        for attribute in _VIEWS:
+            with contextlib.suppress(RuntimeError):  # an input of that kind has no such attribute
+                if same_geometry(getattr(tensor, attribute), leaf):
+                    return Attribute(name, attribute)
+        raise TraceError(
+            f"forward returns a view of {name} that tracing leaves outside of the graph; return a copy of it"
+        )
+    return None
 
 
 def _lift_attributes(graph: CapturedGraph) -> None:

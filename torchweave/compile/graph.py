@@ -26,6 +26,13 @@ class Input:
 
 
 @dataclass(frozen=True)
+class Attribute(Input):
+    """What forward returns of one of its arguments by an attribute, such as `x.T`: tracing leaves that outside of the graph."""
+
+    attribute: str
+
+
+@dataclass(frozen=True)
 class Size:
     """A placeholder that is a size of one of forward's arguments."""
 
@@ -53,7 +60,8 @@ Binding = Input | Size | Constant
 class OutputTree:
     """How forward's return value is built from the graph's flat outputs.
 
-    `leaves` holds, for each leaf of `spec`, the index of a graph output, or an `Input`, or a plain Python constant.
+    `leaves` holds, for each leaf of `spec`, the index of a graph output, or an `Input` or its `Attribute`, or a `Constant`, or a
+    plain Python constant.
     """
 
     spec: Any

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from torchweave.compile.forward import Boundary
-from torchweave.compile.graph import CapturedGraph, Constant, Input, OutputTree, Size
+from torchweave.compile.graph import Attribute, CapturedGraph, Constant, Input, OutputTree, Size
 from torchweave.compile.pieces import BuiltPiece
 from torchweave.compile.split import BoundaryCall, Piece
 from torchweave.compile.symbols import is_size, token_count, value
@@ -282,6 +282,8 @@ class _Tree:
     def _leaf(self, leaf: Any, flat: tuple[Any, ...], inputs: dict[str, Tensor]) -> Any:
         if isinstance(leaf, int):
             return flat[leaf]
+        if isinstance(leaf, Attribute):
+            return getattr(inputs[leaf.name], leaf.attribute)
         if isinstance(leaf, Input):
             return inputs[leaf.name]
         return leaf.tensor if isinstance(leaf, Constant) else leaf[1]
