@@ -17,6 +17,7 @@ from torchweave.compile.capture import capture
 from torchweave.compile.errors import InvariantError, TraceError
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.graph import Constant, Input
+from torchweave.compile.persist import dump_graph, load_graph
 from torchweave.compile.sources import SourceError, resolve
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
@@ -173,3 +174,14 @@ class ReturnsSize(nn.Module):
 def test_a_returned_size_is_refused_as_what_it_is() -> None:
     with pytest.raises(TraceError, match="forward returns a size, or a number made of sizes; return tensors"):
         weave(ReturnsSize(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)
+
+
+class Methods(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh().sum(-1)
+
+
+def test_a_graph_of_methods_alone_is_kept() -> None:
+    graph = capture(Methods(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
+    loaded = load_graph(dump_graph(graph), Methods(), torch.device("cpu"))
+    assert [node.target for node in loaded.graph.nodes] == [node.target for node in graph.graph.nodes]

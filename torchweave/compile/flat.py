@@ -30,6 +30,7 @@ def write_nodes(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Row]]:
             if target == len(table.nodes):
                 table.node_copy(node, lambda _: anything).meta = {}
         rows.append((target, node.op, node.name, _write(node.args, places), _write(node.kwargs, places)))
+    table.output(anything)  # a graph of methods alone has no other node, and without one its code is no Python
     return fx.GraphModule(module, table, "Captured"), rows
 
 
