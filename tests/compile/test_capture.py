@@ -185,3 +185,35 @@ def test_a_graph_of_methods_alone_is_kept() -> None:
     graph = capture(Methods(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
     loaded = load_graph(dump_graph(graph), Methods(), torch.device("cpu"))
     assert [node.target for node in loaded.graph.nodes] == [node.target for node in graph.graph.nodes]
+
+
+class Mapped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row.sum())(x)  # each row
+
+
+class Slope(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda each: (each**2).sum())(x)
+
+
+@pytest.mark.parametrize("module", [Mapped(), Slope()])
+def test_a_transform_is_refused_and_nothing_of_it_stays_on(module: nn.Module) -> None:
+    with pytest.raises(TraceError, match=r"uses a transform of torch\.func") as caught:
+        weave(module, {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)
+    if isinstance(module, Mapped):
+        assert "# each row" in linecache.getline(__file__, int(caught.value.where.removeprefix(f"{__file__}:")))
+    torch.randn(2)  # raises where a vmap was left on
+
+
+class Yields(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return self.parts(x)
+
+    def parts(self, x: Tensor) -> Any:
+        yield x + 1
+
+
+def test_a_generator_is_refused() -> None:
+    with pytest.raises(TraceError, match="forward returns what cannot be made again at each call, as a generator"):
+        weave(Yields(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)

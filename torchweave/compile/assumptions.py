@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchweave.compile.errors import WRITES_TO_VIEWS, TraceError, users_line
+from torchweave.compile.errors import WRITES_TO_VIEWS, SizeError, users_line
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.symbols import fixed_sizes
 from torchweave.config import DynamicShapes
@@ -27,7 +27,7 @@ def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report) -> tup
     too. With `backed`, 1 is excluded.
 
     Raises:
-        TraceError: the graph is right only for some ordinary sizes.
+        SizeError: the graph is right only for some ordinary sizes.
     """
     for text in sorted({str(guard) for guard, _ in _guards(graph) if not _holds(guard, 1, graph.symbols)}):
         report.event("assumption", expression=text, fails_at=1, mode=mode)
@@ -43,17 +43,17 @@ def highest(graph: CapturedGraph, first: int = 0) -> int:
     """The largest value that every dynamic size may take, as far as guards from number `first` on say.
 
     Raises:
-        TraceError: they hold only for some ordinary sizes, or a size has become a number.
+        SizeError: they hold only for some ordinary sizes, or a size has become a number.
     """
     for symbol, size in fixed_sizes(graph.fake_mode.shape_env).items():
         if symbol in graph.symbols:
-            raise TraceError(f"{graph.symbols[symbol]} was fixed to {size} while pieces were built; {WRITES_TO_VIEWS}")
+            raise SizeError(f"{graph.symbols[symbol]} was fixed to {size} while pieces were built; {WRITES_TO_VIEWS}")
     guards = _guards(graph)[first:]
     for guard, sloc in guards:
         if wrong := [size for size in _ORDINARY if not _holds(guard, size, graph.symbols)]:
             where, code = users_line(sloc)
             said = f"{guard} in `{code}`" if code else f"{guard}, from {sloc}"
-            raise TraceError(f"forward takes another path for a size of {wrong[0]} ({said})", where)
+            raise SizeError(f"forward takes another path for a size of {wrong[0]} ({said})", where)
 
     def all_hold(size: int) -> bool:
         return all(_holds(guard, size, graph.symbols) for guard, _ in guards)

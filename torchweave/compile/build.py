@@ -223,7 +223,7 @@ class PieceBuilder:
 
         Raises:
             NotLowered: sizes are to be fixed, and the piece cannot be lowered.
-            TraceError: to take a write apart made a number of a size.
+            SizeError: to take a write apart made a number of a size.
         """
         # A piece that nothing rewrites runs as it was traced, and writes in place as it is.
         last = [each for each in passes if isinstance(each, Reinplace)]

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from torchweave.compile.dump import bytecode_text
-from torchweave.compile.errors import InvariantError, TraceError, place, trace_error, users_line
+from torchweave.compile.errors import InvariantError, SizeError, TraceError, place, places_of, trace_error, users_line
 from torchweave.compile.graph import (
     Attribute,
     Binding,
@@ -115,9 +115,10 @@ def _capture(
     captured = _trace(module, examples, mode)
     if captured.backend_input is None:
         raise TraceError("forward computes no tensor, so there is nothing to compile")
+    gm = captured.backend_input.graph_module
+    _refuse_transforms(gm)
     code = captured.graph_capture_output.bytecode
     report.artifact("dynamo/transformed_code.txt", lambda: bytecode_text(code))
-    gm = captured.backend_input.graph_module
     roots = _roots(module, names, examples, captured)
     bindings = _bind(gm, roots, dict(zip(names, examples, strict=True)))
     graph = CapturedGraph(
@@ -246,7 +247,7 @@ def _name_symbols(graph: CapturedGraph, dynamic: DynamicDims) -> dict[str, str]:
             symbol = symbol_name(shape[dim])
             if symbol is None:
                 where, why = _specialisation(shape[dim], graph)
-                raise TraceError(f"{size_name} ({input_name} dimension {dim}) was fixed to {shape[dim]}{why}", where)
+                raise SizeError(f"{size_name} ({input_name} dimension {dim}) was fixed to {shape[dim]}{why}", where)
             names[symbol] = size_name
     return names
 
@@ -282,8 +283,14 @@ def _output_tree(captured: Any, module: nn.Module, gm: fx.GraphModule, inputs: d
     if sizes := [node for node in output.all_input_nodes if not isinstance(value(node), Tensor)]:
         raise TraceError("forward returns a size, or a number made of sizes; return tensors", place(sizes[0]))
     marks = tuple(torch.empty(0) for _ in output.args[0])
-    glue = captured.forward_callable(compiled_fn=lambda *args: marks)
-    result = glue(module, *inputs.values())
+    try:
+        glue = captured.forward_callable(compiled_fn=lambda *args: marks)
+        result = glue(module, *inputs.values())
+    except Exception as error:  # Dynamo's code for what it made up while it traced
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TraceError(
+            f"forward returns what cannot be made again at each call, as a generator; return tensors ({said})"
+        ) from error
     index_of = {id(mark): index for index, mark in enumerate(marks)}
     input_of = {id(tensor): name for name, tensor in inputs.items()}
     flat, spec = pytree.tree_flatten(result)
@@ -302,6 +309,22 @@ def _output_tree(captured: Any, module: nn.Module, gm: fx.GraphModule, inputs: d
                 f"forward returns a {type(leaf).__name__}; return tensors, or None, a bool, float or string"
             )
     return OutputTree(spec, tuple(leaves))
+
+
+def _refuse_transforms(gm: fx.GraphModule) -> None:
+    """`vmap`, `grad` and their like turn a state of torch on and off around other operations: whoever runs these one by one, on
+    fakes or over streams, stops in between and leaves it on in the whole process."""
+    homes = {
+        node: getattr(node.target, "__module__", None) or "" for node in gm.graph.nodes if node.op == "call_function"
+    }
+    found = [node for node, home in homes.items() if home.startswith(("torch._functorch", "torch._C._functorch"))]
+    if found:
+        places = [where for node in found for where in places_of(node) if not where.startswith(f"{torch.__path__[0]}/")]
+        raise TraceError(
+            "forward uses a transform of torch.func (vmap, grad or the like), which cannot be divided into operations; write it "
+            "for the whole batch, or put it into a custom op",
+            places[-1] if places else "",
+        )
 
 
 def _attribute_of(leaf: Tensor, inputs: dict[str, Tensor]) -> Attribute | None:

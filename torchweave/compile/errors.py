@@ -35,6 +35,10 @@ class TraceError(WeaveError):
     """The module's forward cannot be captured as one graph of pieces. It can still be run as it is; see `broken`."""
 
 
+class SizeError(TraceError):
+    """What was captured holds for some sizes only."""
+
+
 class InvariantError(TraceError):
     """What was captured breaks a rule that pieces and recordings rest on."""
 
@@ -89,5 +93,10 @@ def whole_name(short: str) -> str:
 
 def place(node: fx.Node) -> str:
     """`file:line` of the user's code that made the node, as far as tracing kept it."""
-    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return ":".join(places[-1]) if places else ""
+    places = places_of(node)
+    return places[-1] if places else ""
+
+
+def places_of(node: fx.Node) -> list[str]:
+    """`file:line` of every frame in which the node was made, the innermost last."""
+    return [":".join(each) for each in re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")]

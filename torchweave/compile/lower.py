@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torchweave.compile.errors import WRITES_TO_VIEWS, TraceError, place
+from torchweave.compile.errors import WRITES_TO_VIEWS, SizeError, place
 from torchweave.compile.mutation import storage, written, written_by_two_names
 from torchweave.compile.split import Piece, digest
 from torchweave.compile.symbols import fixed_sizes, value
@@ -41,7 +41,7 @@ def lower(piece: Piece, sizes: Mapping[str, int] | None = None) -> Piece:
 
     Raises:
         NotLowered: it writes to an input that is also seen by another name, or tracing fails.
-        TraceError: tracing made a number of a size.
+        SizeError: tracing made a number of a size.
     """
     return lowering(piece, sizes)()
 
@@ -72,14 +72,14 @@ class _Interpreter(fx.Interpreter):
         super().__init__(piece.module)
         self._shape_env = piece.fake_mode.shape_env
         self._known = fixed_sizes(self._shape_env)
-        self.fixed: TraceError | None = None
+        self.fixed: SizeError | None = None
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         new = {symbol: size for symbol, size in fixed_sizes(self._shape_env).items() if symbol not in self._known}
         if new and self.fixed is None:
             cause = f"{n.name} holds for a size of {min(new.values())} alone; {WRITES_TO_VIEWS}"
-            self.fixed = TraceError(cause, place(n))
+            self.fixed = SizeError(cause, place(n))
         return result
 
 
