@@ -136,3 +136,12 @@ def doubled(x: Tensor) -> Tensor:
 
 
 doubled.doctor_inputs = X  # type: ignore[attr-defined]
+
+
+class Branches(nn.Module):
+    """A higher-order operator, which the watch on operations lets by."""
+
+    doctor_inputs = X
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (x,))

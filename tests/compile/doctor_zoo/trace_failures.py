@@ -133,3 +133,10 @@ class GeneratorOverNumbers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([x * i for i in range(40)]).sum(0)  # FIND unrolled_loop
+
+
+class Transformed(nn.Module):
+    doctor_inputs = X
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row.sum())(x)  # FIND refused

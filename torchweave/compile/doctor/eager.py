@@ -104,6 +104,8 @@ def _tracer(observed: Observed, watch: _Watch) -> Any:
 
 
 class _Watch(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, observed: Observed, size: int) -> None:
         super().__init__()
         self.observed, self.size = observed, size
@@ -112,6 +114,8 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):  # `cond` and its like: what is in them comes by itself
+            return func(*args, **kwargs)
         if func in _WAITS:
             self.observed.waits.add(_here())
         if func.namespace in _TORCHS_OWN:

@@ -12,7 +12,7 @@ from torchweave.compile.doctor.reading import statement
 from torchweave.compile.doctor.subject import Subject
 from torchweave.compile.doctor.tracing import Recompile, Traced
 from torchweave.compile.doctor.weaving import Wove
-from torchweave.compile.errors import InvariantError
+from torchweave.compile.errors import InvariantError, SizeError, WeaveError
 
 _RULES: dict[str, tuple[str, str]] = {
     "bit_length": (
@@ -121,19 +121,26 @@ def _culprits(observed: Observed, fixed: bool) -> Iterator[Finding]:
 
 def _from_capture(wove: Wove | None) -> Iterator[Finding]:
     if wove is not None and wove.error is not None:
-        yield _finding("fixed_size", wove.error.where, guard=wove.error.cause)
+        yield _refused(wove.error)
     else:
         yield _finding("fixed_size", "", guard="Dynamo does not say where")
 
 
 def _from_weaving(subject: Subject, wove: Wove) -> Iterator[Finding]:
     if wove.error is not None and not isinstance(wove.error, InvariantError):
-        yield _finding("fixed_size", wove.error.where, guard=wove.error.cause)
+        yield _refused(wove.error)
     if wove.wrong:
         sizes = ", ".join(map(str, sorted(wove.wrong)))
         yield _finding("wrong_at_size", "", guard=f"a size of {sizes}: {next(iter(wove.wrong.values()))}")
     if wove.unbacked_error is not None and wove.error is None:
         yield _finding("unbacked", wove.unbacked_error.where, "note", guard=wove.unbacked_error.cause)
+
+
+def _refused(error: WeaveError) -> Finding:
+    """What weaving refused; only sometimes is that a size."""
+    if isinstance(error, SizeError):
+        return _finding("fixed_size", error.where, guard=error.cause)
+    return Finding("trace_failure", "refused", error.where, error.cause, "do what the sentence asks for")
 
 
 def _short(guard: str) -> str:
