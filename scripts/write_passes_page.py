@@ -94,7 +94,8 @@ assert event["matches"] == 1
 ```
 
 In an importable module, the config names it: `passes: ["my_passes:SCALE_ONCE"]`. What is no pattern is a class with a name and a
-method: derive it from `torchweave.compile.GraphPass`. Test it alone, on five lines, as the stack's own passes are:
+method: derive it from `torchweave.compile.GraphPass`. A pass that leaves other inputs or outputs of the graph, or writes to an
+input that it did not write to, is refused by its name. Test it alone, on five lines, as the stack's own passes are:
 
 ```python
 import torch

@@ -16,6 +16,7 @@ from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.identity import stage_factors
 from torchweave.compile.passes.load import load_pass
 from torchweave.compile.passes.manager import PassManager
+from torchweave.compile.symbols import value
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
 
@@ -157,3 +158,77 @@ def test_S1_a_pass_that_raises_or_returns_nothing_is_named(stage: Any, kind: Any
     with pytest.raises(ValueError, match=f"^pass times {why}") as raised:
         weave(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config=FX, passes=[each])
     assert isinstance(raised.value.__cause__, cause)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(self.linear(x)) + x
+        return y, y.sum(-1)
+
+
+def _output(graph: Any) -> Any:
+    return next(iter(graph.graph.find_nodes(op="output")))
+
+
+def _drop_an_output(graph: Any) -> None:
+    _output(graph).args = (_output(graph).args[0][:1],)
+
+
+def _swap_outputs(graph: Any) -> None:
+    _output(graph).args = (tuple(reversed(_output(graph).args[0])),)
+
+
+def _no_output(graph: Any) -> None:
+    graph.graph.erase_node(_output(graph))
+
+
+def _other_dtype(graph: Any) -> None:
+    last = _output(graph).args[0][-1]
+    with graph.graph.inserting_after(last):
+        double = graph.graph.call_function(torch.ops.aten._to_copy.default, (last,), {"dtype": torch.float64})
+    with graph.faking():
+        double.meta = {key: value(last).double() for key in ("val", "example_value")}
+    _output(graph).replace_input_with(last, double)
+
+
+def _add_an_input(graph: Any) -> None:
+    first = next(iter(graph.graph.nodes))
+    with graph.graph.inserting_before(first):
+        graph.graph.placeholder("extra").meta = dict(first.meta)
+
+
+def _write_to_an_input(graph: Any) -> None:
+    call = next(node for node in graph.graph.nodes if node.op.startswith("call"))
+    read = call.all_input_nodes[0]
+    with graph.graph.inserting_before(call):
+        graph.graph.call_function(torch.ops.aten.add_.Tensor, (read, 1)).meta = dict(read.meta)
+
+
+@pytest.mark.parametrize("stage", ["torch_ir", "aten"])
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (_drop_an_output, "it returns .* and returned"),
+        (_swap_outputs, "it returns .* and returned"),
+        (_no_output, "it returns nothing, and returned"),
+        (_other_dtype, "it returns .*float64"),
+        (_add_an_input, "its inputs are extra|nothing is bound to the input extra"),
+        (_write_to_an_input, "it writes to the input .*, as it did not before"),
+    ],
+)
+def test_S1_a_pass_that_changes_what_others_see_of_a_graph_is_named(stage: Any, harm: Any, why: str) -> None:
+    class Harm(GraphPass):
+        name = "harm"
+
+        def run(self, graph: Any) -> PassResult:
+            harm(graph)
+            return PassResult(1, 1)
+
+    each = Harm()
+    each.stage = stage
+    with pytest.raises(RuntimeError, match=f"pass harm left a graph that does not hold together: ({why})"):
+        weave(Two(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX, passes=[each])

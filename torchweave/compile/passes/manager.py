@@ -8,14 +8,15 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from torchweave.compile.dump import graph_text
 from torchweave.compile.errors import WeaveError
-from torchweave.compile.graph import CapturedGraph, Faked, run_fake, same_geometry
+from torchweave.compile.graph import CapturedGraph, Faked, Input, run_fake, same_geometry
+from torchweave.compile.mutation import written
 from torchweave.compile.passes.aten import (
     add_rms_norm,
     all_reduce_norm,
@@ -219,12 +220,14 @@ def run_pass(each: Pass, graph: Faked, debug: bool = False) -> PassResult:
     """
     matches = rewritten = 0
     near_misses: tuple[NearMiss, ...] = ()
+    before = _face(graph)
     for _ in range(_MOST_ROUNDS):
         result = _round(each, graph)
         near_misses = result.near_misses
         matches, rewritten = matches + result.matches, rewritten + result.rewritten
         try:
             _lint(graph, result.matches + result.rewritten > 0, debug)
+            _check_face(before, _face(graph))
         except Exception as error:
             raise RuntimeError(f"pass {each.name} left a graph that does not hold together: {error}") from error
         if not (each.fixpoint and result.matches):
@@ -246,6 +249,44 @@ def _round(each: Pass, graph: Faked) -> PassResult:
     if not isinstance(result, PassResult):
         raise ValueError(f"pass {each.name} returned {result!r}; `run` returns a PassResult(matches, rewritten)")
     return result
+
+
+class _Face(NamedTuple):
+    """What others see of a graph, and no pass may change."""
+
+    inputs: list[str]
+    outputs: list[str]
+    written: frozenset[str]
+
+
+def _face(graph: Faked) -> _Face:
+    """Inputs by name, without tensors of the module where a pass may add and drop them; kinds of outputs; the inputs that the graph
+    writes to, as far as it names them there."""
+    nodes = list(graph.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    if isinstance(graph, CapturedGraph):
+        if unknown := [node.name for node in inputs if node.name not in graph.bindings]:
+            raise ValueError(f"nothing is bound to the input {unknown[0]}; `add_constant` adds a tensor")
+        inputs = sorted((each for each in inputs if isinstance(graph.bindings[each.name], Input)), key=str)
+    outputs = [leaf for node in nodes if node.op == "output" for leaf in node.args[0]]
+    changed = frozenset(target.name for node in nodes for target in written(node) if target.op == "placeholder")
+    return _Face([node.name for node in inputs], [_kind(leaf) for leaf in outputs], changed)
+
+
+def _kind(leaf: Any) -> str:
+    fake = value(leaf) if isinstance(leaf, fx.Node) else leaf
+    return f"{fake.dtype}{list(fake.shape)} on {fake.device}" if isinstance(fake, Tensor) else str(fake)
+
+
+def _check_face(before: _Face, after: _Face) -> None:
+    if after.inputs != before.inputs:
+        raise ValueError(f"its inputs are {', '.join(after.inputs)}, and were {', '.join(before.inputs)}")
+    if after.outputs != before.outputs:
+        raise ValueError(
+            f"it returns {', '.join(after.outputs) or 'nothing'}, and returned {', '.join(before.outputs)}"
+        )
+    if new := sorted(after.written - before.written):
+        raise ValueError(f"it writes to the input {new[0]}, as it did not before")
 
 
 def _lint(graph: Faked, changed: bool, debug: bool) -> None:
