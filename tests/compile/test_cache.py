@@ -22,7 +22,7 @@ from torch._inductor.async_compile import AsyncCompile
 from tests.compile import toy as toy_module
 from tests.compile.toy import BOUNDARY, DYNAMIC, example, step, toy
 from torchweave.compile import CompileCache, open_cache, weave
-from torchweave.compile.cache import MAGIC, read_entry
+from torchweave.compile.cache import FORMAT, MAGIC, read_entry
 from torchweave.compile.factors import describe_module, graph_factors, machine, piece_factors
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.inductor import inductor_waking
@@ -57,7 +57,7 @@ def test_an_entry_comes_back_as_it_was(tmp_path: Path, report: Report) -> None:
         (lambda data: data[:-3], "payload is damaged"),
         (lambda data: b"another program's file", "no file of this cache"),
         (lambda data: b"", "no file of this cache"),
-        (lambda data: data.replace(b'"format":2', b'"format":9'), "header is damaged"),
+        (lambda data: data.replace(b'"format":%d' % FORMAT, b'"format":9'), "header is damaged"),
         (lambda data: data.replace(b'"a":1', b'"a":2'), "header is damaged"),
         (lambda data: data[: len(MAGIC) + 20], "header is damaged"),
     ],

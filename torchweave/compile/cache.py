@@ -24,7 +24,7 @@ from torchweave.config import TorchCompileConfig, cache_dir, expanded
 from torchweave.log import Report
 
 MAGIC = b"torchweave-cache\n"
-FORMAT = 2
+FORMAT = 3
 SUFFIX = ".weave"
 CODE_FOLDER = "inductor"
 """Beside the entries: what Inductor compiled of pieces for a CPU."""
