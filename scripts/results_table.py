@@ -1,4 +1,4 @@
-"""Write the table of measured figures into README.md, between its marks, from bench/results/*.json.
+"""Write the table of measured figures into README.md, between its marks, from bench/results/*.json: the newest of each kind.
 
 python scripts/results_table.py
 """
@@ -43,13 +43,17 @@ def _cells(rows: Any, key: str, value: str, form: str) -> str:
 
 
 def read(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The results of `torchweave bench latency|throughput|suite` in a folder."""
-    found = []
+    """Of the results of `torchweave bench latency|throughput|suite` in a folder, the newest of each model and device."""
+    newest: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(result, dict) and result.get("scenario") in ("latency", "throughput", "suite"):
-            found.append((path.with_suffix(".md").relative_to(ROOT).as_posix(), result))
-    return found
+        if not isinstance(result, dict) or result.get("scenario") not in ("latency", "throughput", "suite"):
+            continue
+        environment = result["environment"]
+        key = result["model"], result["dtype"], environment["device"]
+        if key not in newest or environment["date"] > newest[key][1]["environment"]["date"]:
+            newest[key] = path.with_suffix(".md").relative_to(ROOT).as_posix(), result
+    return [newest[key] for key in sorted(newest)]
 
 
 def replaced(page: str, content: str) -> str:

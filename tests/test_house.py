@@ -162,6 +162,9 @@ def test_results_become_a_table():
     )
     with pytest.raises(ValueError, match="results: begin"):
         results.replaced("no marks", "new")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    newest = results.table(results.read(ROOT / "bench" / "results"))
+    assert readme == results.replaced(readme, newest), "run scripts/results_table.py"
 
 
 def test_decisions_are_numbered_and_whole():
