@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.exc import InductorError, LoweringException
 
 from tests.compile.toy import BOUNDARY, DYNAMIC, SIZES, example, step, toy
 from torchweave.compile import TraceError, broken, weave
@@ -47,6 +48,22 @@ def test_inductor_pieces_equal_the_module(compiled: Any) -> None:
     woven, want = compiled
     for size in SIZES:
         torch.testing.assert_close(woven(call_as_is, *step(*size)), want[size], rtol=2e-5, atol=2e-5)
+
+
+def test_a_piece_that_inductor_has_no_code_for_runs_as_it_was_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.13 has none for `y[1:].mul_(2)` with a dynamic number of rows."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise InductorError(LoweringException(TypeError("no code\n  target: aten.slice"), "aten.slice", [], {}), None)
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", refuse)
+    module, report = toy(), Report(show=False)
+    woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, report=report)
+    assert {each.built for each in woven.built.values()} == {"fx"}
+    events = report.select("fallback")
+    assert len(events) == len(woven.built) and {event["why"] for event in events} == {"TypeError: no code"}
+    for size in SIZES:
+        torch.testing.assert_close(woven(call_as_is, *step(*size)), module(*step(*size)), rtol=2e-5, atol=2e-5)
 
 
 def test_V7_each_distinct_piece_is_built_once(compiled: Any) -> None:

@@ -26,7 +26,7 @@ from torchweave.compile.passes.aten.reinplace import Reinplace
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.identity import stage_factors
 from torchweave.compile.passes.manager import PassManager
-from torchweave.compile.pieces import BuiltPiece, Variant, build_fx, build_inductor
+from torchweave.compile.pieces import BuiltPiece, NotByInductor, Variant, build_fx, build_inductor
 from torchweave.compile.split import Piece, structure
 from torchweave.compile.stored import StoredPiece
 from torchweave.compile.streams.build import StreamBuilder
@@ -251,17 +251,24 @@ class PieceBuilder:
     def _make(self, rewritten: Rewritten, tune: bool = False) -> BuiltPiece:
         piece = rewritten.piece
         self.ahead.see(piece)
-        shared = next(iter(written_by_two_names(piece.graph).values()), None)
-        if self.config.enable_inductor and shared is not None:
-            # AOTAutograd joins such inputs to one, whose shape it takes from how they are views while it compiles; when the code
-            # runs they are views in another way, and it reads sizes that are not those.
-            why = f"it writes to {shared.name}, which shares its memory with another input"
-            self.report.event("fallback", what=f"piece {piece.digest} by Inductor", why=why)
-        by_inductor = self.config.enable_inductor and shared is None
-        built = build_inductor(piece, self.config, tune) if by_inductor else build_fx(piece)
+        built = (self._by_inductor(piece, tune) if self.config.enable_inductor else None) or build_fx(piece)
         # Asked before anything is kept: who loads the piece learns nothing of what was found while it was built.
         limit = highest(self.graph, self.known_guards)
         return replace(built, passes=tuple(rewritten.facts), ranges=rewritten.ranges, highest=limit)
+
+    def _by_inductor(self, piece: Piece, tune: bool) -> BuiltPiece | None:
+        """The piece by Inductor; None, and an event, where it cannot."""
+        shared = next(iter(written_by_two_names(piece.graph).values()), None)
+        try:
+            if shared is None:
+                return build_inductor(piece, self.config, tune)
+            # AOTAutograd joins such inputs to one, whose shape it takes from how they are views while it compiles; when the code
+            # runs they are views in another way, and it reads sizes that are not those.
+            why = f"it writes to {shared.name}, which shares its memory with another input"
+        except NotByInductor as error:
+            why = str(error)
+        self.report.event("fallback", what=f"piece {piece.digest} by Inductor", why=why)
+        return None
 
 
 def _stream_builder(

@@ -107,11 +107,18 @@ def _forward(module: fx.GraphModule) -> Callable[..., Any]:
     return namespace["forward"]
 
 
+class NotByInductor(Exception):
+    """Inductor has no code for an operation of a piece, whatever the machine; the reason is its text."""
+
+
 def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False) -> BuiltPiece:
     """The piece as Inductor's code for the device, sizes symbolic as they were captured.
 
     Args:
         tune: let Inductor try candidates on the device, which is of use where sizes are fixed.
+
+    Raises:
+        NotByInductor: it fails on an operation.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import standalone_compile
@@ -121,12 +128,18 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
     with torch.no_grad(), shapes_mode(config.dynamic_shapes), tracing(context), warnings.catch_warnings():
         # Models that compute RoPE in float32 mean it: a hint to round it more is no help to whoever reads the terminal.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-        artifact = standalone_compile(
-            piece.module,
-            piece.examples(),
-            dynamic_shapes="from_tracing_context",
-            options={"config_patches": {**inductor_options(config), "max_autotune": tune}},
-        )
+        try:
+            artifact = standalone_compile(
+                piece.module,
+                piece.examples(),
+                dynamic_shapes="from_tracing_context",
+                options={"config_patches": {**inductor_options(config), "max_autotune": tune}},
+            )
+        except Exception as error:
+            inner = getattr(error, "inner_exception", None)
+            if type(inner).__name__ != "LoweringException":  # what a compiler or the disk said is another matter
+                raise
+            raise NotByInductor(str(inner).splitlines()[0]) from error
     call, seconds = callable_of(artifact, piece.module), time.monotonic() - begin
     return BuiltPiece(piece.digest, call, "inductor", seconds, artifact, generated_code(artifact))
 

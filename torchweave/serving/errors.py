@@ -11,8 +11,7 @@ from starlette.exceptions import HTTPException
 
 from torchweave.serving.flight import EngineGone
 
-_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-_DEFAULT_TYPE = "invalid_request_error"
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
@@ -36,7 +35,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, _DEFAULT_TYPE)
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
