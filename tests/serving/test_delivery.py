@@ -76,6 +76,7 @@ def test_E1_an_answer_that_takes_too_long_is_504() -> None:
     with pytest.raises(ApiError, match=r"longer than the 0\.1 seconds") as refused:
         asyncio.run(answer_whole(cast(Run, run), PlainReply(), stays, 0.1))
     assert refused.value.status == 504 and run.closed
+    assert refused.value.body["error"]["type"] == "server_error"
 
 
 def test_E1_a_stream_that_takes_too_long_ends_with_an_error() -> None:

@@ -122,7 +122,7 @@ class NativeMethod(nn.Module):
     doctor_inputs = X
 
     def forward(self, x: Tensor) -> Tensor:
-        now = datetime.datetime.now()  # FIND custom_object
+        now = datetime.datetime.now()  # FIND custom_object (torch 2.11: native_call)
         return x + (now.year > 2000)
 
 
