@@ -6,6 +6,7 @@ decision is recorded once, where it is taken.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+_log = logging.getLogger("torchweave")
 Listener = Callable[[str, dict[str, Any]], None]
 Keeper = Callable[[str, str], None]
 
@@ -39,7 +41,9 @@ class Report:
         return time.monotonic() - self._start
 
     def event(self, kind: str, /, **facts: Any) -> None:
-        """Record that something was decided or done."""
+        """Record that something was decided or done. A `warning` (`what`, `why`) is logged too: not everybody asks for reports."""
+        if kind == "warning":
+            _log.warning("%s: %s", facts["what"], facts["why"])
         with self._lock:
             self._events.append((self.seconds(), kind, facts))
             listeners = tuple(self._listeners)

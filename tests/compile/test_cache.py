@@ -93,13 +93,14 @@ def test_V2_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, report:
     assert fresh.folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_opening_by_config(tmp_path: Path, report: Report) -> None:
+def test_opening_by_config(tmp_path: Path, report: Report, capsys: pytest.CaptureFixture[str]) -> None:
     assert open_cache(TorchCompileConfig(compile_cache=False), report) is None
     cache = open_cache(TorchCompileConfig(compile_cache_dir=str(tmp_path / "here")), report)
     assert cache is not None and cache.folder == tmp_path / "here"
     (tmp_path / "file").write_text("")
     assert open_cache(TorchCompileConfig(compile_cache_dir=str(tmp_path / "file" / "below")), report) is None
     assert report.select("warning")
+    assert "compile cache: off, so that each start compiles anew" in capsys.readouterr().err
 
 
 def test_who_has_no_home_folder_starts_without_a_cache(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:

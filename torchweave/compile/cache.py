@@ -179,7 +179,7 @@ def open_cache(
     try:
         return CompileCache(cache_dir(config.compile_cache_dir), report, wait)
     except OSError as error:
-        report.event("warning", what="compile cache", why=f"off: {error}")
+        report.event("warning", what="compile cache", why=f"off, so that each start compiles anew: {error}")
         return None
 
 
