@@ -110,8 +110,9 @@ class EngineConfig:
         trust_remote_code: run Python code that comes with the checkpoint.
         max_model_len: longest request in tokens, prompt and output; None takes the model's own limit, and no more than the
             KV cache can hold.
-        max_batch_size: requests in one step. None: 512 on a GPU, 32 on a CPU.
-        max_num_tokens: tokens in one step over all requests (the budget). None: 8192 on a GPU, 2048 on a CPU.
+        max_batch_size: requests in one step. None: 512 on a GPU, 32 on a CPU. vLLM calls it `max_num_seqs`.
+        max_num_tokens: tokens in one step over all requests (the budget). None: 8192 on a GPU, 2048 on a CPU. vLLM calls it
+            `max_num_batched_tokens`.
         enable_chunked_context: a prompt may be read in several steps. Off: a prompt longer than the budget is refused.
         block_size: tokens in one block of the paged KV cache. None: what the attention backend prefers.
         num_kv_blocks: blocks of the KV cache; None sizes it from the memory that is free once all else is in place.

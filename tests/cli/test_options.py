@@ -259,6 +259,9 @@ def test_V9_lists_may_be_repeated_and_vllm_names_work(tmp_path: Path):
     assert read(
         "--cudagraph-capture-sizes", "1,2", "-cc.capture_num_tokens=4"
     ).torch_compile_config == TorchCompileConfig(capture_num_tokens=(1, 2, 4))
+    assert read("--max-num-seqs", "8", "--max_num_batched_tokens=99") == EngineConfig(
+        "demo", max_batch_size=8, max_num_tokens=99
+    )
     (tmp_path / "x.yaml").write_text("cudagraph_capture_sizes: [8]\n")
     assert read("--config", str(tmp_path / "x.yaml")).torch_compile_config.capture_num_tokens == (8,)
 
