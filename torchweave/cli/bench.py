@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -18,6 +17,7 @@ from torchweave.cli.bench_serve import measure as _serve
 from torchweave.cli.results import result_path
 from torchweave.cli.session import engine
 from torchweave.log import Report
+from torchweave.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from torchweave.cli.benchmarks.protocol import Sizes
@@ -121,8 +121,7 @@ def run(argv: Sequence[str]) -> int:
         raise SystemExit(0)
     scenario, *rest = argv
     if scenario not in SCENARIOS:
-        near = difflib.get_close_matches(scenario, SCENARIOS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(SCENARIOS)}"
+        hint = did_you_mean(scenario, SCENARIOS, f"it is one of {', '.join(SCENARIOS)}")
         raise ValueError(f"unknown scenario {scenario!r}; {hint}")
     args = parser(scenario).read(rest)
     measure = {"host": _host, "startup": _startup, "serve": _serve, "profile": _profile}.get(scenario, _engine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from importlib import import_module
 from io import TextIOWrapper
 
 import torchweave
+from torchweave.nearest import did_you_mean
 
 # Each command is the `run(argv) -> exit code` of a module here, imported only when it is asked for.
 COMMANDS = {
@@ -75,8 +75,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(COMMANDS)}"
+        hint = did_you_mean(name, COMMANDS, f"it is one of {', '.join(COMMANDS)}")
         raise ValueError(f"unknown command {name!r}; {hint}")
     return import_module(f"torchweave.cli.{name}").run(rest)
 

@@ -6,7 +6,6 @@ and biases are not zero. Everything is built from configs; no file is needed.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from torchweave.models.filling import quiet_transformers
+from torchweave.nearest import did_you_mean
 
 VOCAB = 256
 _WIDTH = 64
@@ -291,8 +291,8 @@ def specimen(name: str) -> Specimen:
     for entry in (*SPECIMENS, *REFUSED):
         if entry.name == name:
             return entry
-    near = difflib.get_close_matches(name, [entry.name for entry in SPECIMENS], n=1)
-    hint = f"did you mean {near[0]}?" if near else "`torchweave models list` shows those that are known"
+    names = (entry.name for entry in SPECIMENS)
+    hint = did_you_mean(name, names, "`torchweave models list` shows those that are known")
     raise ValueError(f"Unknown architecture {name!r}; {hint}")
 
 

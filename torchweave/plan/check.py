@@ -13,6 +13,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torchweave.config import EngineConfig, ServerConfig
+from torchweave.nearest import did_you_mean
 
 _MOST_API_SERVERS = 64
 _LIMITS_AT_LEAST = {
@@ -47,8 +48,7 @@ def config_from(config: type[Config], options: Mapping[str, Any], prefix: str = 
     hints = get_type_hints(config)
     for name in options:
         if name not in hints:
-            near = difflib.get_close_matches(name, hints, n=1)
-            guess = f"did you mean {prefix}{near[0]}?" if near else f"it is one of {', '.join(hints)}"
+            guess = did_you_mean(name, hints, f"it is one of {', '.join(hints)}", prefix)
             raise ValueError(f"unknown option {prefix}{name}; {guess}")
     nested = {
         name: config_from(hints[name], value, f"{prefix}{name}.")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
+from torchweave.nearest import did_you_mean
 from torchweave.tokenizer import content_text
 
 
@@ -24,8 +24,7 @@ class Body(BaseModel):
         value = {name: each for name, each in value.items() if each is not None}
         for name in value:
             if name not in cls.model_fields:
-                near = difflib.get_close_matches(str(name), cls.model_fields, n=1)
-                hint = f"did you mean {near[0]}?" if near else "leave it out; the documentation lists what is known"
+                hint = did_you_mean(str(name), cls.model_fields, "leave it out; the documentation lists what is known")
                 raise ValueError(f"unknown field {str(name)[:80]!r}; {hint}")
         return value
 

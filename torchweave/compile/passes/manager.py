@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 import traceback
 from collections import Counter
@@ -46,6 +45,7 @@ from torchweave.compile.symbols import value
 from torchweave.compile.tuning.table import Table
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
+from torchweave.nearest import did_you_mean
 
 _MOST_ROUNDS = 16
 """A pass that still matches after this many rounds feeds on its own results."""
@@ -125,8 +125,7 @@ class PassManager:
         known = {*names, *(each.name for each in default_passes())}
         asked = {*self.config.disabled_passes, *self.config.enabled_passes}
         if unknown := sorted(asked - known):
-            near = difflib.get_close_matches(unknown[0], sorted(known), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+            hint = did_you_mean(unknown[0], sorted(known), f"there are {', '.join(names)}")
             raise ValueError(f"no pass is called {unknown[0]}; {hint}")
         self.settings = tuple(self._setting(each) for each in passes)
 
