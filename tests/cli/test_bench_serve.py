@@ -185,10 +185,10 @@ def test_a_machine_that_stands_still_is_seen():
 
 
 def test_a_machine_that_is_slow_is_seen():
-    """Touches close together make one spell; a single one makes none, nor does twice the usual time."""
+    """Slow sums close together make one spell; a single one makes none, nor does twice the usual time."""
     slow = {50: 5.0, 55: 4.0, 60: 3.5, 200: 9.0, 300: 2.0, 301: 2.0, 400: 4.0, 401: 4.0}
-    touches = [(0.004 * at, 1e-4 * slow.get(at, 1.0)) for at in range(500)]
-    spells = slow_spells(touches)
+    sums = [(0.004 * at, 1e-4 * slow.get(at, 1.0)) for at in range(500)]
+    spells = slow_spells(sums)
     assert spells == [pytest.approx((0.18, 0.26)), pytest.approx((1.58, 1.624))]
     assert slow_spells([]) == []
 

@@ -1,16 +1,16 @@
 """Whether the machine itself stood still, or was slow, while it was measured: a process that does next to nothing tells.
 
-Where cores and memory are shared, or lent by a hypervisor, they are taken away for some milliseconds now and then: a process that
-sleeps a millisecond at a time oversleeps. Or everything goes on, at a fraction of its speed: to touch the same pages takes several
-times as long, for a tenth of a second, whatever else runs. Clients see both as a server that stalls, and p99 between tokens tells
-of nothing else. Run as a script, with nothing but the standard library, this file is that process: it watches until its input
-ends, and prints what it saw.
+Where cores are lent by a hypervisor, they are taken away for some milliseconds now and then: a process that sleeps a millisecond at
+a time oversleeps. Or the processors run at a fraction of their speed: the same few hundred additions take ten times as long, then
+five, then three, until a tenth of a second later all is as before, whatever else runs. So does a processor whose clock is pulled
+down at once, to spare its power supply, and let up by and by. Clients see both as a server that stalls, and p99 between tokens
+tells of nothing else. Run as a script, with nothing but the standard library, this file is that process: it watches until its
+input ends, and prints what it saw.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import select
 import statistics
 import subprocess
@@ -23,10 +23,10 @@ from typing import NamedTuple
 _NAP = 0.001
 _LONG = 2.0  # milliseconds; below that, waking up on a busy machine takes as long
 _PATIENCE = 10.0
-_TOUCHED = 8 << 20  # bytes, of which one a page is read: more than the processor's nearest buffers of addresses hold
-_NAPS_A_TOUCH = 4
+_ADDITIONS = 500  # some 20 us, without a look at memory beyond the nearest cache
+_NAPS_A_SUM = 4
 _SLOW = 3.0  # times the usual; what runs beside makes it 1.5
-_TOGETHER = 0.1  # seconds between two slow touches of one spell
+_TOGETHER = 0.1  # seconds between two slow sums of one spell
 _AROUND = 0.02  # seconds before and behind: it comes suddenly, and passes by and by
 
 
@@ -42,8 +42,8 @@ class Watch:
 
     Attributes:
         seen: `longest_ms` that the process overslept and how often it did by more than 2 ms (`over_2_ms`); how often
-            the machine was slow (`slow_spells`), and for how long in all (`slow_s`). Empty until the context ends, and
-            where the process cannot run.
+            the processors were slow (`slow_spells`), and for how long in all (`slow_s`). Empty until the context ends,
+            and where the process cannot run.
         spells: in which the machine was slow.
     """
 
@@ -83,14 +83,14 @@ def summary(overslept: Iterable[float], spells: Sequence[Spell] = ()) -> dict[st
     }
 
 
-def slow_spells(touches: Sequence[tuple[float, float]]) -> list[Spell]:
-    """When the machine was slow, of touches of the same memory: (moment, seconds of the processor that it took).
+def slow_spells(sums: Sequence[tuple[float, float]]) -> list[Spell]:
+    """When the machine was slow, of the same sum done again and again: (moment, seconds of the processor that it took).
 
-    A single slow touch is none: an interrupt does that.
+    A single slow one is none: an interrupt does that.
     """
-    usual = statistics.median(seconds for _, seconds in touches) if touches else 0.0
+    usual = statistics.median(seconds for _, seconds in sums) if sums else 0.0
     found: list[list[float]] = []
-    for moment, seconds in touches:
+    for moment, seconds in sums:
         if seconds <= _SLOW * usual:
             continue
         if not found or moment - found[-1][-1] > _TOGETHER:
@@ -100,30 +100,34 @@ def slow_spells(touches: Sequence[tuple[float, float]]) -> list[Spell]:
 
 
 def _watch() -> tuple[list[float], list[tuple[float, float]]]:
-    """Seconds overslept, and touches, until the input ends."""
-    pages = memoryview(mmap.mmap(-1, _TOUCHED))[:: mmap.PAGESIZE]
-    for at in range(len(pages)):
-        pages[at] = 1  # else all of them are one page of zeros
-    overslept, touches, touched, naps = [], [], 0.0, 0
+    """Seconds overslept, and sums, until the input ends."""
+    overslept, sums, spent, naps = [], [], 0.0, 0
     last = time.perf_counter()
     print("watching", flush=True)
     while True:
         ended = select.select([sys.stdin], [], [], _NAP)[0]
         now = time.perf_counter()
-        late = now - last - _NAP - touched
+        late = now - last - _NAP - spent
         if late > _NAP:
             overslept.append(late)
         if ended:
-            return overslept, touches
-        last, touched, naps = now, 0.0, naps + 1
-        if naps % _NAPS_A_TOUCH == 0:
+            return overslept, sums
+        last, spent, naps = now, 0.0, naps + 1
+        if naps % _NAPS_A_SUM == 0:
             began = time.thread_time()  # not of the wall: that this process had to wait for its turn is another matter
-            pages.tobytes()
-            touched = time.thread_time() - began
-            touches.append((now, touched))
+            _add()
+            spent = time.thread_time() - began
+            sums.append((now, spent))
+
+
+def _add() -> int:
+    total = 0
+    for each in range(_ADDITIONS):
+        total += each
+    return total
 
 
 if __name__ == "__main__":
-    seen_late, seen_touches = _watch()
-    seen_spells = slow_spells(seen_touches)
+    seen_late, seen_sums = _watch()
+    seen_spells = slow_spells(seen_sums)
     print(json.dumps([summary(seen_late, seen_spells), seen_spells]))
