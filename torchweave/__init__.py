@@ -15,21 +15,38 @@ if TYPE_CHECKING:
     from torchweave.config import TorchCompileConfig as TorchCompileConfig
     from torchweave.engine.batch_manager import BatchManager as BatchManager
     from torchweave.engine.llm import LLM as LLM
+    from torchweave.engine.open import open_engine as open_engine
+    from torchweave.engine.request import InferenceRequest as InferenceRequest
     from torchweave.engine.request import SamplingParams as SamplingParams
+    from torchweave.engine.request import StructuredOutputs as StructuredOutputs
 
 __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "torchweave.engine.llm",
     "SamplingParams": "torchweave.engine.request",
+    "StructuredOutputs": "torchweave.engine.request",
+    "InferenceRequest": "torchweave.engine.request",
     "BatchManager": "torchweave.engine.batch_manager",
+    "open_engine": "torchweave.engine.open",
     "EngineConfig": "torchweave.config",
     "TorchCompileConfig": "torchweave.config",
     "CudaGraphConfig": "torchweave.config",
     "compile": "torchweave.compile",
 }
 
-__all__ = ["LLM", "BatchManager", "CudaGraphConfig", "EngineConfig", "SamplingParams", "TorchCompileConfig", "compile"]
+__all__ = [
+    "LLM",
+    "BatchManager",
+    "CudaGraphConfig",
+    "EngineConfig",
+    "InferenceRequest",
+    "SamplingParams",
+    "StructuredOutputs",
+    "TorchCompileConfig",
+    "compile",
+    "open_engine",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,11 +24,15 @@ _HERE = "127.0.0.1"
 
 
 def open_engine(
-    config: EngineConfig, report: Report, loaded: LoadedModel | None = None, waiting: WaitingRanks | None = None
+    config: EngineConfig,
+    report: Report | None = None,
+    loaded: LoadedModel | None = None,
+    waiting: WaitingRanks | None = None,
 ) -> Engine:
     """Build an engine, with all its ranks; `Engine.close` ends them.
 
     Args:
+        report: gets every decision; one is made when none is given.
         loaded: a model that is in memory already.
         waiting: local ranks that were started before (`waiting_ranks`); whoever started them ends those that are not used.
 
@@ -36,6 +40,7 @@ def open_engine(
         ValueError: the model or an option cannot be, on any rank; the message says why and what to do.
         RankFailure: a rank ended while it was built.
     """
+    report = Report() if report is None else report
     if config.num_ranks == 1:
         return build(config, report, loaded)
     if loaded is not None:
