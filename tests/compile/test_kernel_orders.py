@@ -94,6 +94,8 @@ def test_a_rank_waits_for_what_another_one_builds() -> None:
 @pytest.mark.usefixtures("hopper")
 def test_what_launches_a_kernel_is_built_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is C, linked to the GPU's library, for which another one stands in here."""
+    if not hasattr(triton.backends.nvidia.driver, "make_launcher"):
+        pytest.skip("from Triton 3.7 on one function launches all kernels")
     compiler = shutil.which("gcc") or pytest.skip("there is no compiler of C")
     text = Path(triton.backends.nvidia.driver.__file__).read_text()
     names = {*re.findall(r"cu[A-Z]\w+", text), "cuGetErrorString", "cuFuncSetAttribute"}

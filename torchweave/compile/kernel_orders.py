@@ -78,7 +78,7 @@ class Order:
         built = self._found(compiled.hash, source.name)
         assert built is not None
         if self.target[0] == "cuda":
-            # That is C, and takes as long as a small kernel. Where it cannot be built, the first launch will say so.
+            # Up to Triton 3.6 that is C, and takes as long as a small kernel. Where it cannot be built, the first launch says so.
             with contextlib.suppress(Exception):
                 _cuda_launcher(source, compiled.metadata)
         return built
