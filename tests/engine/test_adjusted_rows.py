@@ -194,6 +194,20 @@ def test_log_probabilities_are_of_the_logits_as_they_were(llm: LLM) -> None:
     assert changed.logprobs[0] == pytest.approx(plain.logprobs[0])
 
 
+def test_no_stop_token_is_drawn_before_min_tokens_however_many_there_are(
+    llm: LLM, model: tuple[PreTrainedModel, Path]
+) -> None:
+    plain = reference(model[0], PROMPTS[0], GREEDY)
+    others = [token for token in range(3, zoo.VOCAB) if token not in plain][:9]  # more than a slot has room for
+    stops = [*others, *plain]
+    barred = replace(GREEDY, bad_words=[[token] for token in stops])
+    expected = reference(model[0], PROMPTS[0], barred)
+    stopped = replace(GREEDY, stop_token_ids=stops, min_tokens=6)
+    (found,) = tokens(llm, [PROMPTS[0]], [stopped])
+    assert found[:6] == expected[:6] and not set(found[:-1]) & set(stops)
+    assert found == tokens(llm, [PROMPTS[0]], [replace(stopped, stop_token_ids=stops[::-1])])[0]
+
+
 def test_bad_words_are_given_as_texts() -> None:
     with LLM("demo", device="cpu", torch_compile_config=PLAIN, report=Report(show=False)) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=12)

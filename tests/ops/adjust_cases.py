@@ -47,6 +47,7 @@ def build(vocab_size: int, seed: int, dtype: torch.dtype = torch.float32) -> Cas
     updates = state.updates()
     every = np.arange(NUM_SLOTS)
     updates.set("position", every, generator.integers(1, 200, NUM_SLOTS))
+    updates.set("min_position", every, generator.integers(1, 200, NUM_SLOTS))
     updates.set("temperature", every, generator.choice([0.0, 0.9], NUM_SLOTS))
     updates.set("top_k", every, generator.choice([0, 5], NUM_SLOTS))
     updates.set("stop_ids", every, generator.integers(0, vocab_size, (NUM_SLOTS, 8)))
@@ -86,7 +87,7 @@ def _join(generator: np.random.Generator, place: int, flags: int, at: int, vocab
         tail = generator.integers(0, 3, LONGEST_WORD).astype(np.int32)
         words = np.full((20, LONGEST_WORD), -1, np.int32)
         for word in words:
-            length = int(generator.integers(2, 5))
+            length = int(generator.integers(1, 5))
             word[0] = generator.integers(0, vocab_size)
             word[1:length] = tail[(at - np.arange(1, length)) % LONGEST_WORD]
             if generator.random() < 0.5:

@@ -40,11 +40,16 @@ def one_row(
 
 
 def changed(
-    logits: torch.Tensor, rows: torch.Tensor, join: Join, masks: torch.Tensor | None = None, at: int = 1
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    join: Join,
+    masks: torch.Tensor | None = None,
+    at: int = 1,
+    min_position: int = 0,
 ) -> torch.Tensor:
     places, state = AdjustState(VOCAB, torch.device("cpu")), SlotState(1, 4)
     places.join(join)
-    state.host["position"][0] = at
+    state.host["position"][0], state.host["min_position"][0] = at, min_position
     out = torch.empty(1, VOCAB)
     adjust_reference(logits, rows, masks, places, out)
     rewind_reference(rows, state, places, out)
@@ -107,6 +112,15 @@ def test_presence_and_frequency_count_the_answer_alone() -> None:
     expected = torch.zeros(VOCAB)
     expected[4], expected[5] = -0.75, -1.0
     torch.testing.assert_close(got[0], expected)
+
+
+def test_a_word_of_one_token_is_barred_below_the_least_position() -> None:
+    table, tail = words_of([[7], [3, 9]], [3], first=4)
+    for at, barred in ((5, [7, 9]), (6, [9])):
+        tail[(at - 1) % LONGEST_WORD] = 3
+        join = Join(0, words=table, tail=tail)
+        got = changed(torch.zeros(1, VOCAB), one_row(HAS_WORDS), join, at=at, min_position=6)
+        assert np.flatnonzero(got[0] == BARRED).tolist() == barred
 
 
 def test_a_mask_wins_over_barred_words() -> None:

@@ -55,8 +55,7 @@ class Adjustments:
 
     def start(self, slot: int, active: Active) -> None:
         """A request starts in a slot, or goes on there."""
-        params = active.request.sampling
-        flags = flags_of(params)
+        flags = flags_of(active)
         self._records[FLAGS, slot] = flags
         if active.constraint is not None:
             self.constraints[slot] = active.constraint
@@ -76,7 +75,7 @@ class Adjustments:
                 place,
                 counts=_counts(active) if flags & HAS_COUNTS else None,
                 bias=_bias(params) if flags & HAS_BIAS else None,
-                words=_words(params) if flags & HAS_WORDS else None,
+                words=_words(active) if flags & HAS_WORDS else None,
                 tail=_tail(active) if flags & HAS_WORDS else None,
             )
         )
@@ -125,11 +124,12 @@ class Adjustments:
         return np.stack(found) if found else None
 
 
-def flags_of(params: SamplingParams) -> int:
+def flags_of(active: Active) -> int:
     """What a request needs a place for."""
+    params = active.request.sampling
     penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
     single = any(len(word) == 1 for word in params.bad_words or ())
-    several = any(len(word) > 1 for word in params.bad_words or ())
+    several = any(len(word) > 1 for word in params.bad_words or ()) or bool(_held_stops(active))
     biased = bool(params.logit_bias) or params.allowed_token_ids is not None or single
     return HAS_COUNTS * bool(penalised) | HAS_BIAS * biased | HAS_WORDS * several
 
@@ -156,8 +156,14 @@ def _bias(params: SamplingParams) -> tuple[float, np.ndarray, np.ndarray]:
     return others, np.array(list(some), np.int32), np.array(list(some.values()), np.float32)
 
 
-def _words(params: SamplingParams) -> np.ndarray:
-    several = [word for word in params.bad_words or () if len(word) > 1]
+def _held_stops(active: Active) -> frozenset[int]:
+    """Stop tokens that may not be drawn at first, and for which its slot has no room. A grammar's mask leaves them out."""
+    return active.late_stops if active.request.sampling.min_tokens and active.constraint is None else frozenset()
+
+
+def _words(active: Active) -> np.ndarray:
+    several = [word for word in active.request.sampling.bad_words or () if len(word) > 1]
+    several += [[token] for token in _held_stops(active)]
     table = np.full((len(several), LONGEST_WORD), -1, np.int32)
     for row, word in zip(table, several, strict=True):
         row[: len(word)] = word[::-1]

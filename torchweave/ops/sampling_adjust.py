@@ -46,7 +46,8 @@ class Join:
     Attributes:
         counts: token ids and their counts, both int32 [n]; all others are 0.
         bias: the bias of all tokens but some, and those: ids int32 [n] and biases float32 [n].
-        words: int32 [words, LONGEST_WORD]; a word's last token first, then backwards, -1 behind its first.
+        words: int32 [words, LONGEST_WORD]; a word's last token first, then backwards, -1 behind its first. A word of one token is
+            a stop token that the slot has no room for: barred below the slot's min_position, as those that it holds are.
         tail: int32 [LONGEST_WORD]; the answer's token at position p stands at p % LONGEST_WORD, -1 where there is none.
     """
 
@@ -179,7 +180,7 @@ def _penalised(
 
 
 def rewind_reference(rows: Tensor, state: SlotState, places: AdjustState, changed: Tensor) -> None:
-    """Bar what would end a barred word, and take each slot's position back to before its token."""
+    """Bar what would end a barred word, or the answer too early, and take each slot's position back to before its token."""
     records, values = rows.numpy(), changed.numpy()
     at = state.host["position"][records[SLOT]]
     state.host["position"][records[SLOT]] = at - 1
@@ -187,6 +188,8 @@ def rewind_reference(rows: Tensor, state: SlotState, places: AdjustState, change
         words = places.words.numpy()[records[PLACE, i]]
         before = places.tail.numpy()[records[PLACE, i], (at[i] - _BACK) % LONGEST_WORD]
         fits = ((words[:, 1:] < 0) | (words[:, 1:] == before)).all(axis=1) & (words[:, 0] >= 0)
+        if at[i] >= state.host["min_position"][records[SLOT, i]]:
+            fits &= words[:, 1] >= 0
         ids = words[fits, 0]
         values[i, ids] = np.minimum(values[i, ids], np.float32(BARRED))
 

@@ -1,7 +1,7 @@
 """Triton kernels of rows that are drawn again: their logits changed in one pass, their slots stepped back, their places advanced.
 
 adjust   (rows x chunks of 4096)   bias, penalties, mask
-rewind   (rows)                    barred words of several tokens; position[slot] -= 1
+rewind   (rows)                    barred words of several tokens, stop tokens before min_position; position[slot] -= 1
 settle   (rows)                    tokens, counts and tails, when `sample` and `advance` have run again
 """
 
@@ -70,7 +70,7 @@ def adjust_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_words"], do_not_specialize_on_alignment=["rows"])
 def rewind_kernel(
-    rows, num_rows, position, words, num_words, tail, changed, vocab_size, AT_ONCE: tl.constexpr
+    rows, num_rows, position, min_position, words, num_words, tail, changed, vocab_size, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     i = tl.program_id(0)
     slot = tl.load(rows + _SLOT * num_rows + i)
@@ -78,6 +78,7 @@ def rewind_kernel(
     flags = tl.load(rows + _FLAGS * num_rows + i)
     at = tl.load(position + slot)
     if (flags & _WORDS) != 0:
+        early = at < tl.load(min_position + slot)
         back = tl.arange(0, _LONGEST)
         before = tl.load(tail + place * _LONGEST + (at - back + _LONGEST) % _LONGEST)
         for first in range(0, num_words, AT_ONCE):
@@ -86,7 +87,8 @@ def rewind_kernel(
             token = tl.load(words + into, mask=(word < num_words)[:, None], other=-1)
             differs = (back > 0)[None, :] & (token >= 0) & (token != before[None, :])
             last = tl.sum(tl.where(back[None, :] == 0, token, 0), axis=1)
-            fits = (tl.sum(differs.to(tl.int32), axis=1) == 0) & (last >= 0)
+            second = tl.sum(tl.where(back[None, :] == 1, token, 0), axis=1)
+            fits = (tl.sum(differs.to(tl.int32), axis=1) == 0) & (last >= 0) & ((second >= 0) | early)
             to = changed + i.to(tl.int64) * vocab_size + last
             tl.store(to, tl.minimum(tl.load(to, mask=fits, other=0.0), _BARRED), mask=fits)
     tl.store(position + slot, at - 1)
@@ -122,8 +124,8 @@ def launch_adjust(logits: Tensor, rows: Tensor, masks: Tensor | None, places: Ad
 
 def launch_rewind(rows: Tensor, state: SlotState, places: AdjustState, changed: Tensor) -> None:
     rewind_kernel[(rows.shape[1],)](
-        rows, rows.shape[1], state.position, places.words, places.words.shape[1], places.tail, changed, changed.shape[1],
-        AT_ONCE=_WORDS_AT_ONCE, num_warps=4,
+        rows, rows.shape[1], state.position, state.min_position, places.words, places.words.shape[1], places.tail, changed,
+        changed.shape[1], AT_ONCE=_WORDS_AT_ONCE, num_warps=4,
     )  # fmt: skip
 
 
