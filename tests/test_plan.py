@@ -344,6 +344,23 @@ def test_an_option_of_another_kind_is_refused(options: dict[str, Any], words: st
         check_numbers(config)
 
 
+def test_options_are_taken_by_vllms_names_too() -> None:
+    options = {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 40,
+        "enable_chunked_prefill": False,
+        "num_gpu_blocks_override": 9,
+        "torch_compile_config": {"cudagraph_capture_sizes": (1, 2)},
+    }
+    config = config_from(EngineConfig, {"model": "demo", **options})
+    assert (config.max_batch_size, config.max_num_tokens, config.num_kv_blocks) == (3, 40, 9)
+    assert not config.enable_chunked_context and config.torch_compile_config.capture_num_tokens == (1, 2)
+    with pytest.raises(
+        ValueError, match="max_batch_size is given twice; max_batch_size and max_num_seqs are one option"
+    ):
+        config_from(EngineConfig, {"model": "demo", "max_batch_size": 2, "max_num_seqs": 3})
+
+
 @pytest.mark.parametrize(
     ("limits", "words"),
     [

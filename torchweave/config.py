@@ -113,9 +113,11 @@ class EngineConfig:
         max_batch_size: requests in one step. None: 512 on a GPU, 32 on a CPU. vLLM calls it `max_num_seqs`.
         max_num_tokens: tokens in one step over all requests (the budget). None: 8192 on a GPU, 2048 on a CPU. vLLM calls it
             `max_num_batched_tokens`.
-        enable_chunked_context: a prompt may be read in several steps. Off: a prompt longer than the budget is refused.
+        enable_chunked_context: a prompt may be read in several steps. Off: a prompt longer than the budget is refused. vLLM calls
+            it `enable_chunked_prefill`.
         block_size: tokens in one block of the paged KV cache. None: what the attention backend prefers.
-        num_kv_blocks: blocks of the KV cache; None sizes it from the memory that is free once all else is in place.
+        num_kv_blocks: blocks of the KV cache; None sizes it from the memory that is free once all else is in place. vLLM calls it
+            `num_gpu_blocks_override`.
         kv_cache_dtype: numbers in which keys and values are kept: auto takes the model's dtype, or FP8 where the checkpoint says
             so; `fp8` (`fp8_e4m3`) and `fp8_e5m2` keep twice as many tokens in the same memory.
         gpu_memory_utilization: part of the GPU's memory that the engine may use, weights and graphs included.

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torchweave.cli.options import Option, build, convert, options_of, read_yaml, unknown_option
 from torchweave.config import EngineConfig
+from torchweave.plan.check import VLLM_NAMES
 
 Config = TypeVar("Config")
 
@@ -33,9 +34,8 @@ LEVELS: dict[int, dict[str, Any]] = {
 }
 # Names that users of vLLM know, and short ones.
 ALIASES = {
+    **VLLM_NAMES,
     "cudagraph_capture_sizes": "torch_compile_config.capture_num_tokens",
-    "max_num_seqs": "max_batch_size",
-    "max_num_batched_tokens": "max_num_tokens",
     "dump_dir": "torch_compile_config.dump_dir",
     "compile_cache": "torch_compile_config.compile_cache",
     "compile_cache_dir": "torch_compile_config.compile_cache_dir",

@@ -26,6 +26,16 @@ _LIMITS_AT_LEAST = {
 }
 
 
+VLLM_NAMES = {
+    "max_num_seqs": "max_batch_size",
+    "max_num_batched_tokens": "max_num_tokens",
+    "enable_chunked_prefill": "enable_chunked_context",
+    "num_gpu_blocks_override": "num_kv_blocks",
+    "cudagraph_capture_sizes": "capture_num_tokens",
+}
+"""What vLLM calls options of ours that mean the same."""
+
+
 def flatten(config: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
     """Every option of a config and of the configs in it, as (dotted name, value), in the order of the fields."""
     for item in fields(config):
@@ -40,22 +50,27 @@ Config = TypeVar("Config")
 
 
 def config_from(config: type[Config], options: Mapping[str, Any], prefix: str = "") -> Config:
-    """A config from options by name; a config within it may be given as a dict.
+    """A config from options by name, vLLM's names among them; a config within it may be given as a dict.
 
     Raises:
-        ValueError: a name that the config does not have, with the nearest one that it has.
+        ValueError: a name that the config does not have, with the nearest one that it has; or an option by both of its names.
     """
     hints = get_type_hints(config)
-    for name in options:
+    given: dict[str, Any] = {}
+    for asked, value in options.items():
+        name = asked if asked in hints else VLLM_NAMES.get(asked, asked)
         if name not in hints:
             guess = did_you_mean(name, hints, f"it is one of {', '.join(hints)}", prefix)
             raise ValueError(f"unknown option {prefix}{name}; {guess}")
-    nested = {
-        name: config_from(hints[name], value, f"{prefix}{name}.")
-        for name, value in options.items()
-        if is_dataclass(hints[name]) and isinstance(value, Mapping)
-    }
-    return config(**{**options, **nested})
+        if name in given:
+            raise ValueError(f"{prefix}{name} is given twice; {' and '.join(_names_of(name))} are one option")
+        nested = is_dataclass(hints[name]) and isinstance(value, Mapping)
+        given[name] = config_from(hints[name], value, f"{prefix}{name}.") if nested else value
+    return config(**given)
+
+
+def _names_of(name: str) -> list[str]:
+    return [name, *(other for other, own in VLLM_NAMES.items() if own == name)]
 
 
 _KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
