@@ -163,6 +163,13 @@ def test_parts_of_a_message_are_one_text(llm: LLM) -> None:
     assert llm.chat([parts, whole], GREEDY)[0].outputs[0].text == "42"
 
 
+def test_variables_of_the_template_are_given_by_vllms_name_too(llm: LLM) -> None:
+    question, template = [{"role": "user", "content": "1"}], "{{ messages[0].content }}2+{{ more }}="
+    for given in ({"more": "30"}, {"chat_template_kwargs": {"more": "30"}}):
+        output = llm.chat(question, GREEDY, chat_template=template, **given)[0]
+        assert output.prompt_token_ids == llm.encode("12+30=")[1:]  # the template has no beginning of text
+
+
 @pytest.mark.parametrize(
     "content", [5, {"type": "text"}, [{"type": "image_url", "image_url": "x"}], ["text"]], ids=repr
 )

@@ -152,9 +152,16 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | None = None,
         use_tqdm: bool = False,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations, `{"role": ..., "content": ...}` each message, through the model's chat template."""
+        """Answer conversations, `{"role": ..., "content": ...}` each message, through the model's chat template.
+
+        Args:
+            chat_template_kwargs: variables of the template (`{"enable_thinking": False}`), which may also be given by themselves.
+        """
+        variables = {**(chat_template_kwargs or {}), **variables}
         first = messages[0] if isinstance(messages, Sequence) and messages else None
         several = messages if isinstance(first, (list, tuple)) else [messages]
         prompts = [self.encode_chat(conversation, **variables) for conversation in several]  # type: ignore[arg-type]
