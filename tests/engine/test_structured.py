@@ -52,6 +52,15 @@ def texts(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[st
     return [output.text for output in outputs]
 
 
+def test_a_form_is_looked_at_once_however_many_prompts_have_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[StructuredOutputs] = []
+    monkeypatch.setattr("torchweave.engine.llm.why_not", lambda form: looked_at.append(form) or why_not(form))
+    digits, word = form(regex="[0-9]"), form(choice=["word"])
+    found = texts(llm, PROMPTS * 2, [digits] * 5 + [replace(word, n=2)])
+    assert all(map(str.isdigit, found[:5])) and found[5] == "word"
+    assert looked_at == [digits.structured_outputs, word.structured_outputs]
+
+
 # -- forms -------------------------------------------------------------------------------------------------------------
 
 NAMES = st.text(string.ascii_lowercase, min_size=1, max_size=4)

@@ -78,7 +78,7 @@ class Batch:
         self._planner = Planner(limits, policy, self._running)
         self._former = Former(limits, self._running, updates)
         self._waiting = Queue()
-        self._preparing: list[Active] = []  # their grammars are at work, before they start or after a pause
+        self._preparing: dict[int, Active] = {}  # by id; their grammars are at work, before they start or after a pause
         self._arrivals = 0
 
     # -- requests in -------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class Batch:
     def num_paused(self) -> int:
         """Requests that ran, were paused, and wait to run again."""
         leaving = sum(not self._slots.done[slot] for slot in self._running.leaving)
-        return leaving + self._waiting.num_paused + sum(active.paused for active in self._preparing)
+        return leaving + self._waiting.num_paused + sum(active.paused for active in self._preparing.values())
 
     @property
     def is_landing(self) -> bool:
@@ -104,9 +104,7 @@ class Batch:
         return self.kv.host is not None and self.kv.host.waiting
 
     def knows(self, request_id: int) -> bool:
-        if request_id in self._slots.of or request_id in self._waiting:
-            return True
-        return any(active.request.id == request_id for active in self._preparing)
+        return request_id in self._slots.of or request_id in self._waiting or request_id in self._preparing
 
     def why_not(self, request: InferenceRequest) -> str:
         """Why a request can never run, in one sentence; empty when it can. Of any thread."""
@@ -139,17 +137,17 @@ class Batch:
         else:
             assert self.grammars is not None
             active.constraint = self.grammars.constraint(params, stops)
-            self._preparing.append(active)
+            self._preparing[request.id] = active
 
     def attend(self) -> list[Response]:
         """Take note of grammars that are ready; returns what there is to say of requests that end with that."""
         responses, running = [], self._running
-        preparing, self._preparing = self._preparing, []
-        for active in preparing:
+        for active in list(self._preparing.values()):
             assert active.constraint is not None
             if not active.constraint.ready:
-                self._preparing.append(active)
-            elif self._ends(active):
+                continue
+            del self._preparing[active.request.id]
+            if self._ends(active):
                 responses.append(self._left(active))
             else:
                 self._waiting.add(active)
@@ -310,12 +308,9 @@ class Batch:
             if not self._slots.done[slot]:
                 self._finish(slot, "cancelled")
             return self._release()
-        active = self._waiting.remove(request_id)
+        active = self._waiting.remove(request_id) or self._preparing.pop(request_id, None)
         if active is None:
-            active = next((each for each in self._preparing if each.request.id == request_id), None)
-            if active is None:
-                return []
-            self._preparing.remove(active)
+            return []
         active.reason = "cancelled"
         return [self._left(active)]
 
@@ -366,7 +361,7 @@ class Batch:
                 if active.constraint is None:
                     self._waiting.add(active)
                 else:
-                    self._preparing.append(active)
+                    self._preparing[active.request.id] = active
             running.leave(slot)
         return responses
 
@@ -387,7 +382,7 @@ class Batch:
 
     def abandon(self, message: str) -> list[Response]:
         """Answer every request with an error and forget it: the device failed, or the engine shuts down."""
-        ids = [*self._slots.of, *(active.request.id for active in (*self._waiting, *self._preparing))]
+        ids = [*self._slots.of, *(active.request.id for active in self._waiting), *self._preparing]
         self._running.clear()
         self.kv.forget_all()  # what the blocks hold is not known when a device has failed
         self._waiting.clear()

@@ -231,10 +231,13 @@ class LLM:
         return [_as_ids(self.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
 
     def _check_all(self, prompts: Sequence[np.ndarray], params: Sequence[SamplingParams]) -> None:
+        of_forms: dict[int, str] = {}  # to look at one takes milliseconds, and mostly all prompts have the same
         for number, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
-            why = self.engine.batch.why_not(InferenceRequest(0, prompt, settings))
-            if not why and settings.structured_outputs is not None:
-                why = why_not(settings.structured_outputs)
+            why, form = self.engine.batch.why_not(InferenceRequest(0, prompt, settings)), settings.structured_outputs
+            if not why and form is not None:
+                if id(form) not in of_forms:
+                    of_forms[id(form)] = why_not(form)
+                why = of_forms[id(form)]
             if why:
                 raise ValueError(why if len(prompts) == 1 else f"Prompt {number}: {why}")
 
