@@ -211,6 +211,8 @@ class SamplingParams:
 
     def each(self) -> list[SamplingParams]:
         """Parameters of each of the `n` answers: seeds that follow one another, and the prompt scored for the first."""
+        if self.n == 1:
+            return [self]  # nothing to check again
         found = []
         for index in range(self.n):
             seed = None if self.seed is None else (self.seed + index) % 2**64
