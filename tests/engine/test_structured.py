@@ -52,6 +52,14 @@ def texts(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[st
     return [output.text for output in outputs]
 
 
+def test_a_form_that_goes_on_by_stop_tokens_alone_is_no_whole_answer_before_min_tokens(llm: LLM) -> None:
+    (ending,) = llm.encode("x")[1:]
+    held = replace(HOT, stop_token_ids=[ending], min_tokens=9)
+    assert re.fullmatch("[0-9]{2}", texts(llm, PROMPTS[:1], [form(held, regex="[0-9]{2}x?")])[0])
+    with pytest.raises(RuntimeError, match="stop tokens alone can go on here, which min_tokens holds back"):
+        llm.generate(PROMPTS[:1], form(held, regex="[0-9]{2}x"))
+
+
 def test_a_form_is_looked_at_once_however_many_prompts_have_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[StructuredOutputs] = []
     monkeypatch.setattr("torchweave.engine.llm.why_not", lambda form: looked_at.append(form) or why_not(form))

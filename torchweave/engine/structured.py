@@ -29,6 +29,7 @@ _MISSING = "structured_outputs needs the package llguidance; install torchweave[
 _WHITE_SPACE = r"[ \n\r\t]{0,24}"
 """Between two parts of JSON: room for lines and indents, but not for the white space without end that small models fall into."""
 _DEAD_END = "none of the model's tokens can go on here."
+_HELD_BACK = "stop tokens alone can go on here, which min_tokens holds back."
 
 
 class Vocabulary(Protocol):
@@ -171,7 +172,9 @@ class Constraint:
             self.mask = without_end if self._ignore_eos else mask
             if self._count < self._min_tokens:
                 self.mask = self.mask & ~bits_of(self._stops, len(mask))
-                self.complete = not self.mask.any()
+                self.complete = not self.mask.any() and bool((mask & ~without_end).any())
+                if not (self.complete or self.mask.any()):
+                    self.fail(_HELD_BACK)
 
 
 def bits_of(tokens: Sequence[int], num_words: int) -> np.ndarray:
