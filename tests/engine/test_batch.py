@@ -84,6 +84,17 @@ def test_min_tokens_holds_back_late_stops() -> None:
     assert tokens_of(drive(batch, runner)[0]) == whole
 
 
+def test_a_client_may_use_the_array_of_a_prompt_again() -> None:
+    batch, runner = make()
+    array = np.array([5, 6, 7, 8], np.int32)
+    batch.add(InferenceRequest(0, array, SamplingParams(temperature=0, max_tokens=5)), 0)
+    array[:] = 9
+    batch.add(InferenceRequest(1, array[1:], SamplingParams(temperature=0, max_tokens=5)), 0)
+    array[:] = 11
+    responses = drive(batch, runner)
+    assert tokens_of(responses[0]) == expected([5, 6, 7, 8], 5) and tokens_of(responses[1]) == expected([9, 9, 9], 5)
+
+
 def test_eos_and_ignore_eos() -> None:
     whole = expected([9, 9], 6)
     batch, runner = make(eos=[whole[2]])

@@ -120,7 +120,7 @@ class Batch:
             request=request,
             seed=seed if params.seed is None else params.seed,
             arrival=self._arrivals,
-            prompt=np.ascontiguousarray(request.input_ids, np.int32),
+            prompt=np.array(request.input_ids, np.int32),  # a copy: the client may use its array again
             stops=stops,
             late_stops=frozenset(stops[MAX_STOP_IDS:]),
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
