@@ -62,6 +62,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", f"<tool_call>{CALL}", "", [WEATHER]),
     ("hermes", f"<tool_call>{CALL[:-1]}\n</tool_call>", "", [WEATHER]),  # without the last brace
     ("hermes", f"<tool_call>{CALL[:-1]}</tool_call>\n<tool_call>{CALL}</tool_call> Well.", "Well.", [WEATHER] * 2),
+    ("hermes", f"<tool_call>{CALL}}}\n</tool_call> Well.", "Well.", [WEATHER]),  # with one too many
+    ("hermes", f"<tool_call>{CALL}}} It's }}.", "} It's }.", [WEATHER]),
     ("hermes", '<tool_call>{"name": "fly"}</tool_call>', '<tool_call>{"name": "fly"}</tool_call>', []),
     ("hermes", "<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
     ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
@@ -75,6 +77,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", "a < b <tool", "a < b <tool", []),
     ("llama3_json", CALL.replace("arguments", "parameters"), "", [WEATHER]),
     ("llama3_json", f"<|python_tag|>{CALL}; {CALL}", "", [WEATHER] * 2),
+    ("llama3_json", f"{CALL}}}; {CALL}}}", "", [WEATHER] * 2),
     ("llama3_json", "It is { cold }.", "It is { cold }.", []),
     ("llama3_json", ' {"name": "Ann", "age": 3} and so on', ' {"name": "Ann", "age": 3} and so on', []),
     ("llama3_json", '{"age": 3}', '{"age": 3}', []),
@@ -86,6 +89,9 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("mistral", "[TOOL_CALLS]fly[CALL_ID]aB3dE6gH9[ARGS]{}", "[TOOL_CALLS]fly[CALL_ID]aB3dE6gH9[ARGS]{}", []),
     ("mistral", "A [TOOL] of mine [TOOL_", "A [TOOL] of mine [TOOL_", []),
     ("mistral", "[TOOL_CALLS]fly{}", "[TOOL_CALLS]fly{}", []),
+    ("mistral", 'Well. [TOOL_CALLS] [{"name": "fly"}]', 'Well. [TOOL_CALLS] [{"name": "fly"}]', []),
+    ("mistral", "Well. [TOOL_CALLS][1, 2] ", "Well. [TOOL_CALLS][1, 2] ", []),
+    ("mistral", f"[TOOL_CALLS]now{{}}[TOOL_CALLS][{CALL}]", f"[TOOL_CALLS][{CALL}]", [("now", {})]),
     ("pythonic", PYTHONIC, "", [WEATHER, ("now", {})]),
     ("pythonic", "[1, 2]", "[1, 2]", []),
     ("pythonic", "Text [now()]", "Text [now()]", []),

@@ -9,6 +9,9 @@ from collections.abc import Callable, Collection
 from torchweave.serving.tools.base import Arguments, Call, Piece, Text, TextGate, held_back
 from torchweave.serving.tools.scanner import CallScanner, Value
 
+_BEHIND_A_CALL = " \t\r\n}"
+"""Read over: small models close an object once too often."""
+
 
 class Hermes:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several of them, with text before (Hermes, Qwen)."""
@@ -35,10 +38,10 @@ class Hermes:
         if self._scanner is not None:
             return self._read_call(self._scanner, pieces)
         if self._closing:
-            self._rest = self._rest.lstrip()
-            if self._rest.startswith(self._CLOSE):
-                self._rest = self._rest[len(self._CLOSE) :]
-            elif self._CLOSE.startswith(self._rest):
+            behind = self._rest.lstrip(_BEHIND_A_CALL)
+            if behind.startswith(self._CLOSE):
+                self._rest = behind[len(self._CLOSE) :]
+            elif self._CLOSE.startswith(behind):
                 return False
             self._closing = False
             return True
@@ -124,7 +127,7 @@ class JsonObjects:
         pieces: list[Piece] = []
         while text:
             if self._scanner is None:
-                text = text.lstrip(self._between + " \t\r\n")
+                text = text.lstrip(self._between + _BEHIND_A_CALL)
                 if not text:
                     break
                 self._scanner = CallScanner(self._num_calls, self._known)
@@ -171,7 +174,7 @@ class Mistral:
 
     def feed(self, text: str) -> list[Piece]:
         if self._list is not None:
-            return self._list.feed(text)
+            return self._of_list(self._list.feed(text))
         self._rest += text
         pieces: list[Piece] = []
         while self._rest and self._step(pieces):
@@ -194,10 +197,9 @@ class Mistral:
         return False
 
     def _read_name(self, pieces: list[Piece]) -> bool:
-        if self._rest.lstrip().startswith("["):
-            self._gate.call()
-            self._list = JsonObjects(self._known, marker="", opening="[", between=",")
-            pieces += self._list.feed(self._rest)
+        if self._rest.lstrip().startswith("[") and not self._num_calls:
+            self._list = JsonObjects(self._known, marker=self._MARK, opening="[", between=",")
+            pieces += self._of_list(self._list.feed(self._MARK + self._rest))
             self._rest = ""
             return False
         name, brace, _ = self._rest.partition("{")
@@ -227,9 +229,22 @@ class Mistral:
             self._value = None
         return bool(self._rest)
 
+    def _of_list(self, pieces: list[Piece]) -> list[Piece]:
+        """The list's pieces, as parts of the whole answer."""
+        found: list[Piece] = []
+        for piece in pieces:
+            if isinstance(piece, Text):
+                found += self._gate.text(piece.text)
+                continue
+            if isinstance(piece, Call):
+                self._gate.call()
+                self._num_calls += 1
+            found.append(piece)
+        return found
+
     def finish(self) -> list[Piece]:
         if self._list is not None:
-            return self._list.finish()
+            return [*self._of_list(self._list.finish()), *self._gate.finish(had_calls=self._num_calls > 0)]
         left = self._MARK + self._rest if self._in_name else self._rest
         return [*self._gate.text(left), *self._gate.finish(had_calls=self._num_calls > 0)]
 
