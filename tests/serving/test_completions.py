@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from typing import Any
 
 import httpx
@@ -88,6 +89,34 @@ def test_E1_echo_and_logprobs_of_the_prompt(server: Running) -> None:
     assert {entry["decoded_token"] for entry in second.values()} >= {"1"} and all(
         e["rank"] >= 1 for e in second.values()
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("also", [{}, {"n": 2}, {"stop": ["="]}])
+def test_E1_a_prompt_is_scored_alone(server: Running, stream: bool, also: dict[str, Any]) -> None:
+    """As evaluation harnesses ask: `echo` without an answer, which would end at once behind the second prompt."""
+    scores = {} if "n" in also else {"logprobs": 1}
+    asked: dict[str, Any] = {
+        "prompt": ["12+30=", "12+30=42"],
+        "temperature": 0,
+        "echo": True,
+        "max_tokens": 0,
+        **scores,
+    }
+    answer = server.post("/v1/completions", asked | also | {"stream": stream})
+    assert answer.status_code == 200, answer.text
+    bodies = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    choices = [each for body in bodies or [answer.json()] for each in body["choices"]]
+    texts = [text for text in asked["prompt"] for _ in range(also.get("n", 1))]
+    assert [each["text"] for each in sorted(choices, key=lambda each: each["index"])] == texts
+    assert {each["finish_reason"] for each in choices} == {"length"}
+    if not stream:
+        assert answer.json()["usage"] == {"prompt_tokens": 7 + 9, "completion_tokens": 0, "total_tokens": 7 + 9}
+    if scores:
+        longer = asked | {"max_tokens": 1, "prompt": asked["prompt"][:1]}
+        expected = server.post("/v1/completions", longer).json()["choices"][0]["logprobs"]
+        found = next(each for each in choices if each["index"] == 0)["logprobs"]
+        assert found == {name: values[:-1] for name, values in expected.items()} and len(found["tokens"]) == 7
 
 
 def test_E1_tokens_of_a_stream_stand_where_they_do_in_the_whole_answer(server: Running) -> None:

@@ -50,10 +50,20 @@ class Growing:
 
 
 class Run:
-    """All answers of one HTTP request. `close` stops those that are not done."""
+    """All answers of one HTTP request. `close` stops those that are not done.
+
+    Args:
+        finished: called when a request of the engine has ended.
+        prompt_alone: the answers are empty: what is drawn is not told.
+    """
 
     def __init__(
-        self, flight: Flight, codec: Codec | None, params: SamplingParams, finished: Callable[[], None]
+        self,
+        flight: Flight,
+        codec: Codec | None,
+        params: SamplingParams,
+        finished: Callable[[], None],
+        prompt_alone: bool = False,
     ) -> None:
         self.flight = flight
         self._growing: dict[int, list[Growing]] = {}  # by request id; a beam search has several answers
@@ -62,10 +72,11 @@ class Run:
         self._codec = codec
         self._params = params
         self._finished = finished
+        self._prompt_alone = prompt_alone
 
     def submit(self, prompts: Sequence[Sequence[int]], stream: bool, priority: int, cache_salt: str) -> None:
         params = self._params
-        heard = stream or bool(params.stop_strings)
+        heard = (stream or bool(params.stop_strings)) and not self._prompt_alone
         for prompt in prompts:
             ids = list(prompt)
             self.prompts.append(ids)
@@ -112,7 +123,9 @@ class Run:
         if output.prompt_logprobs:
             answers[0].answer.prompt_logprobs += output.prompt_logprobs
         for growing, said in zip(answers, output.beams or (output,), strict=False):
-            if growing.add(said.token_ids.tolist(), said.finish_reason, said.logprobs):
+            if self._prompt_alone:
+                growing.add((), "length", ())
+            elif growing.add(said.token_ids.tolist(), said.finish_reason, said.logprobs):
                 self.flight.stop(response.id)
             told[growing.index] = growing
         if response.final:

@@ -35,9 +35,16 @@ def completion_params(body: CompletionRequest, model: ModelCard) -> SamplingPara
             others["beam_width"] = _width_for(body.best_of, body.beam_width)
         elif body.best_of > (body.n or 1):
             others |= {"n": body.best_of, "logprobs": body.logprobs or 0}
+    if asks_for_prompt_alone(body):
+        others["max_tokens"] = 1  # a prompt is read for the token behind it, which is not told
     if body.echo and body.logprobs is not None:
         others["prompt_logprobs"] = body.logprobs if body.prompt_logprobs is None else body.prompt_logprobs
     return _params(body, model, **others)
+
+
+def asks_for_prompt_alone(body: CompletionRequest) -> bool:
+    """Whether the answer is the prompt itself, to be scored: `echo` with `max_tokens` 0."""
+    return bool(body.echo) and body.max_tokens == 0
 
 
 def _width_for(best_of: int, given: int | None) -> int:

@@ -182,8 +182,12 @@ class Service:
         stream: bool,
         priority: int,
         cache_salt: str | None,
+        prompt_alone: bool = False,
     ) -> Run:
         """Hand prompts to the engine; returns when it has said that it can run them.
+
+        Args:
+            prompt_alone: the answers are empty: what is drawn is not told.
 
         Raises:
             ApiError: see `admit`.
@@ -197,7 +201,7 @@ class Service:
             why := await asyncio.to_thread(why_not, params.structured_outputs)
         ):
             raise ApiError(400, why)
-        run = Run(self.client.flight(), self.codec, params, self._finish)
+        run = Run(self.client.flight(), self.codec, params, self._finish, prompt_alone)
         try:
             run.submit(prompts, stream, priority, cache_salt or "")
             await run.flight.accepted()

@@ -10,7 +10,7 @@ from torchweave.serving.errors import ApiError
 from torchweave.serving.protocol import CompletionRequest, Prompt
 from torchweave.serving.replies import CompletionReply
 from torchweave.serving.routes.shared import service_of, stream_options
-from torchweave.serving.sampling import completion_params
+from torchweave.serving.sampling import asks_for_prompt_alone, completion_params
 from torchweave.serving.service import Service
 
 router = APIRouter(prefix="/v1", tags=["generation"])
@@ -26,7 +26,12 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     params = completion_params(body, service.model)
     prompts = await _encode(service, body)
     run = await service.ask(
-        prompts, params, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt
+        prompts,
+        params,
+        stream=bool(body.stream),
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        prompt_alone=asks_for_prompt_alone(body),
     )
     reply = CompletionReply(
         run,
