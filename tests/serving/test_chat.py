@@ -110,6 +110,20 @@ def test_E1_head_is_get_without_the_body(server: Running) -> None:
             assert head.headers["content-length"] == get.headers["content-length"] == str(len(get.content))
 
 
+def test_E1_a_request_has_a_name_which_is_the_clients_where_it_gave_one(server: Running) -> None:
+    asked = {"messages": SUM, "temperature": 0}
+    for path, body, prefix in (("chat/completions", asked, "chatcmpl-"), ("completions", {"prompt": "1+1="}, "cmpl-")):
+        for stream in (False, True):
+            for given, taken in (("trace-7/a", True), ("two words", False), ("a" * 129, False)):
+                answer = server.post(f"/v1/{path}", {**body, "stream": stream}, headers={"X-Request-Id": given})
+                name = answer.headers.get_list("x-request-id")
+                assert len(name) == 1 and (name[0] == given) == taken
+                assert f'"id":"{prefix}{name[0]}"' in answer.text
+    refused = server.post("/v1/completions", {"prompt": 3})
+    assert refused.status_code == 400 and len(refused.headers["x-request-id"]) == 32
+    assert server.get("/health").headers["x-request-id"] != server.get("/health").headers["x-request-id"]
+
+
 def test_E1_a_slash_behind_an_address_makes_no_other_of_it(server: Running) -> None:
     assert server.get("/v1/models/").json() == server.get("/v1/models").json()
     body = {"messages": SUM, "temperature": 0}

@@ -115,6 +115,7 @@ def test_E1_events_with_text_alone_are_like_all_others() -> None:
     run = cast(Run, SlowRun())
     completion = CompletionReply(
         run,
+        "1",
         "a \0 model",
         None,
         logprobs=False,
@@ -128,6 +129,7 @@ def test_E1_events_with_text_alone_are_like_all_others() -> None:
     )
     chat = ChatReply(
         run,
+        "1",
         "m",
         None,
         num_top=None,

@@ -41,6 +41,7 @@ def test_pages_that_were_named_may_ask() -> None:
         assert "x-stainless-lang" in before.headers["access-control-allow-headers"]
         assert ask("GET", "/version", PAGE, allowed).headers[ALLOWED] == told
         refused = ask("GET", "/v1/models", PAGE, allowed)
+        assert "x-request-id" in refused.headers["access-control-expose-headers"]
         assert refused.status_code == 401 and refused.headers[ALLOWED] == told, "the page is to see why"
 
 

@@ -16,7 +16,7 @@ from torchweave.serving.direct import Direct
 from torchweave.serving.errors import add_error_handlers
 from torchweave.serving.frontends.group import Frontends
 from torchweave.serving.frontends.relay import Relay
-from torchweave.serving.guard import Guard, Heads, read_keys
+from torchweave.serving.guard import Guard, Heads, RequestIds, read_keys
 from torchweave.serving.live import Live
 from torchweave.serving.metrics import HttpCounts, HttpMeter, Metrics
 from torchweave.serving.openapi import describe
@@ -82,8 +82,14 @@ def create_app(
         app.add_middleware(Relay, address=first)  # type: ignore[arg-type]
     app.add_middleware(Direct, routers=(chat.router, completions.router))  # type: ignore[arg-type]
     app.add_middleware(Guard, settings=settings, keys=keys, turns=client.turns)  # type: ignore[arg-type]
+    app.add_middleware(RequestIds)  # type: ignore[arg-type]
     if settings.allowed_origins:  # around the guard: a browser asks without the key whether it may ask with it
-        origins = settings.allowed_origins
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=("*",), allow_headers=("*",))
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
     app.add_middleware(HttpMeter, counts=http)  # around the guard: what it refuses is counted too
     return app

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
+import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -19,6 +21,9 @@ App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/docs", "/openapi.json"})
 """Asked by those who have no key."""
+REQUEST_ID = "torchweave.request_id"
+"""In a scope: what the request is called, in the header of its answer and in the answer's `id`."""
+_GIVEN_ID = re.compile(rb"[!-~]{1,128}")
 _BODY_SECONDS = 60.0  # in which a body has to arrive
 
 
@@ -111,6 +116,31 @@ class Guard:
         except TimeoutError:
             sentence = f"The body did not arrive within {_BODY_SECONDS:g} seconds."
             raise ApiError(408, sentence, headers={"Connection": "close"}) from None
+
+
+class RequestIds:
+    """ASGI middleware: each answer says in `x-request-id` what its request is called: the client's own name, where it gave one, so
+    that what both sides have logged can be put together."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = header(scope, b"x-request-id")
+        request_id = given if _GIVEN_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        scope[REQUEST_ID] = request_id.decode()
+
+        async def with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message["headers"])
+                if not any(name == b"x-request-id" for name, _ in headers):  # of what another HTTP process has answered
+                    message = {**message, "headers": [*headers, (b"x-request-id", request_id)]}
+            await send(message)
+
+        await self._app(scope, receive, with_id)
 
 
 class Heads:

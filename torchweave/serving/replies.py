@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ class CompletionReply:
     """The bodies of `/v1/completions`.
 
     Args:
+        request_id: what the request is called, part of the answer's `id`.
         logprobs: log-probabilities are told with each token.
         echoes: the prompts' texts, where they go before the answers.
         echoes_special: special tokens are part of these texts.
@@ -37,6 +37,7 @@ class CompletionReply:
     def __init__(
         self,
         run: Run,
+        request_id: str,
         model: str,
         codec: Codec | None,
         *,
@@ -50,7 +51,7 @@ class CompletionReply:
         counts: bool,
     ) -> None:
         created = int(time.time())
-        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": created, "model": model}
+        self._head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": created, "model": model}
         self._run, self._codec, self._logprobs, self._scores = run, codec, logprobs, scores
         self._echoes, self._echoes_special, self._skip_special = echoes, echoes_special, skip_special_tokens
         self._num_drawn, self._num_kept = num_drawn, num_kept
@@ -120,6 +121,7 @@ class ChatReply:
     """The bodies of `/v1/chat/completions`.
 
     Args:
+        request_id: what the request is called, part of the answer's `id`.
         num_top: most likely tokens that are told with each; None: no log-probabilities.
         scores: log-probabilities of the prompt are told as vLLM does.
         parser: makes a parser of calls for one answer; None: calls are not looked for.
@@ -132,6 +134,7 @@ class ChatReply:
     def __init__(
         self,
         run: Run,
+        request_id: str,
         model: str,
         codec: Codec | None,
         *,
@@ -143,7 +146,7 @@ class ChatReply:
         new_id: Callable[[], str],
         counts: bool,
     ) -> None:
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
         self._run, self._codec, self._num_top, self._scores = run, codec, num_top, scores
         self._parser, self._first_call_only = parser, first_call_only
         self._calls_end, self._new_id, self._counts = calls_end, new_id, counts

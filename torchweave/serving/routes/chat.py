@@ -7,6 +7,7 @@ from fastapi.responses import Response
 
 from torchweave.serving.conversation import calling, encode
 from torchweave.serving.delivery import EventStream, answer_whole
+from torchweave.serving.guard import REQUEST_ID
 from torchweave.serving.protocol import ChatRequest
 from torchweave.serving.replies import ChatReply
 from torchweave.serving.routes.shared import service_of, stream_options
@@ -26,6 +27,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     run = await service.ask([ids], params, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt)
     reply = ChatReply(
         run,
+        request.scope[REQUEST_ID],
         name,
         service.codec,
         num_top=(body.top_logprobs or 0) if body.logprobs else None,

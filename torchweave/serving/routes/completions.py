@@ -7,6 +7,7 @@ from fastapi.responses import Response
 
 from torchweave.serving.delivery import EventStream, answer_whole
 from torchweave.serving.errors import ApiError
+from torchweave.serving.guard import REQUEST_ID
 from torchweave.serving.protocol import CompletionRequest, Prompt
 from torchweave.serving.replies import CompletionReply
 from torchweave.serving.routes.shared import service_of, stream_options
@@ -35,6 +36,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     )
     reply = CompletionReply(
         run,
+        request.scope[REQUEST_ID],
         name,
         service.codec,
         logprobs=body.logprobs is not None,
