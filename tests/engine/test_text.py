@@ -157,6 +157,18 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert [each.seed for each in params.each()] == [3, 4]
 
 
+def test_lists_as_long_as_a_vocabulary_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the HTTP process, whose streams wait for it, for all answers together."""
+    params = SamplingParams(n=3, seed=2**64 - 1, prompt_logprobs=1, allowed_token_ids=list(range(200_000)))
+    monkeypatch.setattr(SamplingParams, "__post_init__", lambda _: pytest.fail("they were checked before"))
+    found = params.each()
+    assert [(each.seed, each.prompt_logprobs, each.n) for each in found] == [
+        (2**64 - 1, 1, 3),
+        (0, None, 3),
+        (1, None, 3),
+    ]
+
+
 @pytest.mark.parametrize("pieces", [["abcENDxyz"], list("abcENDxyz"), ["abcE", "ND", "xyz"]])
 def test_a_stop_string_is_kept_where_that_is_asked_for(pieces: list[str]) -> None:
     it = answer(stop=["END", "NDx"], include_stop_str_in_output=True)

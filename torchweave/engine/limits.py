@@ -110,9 +110,8 @@ def _why_not_drawn(params: SamplingParams, vocab_size: int) -> str:
             return f"bad_words holds a word of {len(word)} tokens; give words of at most {LONGEST_WORD} tokens."
         named["bad_words"] = (*named.get("bad_words", ()), *word)
     for name, ids in named.items():
-        wrong = [token for token in ids if token >= vocab_size]
-        if wrong:
-            return f"{name} holds the token id {wrong[0]}, but this model knows 0..{vocab_size - 1}."
+        if ids and max(ids) >= vocab_size:
+            return f"{name} holds the token id {max(ids)}, but this model knows 0..{vocab_size - 1}."
     return ""
 
 

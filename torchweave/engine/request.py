@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -211,12 +212,12 @@ class SamplingParams:
 
     def each(self) -> list[SamplingParams]:
         """Parameters of each of the `n` answers: seeds that follow one another, and the prompt scored for the first."""
-        if self.n == 1:
-            return [self]  # nothing to check again
-        found = []
-        for index in range(self.n):
-            seed = None if self.seed is None else (self.seed + index) % 2**64
-            found.append(replace(self, seed=seed, prompt_logprobs=None if index else self.prompt_logprobs))
+        found: list[SamplingParams] = [self]
+        for index in range(1, self.n):
+            other = copy(self)  # checked: long lists would be looked through once more for each
+            object.__setattr__(other, "seed", None if self.seed is None else (self.seed + index) % 2**64)
+            object.__setattr__(other, "prompt_logprobs", None)
+            found.append(other)
         return found
 
     @property
@@ -271,7 +272,13 @@ def _is_token(value: object) -> bool:
 
 
 def _are_tokens(ids: object) -> bool:
-    return ids is None or (isinstance(ids, (list, tuple)) and len(ids) > 0 and all(_is_token(each) for each in ids))
+    if ids is None:
+        return True
+    if not isinstance(ids, (list, tuple)) or not ids:
+        return False
+    if set(map(type, ids)) == {int}:  # a whole vocabulary in a tenth of the time
+        return min(ids) >= 0
+    return all(_is_token(each) for each in ids)
 
 
 def _is_bias(bias: object) -> bool:
