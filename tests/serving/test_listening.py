@@ -170,3 +170,32 @@ def test_what_cannot_be_read_behind_an_offer_is_refused() -> None:
 def test_thousands_of_offers_at_once_are_answered() -> None:
     found = answers((b"GET / HTTP/1.1\r\n" + OFFER + b"\r\n") * 3000 + LAST, 1 << 20)
     assert found.count(b"<GET / >") == 3000 and found.endswith(b"<POST /last abcdefgh>")
+
+
+# -- heads without end -------------------------------------------------------------------------------------------------
+
+
+def headers(count: int) -> bytes:
+    """Of 100 bytes each."""
+    return b"".join(b"X-%04d: %s\r\n" % (number, b"a" * 90) for number in range(count))
+
+
+@pytest.mark.parametrize(
+    "without_end",
+    [b"GET /" + b"a" * 69_000, b"GET / HTTP/1.1\r\nX: " + b"a" * 69_000, b"GET / HTTP/1.1\r\n" + headers(690)],
+    ids=["address", "header", "headers"],
+)
+def test_who_sends_a_head_without_end_is_hung_up_on(without_end: bytes) -> None:
+    found = answers(without_end, 10_000)
+    assert found.startswith(b"HTTP/1.1 400 ") and found.endswith(b"The head of the request is longer than 65536 bytes.")
+
+
+def test_what_stands_behind_a_body_has_an_end() -> None:
+    begin = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
+    assert b"HTTP/1.1 400 " in answers(begin + headers(790), 10_000)
+
+
+def test_long_bodies_and_many_requests_are_no_heads() -> None:
+    long = b"POST /long HTTP/1.1\r\nContent-Length: 300000\r\n\r\n" + b"a" * 300_000
+    found = answers(long + (b"GET / HTTP/1.1\r\n" + headers(300) + b"\r\n") * 20 + LAST, 50_000)
+    assert found.count(b"<GET / >") == 20 and found.endswith(b"<POST /last abcdefgh>")

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _CLOSE_SECONDS = 5  # for connections to take in what was said to them last
 _KEEP_ALIVE_SECONDS = 75  # longer than what proxies keep their end open
+_HEAD_BYTES = 2**16  # of a request's head, or of what stands behind its body
 _BACKLOG = 2048  # connections that wait to be taken
 _CORES_EACH, _MOST = 4, 4  # for an HTTP process, where nobody says how many there should be; so many at the most
 
@@ -24,10 +25,15 @@ _CORES_EACH, _MOST = 4, 4  # for an HTTP process, where nobody says how many the
 class _Http1(HttpToolsProtocol):
     """Stays with HTTP/1.1 where a client offers to go over to another protocol, as Java's does with its first request: the offer
     is ignored. The parser stops behind the head of such a request, and uvicorn would lose the body.
+
+    And it hangs up on a head without end, which uvicorn would keep in memory whoever sent it.
     """
+
+    _head_bytes = 0  # since a body or the end of a head or of a request came
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
+        self._head_bytes += len(data)
         left = memoryview(data)
         try:
             while left:
@@ -36,6 +42,21 @@ class _Http1(HttpToolsProtocol):
             said = "Invalid HTTP request received."
             self.logger.warning(said)
             self.send_400_response(said)
+            return
+        if self._head_bytes > _HEAD_BYTES:
+            self.send_400_response(f"The head of the request is longer than {_HEAD_BYTES} bytes.")
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_message_complete()
 
     def _read(self, data: memoryview) -> int:
         """How much of it has been read."""
