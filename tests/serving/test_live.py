@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from typing import Any
 
@@ -177,3 +179,23 @@ def test_the_browser_is_told_to_load_nothing_from_elsewhere():
             assert "default-src 'none'" in policy and "connect-src 'self'" in policy
 
     asyncio.run(ask())
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no Node.js on this machine")
+def test_the_page_asks_once_a_second_however_often_it_was_shown_while_the_server_hung():
+    """Each time that it is shown again it asks at once."""
+    begin = page().index("async function poll()")
+    asks = page()[begin : page().index("\n}\n", begin) + 3]
+    world = """
+        const document = { hidden: false }, $ = () => ({ classList: { add() {}, remove() {} } }), put = () => {};
+        const authorization = () => ({}), timers = new Set(), answers = [];
+        const setTimeout = () => { timers.add(++count); return count; }, clearTimeout = number => timers.delete(number);
+        const fetch = () => new Promise((_, fail) => answers.push(() => fail(new TypeError())));
+        let count = 0, timer = 0, latest = null;
+    """
+    shown = "for (let at = 0; at < 5; at++) { clearTimeout(timer); polls.push(poll()); }"
+    end = "answers.forEach(each => each()); Promise.all(polls).then(() => console.log(timers.size));"
+    ran = subprocess.run(
+        ["node", "-e", f"{{{world} {asks} const polls = []; {shown} {end}}}"], capture_output=True, text=True
+    )
+    assert (ran.stdout, ran.stderr) == ("1\n", "")
