@@ -9,7 +9,9 @@ import pytest
 from tests.serving.running import Running, serving
 
 TEMPLATE = """{%- for tool in tools or [] %}{% endfor -%}
-{{ bos_token }}{% for m in messages %}{{ '<|user|>' + m['content'] | trim + '<|end|>' }}{% endfor %}{{ '<|assistant|>' }}
+{{ bos_token }}
+{%- for m in messages %}{{ '<|user|>' + m['content'] | trim + '<|end|>' }}{% endfor %}{{ reasoning_effort }}
+{{- '<|assistant|>' }}
 {#- a model that calls tools would be told here to write <tool_call> #}"""
 
 

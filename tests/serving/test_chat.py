@@ -64,6 +64,14 @@ def test_E1_parts_of_text_are_one_message(server: Running) -> None:
         server.client().chat.completions.create(model="demo", messages=image)
 
 
+def test_E1_reasoning_effort_reaches_a_template_that_knows_it(server: Running) -> None:
+    chat = {"messages": SUM, "reasoning_effort": "low"}
+    ids = server.post("/tokenize", chat).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": ids}).json()["prompt"].endswith("<|end|>low<|assistant|>")
+    answer = server.client().chat.completions.create(model="demo", messages=SUM, reasoning_effort="low", max_tokens=1)
+    assert answer.usage and answer.usage.prompt_tokens == len(ids)
+
+
 def test_E1_logprobs_have_openais_form(server: Running) -> None:
     answer = server.client().chat.completions.create(
         model="demo", messages=SUM, temperature=0, logprobs=True, top_logprobs=2, stop=["2"]

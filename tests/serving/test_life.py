@@ -146,6 +146,12 @@ def test_E1_a_bad_request_costs_nobody_else_anything(guarded: Running) -> None:
     assert sum(len(chunk.choices[0].text) > 0 for chunk in chunks) > 10
 
 
+def test_E1_a_reasoning_effort_that_the_template_does_not_know_is_refused(guarded: Running) -> None:
+    asked = {"messages": [{"role": "user", "content": "1+1="}], "reasoning_effort": "low"}
+    answer = guarded.post("/v1/chat/completions", asked, headers=KEY)
+    assert answer.status_code == 400 and "knows no reasoning_effort" in answer.text
+
+
 def cpu_seconds(pid: int) -> float:
     """Of all threads of a process, so far."""
     threads = Path(f"/proc/{pid}/task").iterdir()

@@ -81,7 +81,7 @@ async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any
     """Token ids of a conversation.
 
     Raises:
-        ApiError: 400, variables that no template may be given.
+        ApiError: 400, variables that no template may be given, or that this one does not know.
         ValueError: there is no template, or it refuses the messages.
     """
     variables = dict(body.chat_template_kwargs or {})
@@ -89,6 +89,11 @@ async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any
         raise ApiError(400, f"chat_template_kwargs must not hold {', '.join(reserved)}.", param="chat_template_kwargs")
     if tools is not None:
         variables["tools"] = tools
+    if body.reasoning_effort is not None:
+        if "reasoning_effort" not in service.chat_template():
+            sentence = "The chat template of this model knows no reasoning_effort; leave it out."
+            raise ApiError(400, sentence, param="reasoning_effort")
+        variables["reasoning_effort"] = body.reasoning_effort
     if body.continue_final_message:
         if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
             raise ApiError(

@@ -227,6 +227,7 @@ class ChatTemplate(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 class ChatRequest(ChatTemplate, Generation):
