@@ -112,8 +112,10 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
         part = await receive()
         body, more = body + part["body"], part["more_body"]
     said = b"<%s %s %s>" % (scope["method"].encode(), scope["path"].encode(), body)
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(said))]})
-    await send({"type": "http.response.body", "body": said})
+    headers = [] if scope["path"] == "/stream" else [(b"content-length", b"%d" % len(said))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": said[:5], "more_body": True})
+    await send({"type": "http.response.body", "body": said[5:]})
 
 
 def answers(sent: bytes, size: int) -> bytes:
@@ -170,6 +172,19 @@ def test_what_cannot_be_read_behind_an_offer_is_refused() -> None:
 def test_thousands_of_offers_at_once_are_answered() -> None:
     found = answers((b"GET / HTTP/1.1\r\n" + OFFER + b"\r\n") * 3000 + LAST, 1 << 20)
     assert found.count(b"<GET / >") == 3000 and found.endswith(b"<POST /last abcdefgh>")
+
+
+# -- HTTP/1.0 ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_of_http_1_0_has_no_chunks() -> None:
+    for path, length in ((b"stream", b""), (b"whole", b"content-length: 22\r\n")):
+        for kept in (b"", b"Connection: keep-alive\r\n"):
+            head, _, body = answers(b"POST /%s HTTP/1.0\r\n" % path + kept + BODY, 10_000).partition(b"\r\n\r\n")
+            assert body == b"<POST /%s abcdefgh>" % path
+            assert b"chunked" not in head and length in head + b"\r\n" and b"connection: close" in head
+    assert b"transfer-encoding: chunked" in answers(b"GET /stream HTTP/1.1\r\n\r\n" + LAST, 10_000)
+    assert b"chunked" not in answers(b"POST /stream HTTP/1.0\r\n" + OFFER + BODY, 10_000)
 
 
 # -- heads without end -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _CLOSE_SECONDS = 5  # for connections to take in what was said to them last
 _KEEP_ALIVE_SECONDS = 75  # longer than what proxies keep their end open
@@ -22,11 +22,25 @@ _BACKLOG = 2048  # connections that wait to be taken
 _CORES_EACH, _MOST = 4, 4  # for an HTTP process, where nobody says how many there should be; so many at the most
 
 
+class _Unframed(RequestResponseCycle):
+    """A request of HTTP/1.0, which knows no chunks: an answer without a length, as a stream is, ends with its connection."""
+
+    _endless = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._endless = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            self.chunked_encoding = False if self._endless else None
+        elif self._endless:
+            self.expected_content_length = len(message["body"])  # so that uvicorn finds it to be whole
+        await super().send(message)
+
+
 class _Http1(HttpToolsProtocol):
     """Stays with HTTP/1.1 where a client offers to go over to another protocol, as Java's does with its first request: the offer
     is ignored. The parser stops behind the head of such a request, and uvicorn would lose the body.
 
-    And it hangs up on a head without end, which uvicorn would keep in memory whoever sent it.
+    To HTTP/1.0 it speaks no chunks, and it hangs up on a head without end, which uvicorn would keep in memory whoever sent it.
     """
 
     _head_bytes = 0  # since a body or the end of a head or of a request came
@@ -48,7 +62,10 @@ class _Http1(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before and self.parser.get_http_version() == "1.0":
+            self.cycle.__class__ = _Unframed  # uvicorn leaves no choice of what it makes
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
