@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING
 
+from tests.models.paged import paged_tokens
 from torchweave.log import Report
 from torchweave.models import UnsupportedModel, load, zoo
 from torchweave.models.adapt import adapt, install
@@ -87,6 +90,23 @@ def test_long_rope_is_frozen_for_the_longest_sequence() -> None:
     within = Report(show=False)
     freeze_rope(model, 128, within)
     assert not within.select("warning")
+
+
+def _phimoe() -> Any:
+    rope = {"long_mscale": 1.3, "short_mscale": 1.1, **zoo.specimen("phi3-longrope").options["rope_parameters"]}
+    return zoo.build(zoo.Specimen("", "phimoe", zoo.specimen("phimoe").options | {"rope_parameters": rope}))
+
+
+@pytest.mark.parametrize(("tokens", "max_model_len"), [(90, 128), (200, 512)])
+def test_long_rope_whose_scale_is_in_the_forward(tokens: int, max_model_len: int, tmp_path: Path) -> None:
+    model = _phimoe()
+    zoo.save(model, tmp_path)
+    # transformers takes the long scale beyond the original 128, but the short factors at any length; published were both.
+    rotary = model.model.rotary_emb
+    rotary.rope_init_fn = functools.partial(rotary.rope_init_fn, seq_len=max_model_len)
+    prompts = [list(range(begin, begin + tokens)) for begin in (3, 40)]
+    expected = zoo.reference_tokens(model, prompts, 8)
+    assert paged_tokens(load(tmp_path, max_model_len=max_model_len).module, prompts, 8) == expected
 
 
 def test_dynamic_rope_grows_with_the_length_that_is_served() -> None:

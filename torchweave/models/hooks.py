@@ -136,10 +136,29 @@ def _varying_rope(model: nn.Module) -> Iterator[tuple[str, Any, dict[str | None,
             yield name, module, varying
 
 
+def _phimoe_rope_forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Phi-3.5-MoE's cosines and sines, each `[1, T, D]`, of the frequencies that `freeze_rope` has chosen.
+
+    Its own forward chooses a scale by the largest position of the batch, and has the short factors at any length; the model was
+    published with long factors beside the long scale.
+    """
+    module: Any = self
+    angles = position_ids[..., None].float() * module.inv_freq.float()
+    angles = torch.cat((angles, angles), dim=-1)
+    cos, sin = angles.cos() * module.attention_scaling, angles.sin() * module.attention_scaling
+    return cos.to(x.dtype), sin.to(x.dtype)
+
+
+def _has_own_scaling(module: nn.Module) -> bool:
+    """Whether it has factors of its own (`short_mscale`, `long_mscale`), which its forward chooses from the positions."""
+    return type(module).__name__ == "PhimoeRotaryEmbedding"
+
+
 def hold_rope(model: nn.Module) -> None:
     """Stop rotary embeddings from choosing frequencies in each forward; `freeze_rope` says which they have."""
     for _, module, _ in _varying_rope(model):
-        module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)
+        held = _phimoe_rope_forward if _has_own_scaling(module) else inspect.unwrap(type(module).forward)
+        module.forward = types.MethodType(held, module)
 
 
 def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
@@ -151,17 +170,18 @@ def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
     short = 0
     for name, module, varying in _varying_rope(model):
         for layer, kind in varying.items():
-            if kind == "longrope":
-                parameters = module.config.rope_parameters
-                parameters = parameters if layer is None else parameters[layer]
-                short = max(short, parameters["original_max_position_embeddings"])
             prefix = f"{layer}_" if layer is not None else ""
-            buffer = getattr(module, f"{prefix}inv_freq")
             extra = {"layer_type": layer} if layer is not None else {}
             frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
                 module.config, torch.device("cpu"), seq_len=max_model_len, **extra
             )
-            buffer.copy_(frequencies)
+            if kind == "longrope":
+                parameters = module.config.rope_parameters
+                parameters = parameters if layer is None else parameters[layer]
+                short = max(short, parameters["original_max_position_embeddings"])
+                if _has_own_scaling(module):
+                    scaling = parameters["long_mscale" if max_model_len > short else "short_mscale"]
+            getattr(module, f"{prefix}inv_freq").copy_(frequencies)
             setattr(module, f"{prefix}attention_scaling", scaling)
         report.event("rope_frozen", module=name, kinds=sorted(set(varying.values())), max_model_len=max_model_len)
     if 0 < short < max_model_len:
