@@ -71,6 +71,13 @@ def test_a_mask_that_is_not_there_is_named() -> None:
         adapt(build_on_meta(config, torch.float32), Report(show=False))
 
 
+@pytest.mark.parametrize("name", ["roberta", "xlm-roberta-xl"])
+def test_positions_that_begin_elsewhere_are_refused(name: str) -> None:
+    config = zoo.Specimen("", name, {"is_decoder": True}).config()
+    with pytest.raises(UnsupportedModel, match="positions begin behind the id of its padding token"):
+        adapt(build_on_meta(config, torch.float32), Report(show=False))
+
+
 def test_long_rope_is_frozen_for_the_longest_sequence() -> None:
     entry = zoo.specimen("phi3-longrope")
     model = zoo.build(entry)

@@ -46,6 +46,7 @@ def adapt(model: PreTrainedModel, report: Report) -> list[LayerSpec]:
     refuse_by_config(model.config)
     hooked = install(model)
     specs = layer_specs(model)
+    _check_positions(model)
     report.event(
         "model_adapted",
         architecture=type(model).__name__,
@@ -201,6 +202,14 @@ def _check_window(model: PreTrainedModel, specs: list[LayerSpec]) -> None:
     if windowed and in_mask and not any(spec.window for spec in specs):
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be served: its sliding window is in its mask alone, and the engine builds none."
+        )
+
+
+def _check_positions(model: PreTrainedModel) -> None:
+    """Refuse embeddings that number positions by the tokens they are given, from behind the padding token's id (RoBERTa)."""
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be served: its positions begin behind the id of its padding token, the engine's at 0."
         )
 
 
