@@ -94,6 +94,8 @@ def checkpoint(folder: Path) -> dict[str, Stored]:
 
 
 def _files(folder: Path) -> list[Path]:
+    if (folder / "model.safetensors").is_file():  # an index beside it may be that of weights before it: transformers' order
+        return [folder / "model.safetensors"]
     index = folder / INDEX
     if index.is_file():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
@@ -102,8 +104,6 @@ def _files(folder: Path) -> list[Path]:
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise ValueError(f"{folder} lacks {missing[0]}, which its index names; copy or download the missing files.")
         return [folder / name for name in names]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     if files:
         return files
