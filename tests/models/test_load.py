@@ -43,6 +43,15 @@ def test_shards_are_streamed_bit_equal_and_counted_in_bytes(tmp_path: Path) -> N
     assert not report.select("weights_converted")
 
 
+def test_an_index_of_other_files_beside_the_file_of_the_model(tmp_path: Path) -> None:
+    model = save("llama", tmp_path)
+    old = {name: tensor * 0.5 for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(old, tmp_path / "old.safetensors")
+    index = {"weight_map": dict.fromkeys(old, "old.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(load(tmp_path).module.model.lm_head.weight, model.lm_head.weight)
+
+
 def test_tied_weights_are_one_tensor(tmp_path: Path) -> None:
     save("llama-tied", tmp_path)
     model = load(tmp_path).module.model
@@ -261,6 +270,23 @@ def test_folder_without_config(tmp_path: Path) -> None:
 def test_config_that_is_no_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     refused(tmp_path, "config.json", "not valid JSON")
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        ({"num_attention_heads": "4"}, ("not a valid llama config", "num_attention_heads", "expected int")),
+        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, ("build a llama model", "mrope")),
+        ({"hidden_act": "sulu"}, ("build a llama model", "sulu")),
+    ],
+)
+def test_config_with_values_that_transformers_trips_over(
+    value: dict[str, Any], parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    save("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused(tmp_path, *parts)
 
 
 def test_folder_without_weights(tmp_path: Path) -> None:

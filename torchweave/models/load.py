@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from torchweave.distributed.world import World
@@ -30,6 +31,8 @@ from torchweave.plan import ModelFacts
 from torchweave.tokenizer import Tokenizer
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+# What transformers raises for values that it did not expect in a config: where it checks them, and where it trips over them.
+_BAD_CONFIG = (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,7 @@ def read_config(source: Source, trust_remote_code: bool = False) -> PreTrainedCo
             config = AutoConfig.for_model(str(model_type), **raw)
         else:
             config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-    except (ValueError, TypeError, KeyError, OSError, AttributeError) as error:
+    except (*_BAD_CONFIG, OSError) as error:
         why = " ".join(str(error).split())[:200]
         raise ValueError(f"The config of {source.name!r} is not a valid {model_type} config: {why}") from error
     return _text_part(config)
@@ -231,6 +234,11 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_cod
             )
     except (RuntimeError, NotImplementedError) as error:
         raise UnsupportedModel(f"{name} cannot be built without memory: {str(error).splitlines()[0]}") from error
+    except (*_BAD_CONFIG, ImportError) as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(
+            f"transformers cannot build a {name} model from this config ({why}); check config.json."
+        ) from error
     return model.eval().requires_grad_(False)
 
 

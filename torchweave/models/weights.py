@@ -94,7 +94,9 @@ def checkpoint(folder: Path) -> dict[str, Stored]:
 
 
 def _files(folder: Path) -> list[Path]:
-    if (folder / "model.safetensors").is_file():  # an index beside it may be that of weights before it: transformers' order
+    if (
+        folder / "model.safetensors"
+    ).is_file():  # an index beside it may be that of weights before it: transformers' order
         return [folder / "model.safetensors"]
     index = folder / INDEX
     if index.is_file():
