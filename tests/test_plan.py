@@ -48,6 +48,13 @@ def test_defaults_on_a_gpu():
     assert plan.decode_graphs and plan.piecewise_graphs and plan.whole_mixed_graphs and plan.inductor and plan.fullgraph
 
 
+def test_a_model_may_stretch_where_that_is_asked_for():
+    model = replace(MODEL, longest_model_len=16384)
+    assert (plan_of(model=model).max_model_len, plan_of(model=model, max_model_len=9000).max_model_len) == (4096, 9000)
+    with pytest.raises(ValueError, match="max_model_len=16385 is above the 16384"):
+        plan_of(model=model, max_model_len=16385)
+
+
 def test_B11_a_kv_cache_in_fp8():
     fa3 = AttentionFacts("fa3", 128, (128,), no_fp8_cache="fa3 cannot")
     gpu = DeviceFacts("cuda:0", "NVIDIA H100", (9, 0), (fa3, TRITON, TORCH))

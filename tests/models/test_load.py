@@ -140,6 +140,33 @@ def test_config_dict_and_benchmark_shapes() -> None:
         load("shape:llama-2b", load_format="dummy")
 
 
+def _with_rope(**rope: Any) -> dict[str, Any]:
+    parameters = {"rope_theta": 10000.0, "factor": 4.0, **rope}
+    return zoo.specimen("llama").config().to_dict() | {"rope_parameters": parameters}
+
+
+def test_scaled_rope_reaches_beyond_the_length_of_before() -> None:
+    """As Qwen's cards say: the scaling is added to config.json, and max_position_embeddings stays."""
+    yarn = _with_rope(rope_type="yarn", original_max_position_embeddings=512)
+    assert model_facts(yarn).max_model_len == load(yarn, load_format="dummy").max_model_len == 2048
+    told = _with_rope(rope_type="yarn", original_max_position_embeddings=64)
+    assert model_facts(told).max_model_len == 512
+    refused(yarn, "2049", "2048", max_model_len=2049, load_format="dummy")  # type: ignore[arg-type]
+
+
+def test_dynamic_rope_stretches_where_that_is_asked_for() -> None:
+    """Unasked it stays as it is: a longer sequence's frequencies are others for short ones, too."""
+    config = _with_rope(rope_type="dynamic")
+    facts = model_facts(config)
+    assert (facts.max_model_len, facts.longest_model_len) == (512, 2048)
+    ids = torch.arange(700) % zoo.VOCAB
+    loaded = load(config, load_format="dummy", max_model_len=700)
+    model = LlamaForCausalLM(LlamaConfig.from_dict(config)).eval()
+    model.load_state_dict(loaded.module.model.state_dict())
+    torch.testing.assert_close(logits_of(loaded, ids), model(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+    refused(config, "2049", "2048", max_model_len=2049, load_format="dummy")  # type: ignore[arg-type]
+
+
 def test_the_shape_of_qwen3_30b_is_the_published_one() -> None:
     config = read_config(resolve("shape:qwen3-30b-a3b"))
     model = build_on_meta(config, torch.bfloat16)

@@ -164,15 +164,16 @@ def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code:
     config = read_config(source, trust_remote_code)
     refuse_by_config(config)
     stored, how = _stored_dtype(config), stored_scheme(source)
-    heads = getattr(config, "num_attention_heads", None)
+    heads, length = getattr(config, "num_attention_heads", None), _max_model_len(config, None)
     return ModelFacts(
         source.name,
-        _max_model_len(config, None),
+        length,
         None if stored is None else str(stored).removeprefix("torch."),
         None if how is None else how.name,
         stored_cache_dtype(source),
         getattr(config.get_text_config(), "num_hidden_layers", None),
         heads if isinstance(heads, int) else None,
+        _longest_model_len(config, length),
     )
 
 
@@ -265,13 +266,34 @@ def _stored_dtype(config: PreTrainedConfig) -> torch.dtype | None:
 def _max_model_len(config: Any, asked: int | None) -> int:
     config = config.get_text_config()
     limit = next((int(value) for key in _LENGTH_KEYS if (value := getattr(config, key, None))), None)
+    if limit is not None and _rope(config).get("rope_type") == "yarn":
+        # Published configs often keep the length from before, and users are told to add the scaling alone.
+        limit = max(limit, _stretched(_rope(config).get("original_max_position_embeddings", limit), config))
     if asked is None:
         return limit if limit is not None else 4096
     if asked < 1:
         raise ValueError(f"max_model_len is {asked}: expected at least 1.")
-    if limit is not None and asked > limit:
-        raise ValueError(f"max_model_len is {asked}, but the model has positions for {limit} tokens; ask for no more.")
+    longest = limit if limit is None else _longest_model_len(config, limit)
+    if longest is not None and asked > longest:
+        raise ValueError(
+            f"max_model_len is {asked}, but the model has positions for {longest} tokens; ask for no more."
+        )
     return asked
+
+
+def _longest_model_len(config: Any, limit: int) -> int:
+    """The longest sequence that may be asked for: dynamic RoPE stretches beyond `limit`, at a cost to shorter sequences."""
+    config = config.get_text_config()
+    return _stretched(limit, config) if _rope(config).get("rope_type") == "dynamic" else limit
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """How all layers rotate; nothing where kinds of layers differ in it."""
+    return getattr(config, "rope_parameters", None) or {}
+
+
+def _stretched(tokens: int, config: Any) -> int:
+    return int(tokens * max(1.0, _rope(config).get("factor") or 1.0))
 
 
 def _with_cache_scales(

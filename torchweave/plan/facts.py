@@ -63,6 +63,7 @@ class ModelFacts:
         kv_cache_dtype: what its checkpoint wants keys and values kept in (`fp8_e4m3`); None: it says nothing.
         num_layers: how many it has; None: its config does not say.
         num_heads: query heads of its attention; None: its config does not say, or they differ from layer to layer.
+        longest_model_len: tokens that `max_model_len` may ask for, where its RoPE stretches; None: no more than its own.
     """
 
     name: str
@@ -72,6 +73,7 @@ class ModelFacts:
     kv_cache_dtype: str | None = None
     num_layers: int | None = None
     num_heads: int | None = None
+    longest_model_len: int | None = None
 
 
 def choose_device(asked: str, num_gpus: int) -> str:

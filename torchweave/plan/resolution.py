@@ -148,10 +148,9 @@ def _max_model_len(config: EngineConfig, model: ModelFacts) -> tuple[int, str]:
     asked = config.max_model_len
     if asked is None:
         return model.max_model_len, "the model's limit"
-    if asked > model.max_model_len:
-        raise ValueError(
-            f"max_model_len={asked} is above the {model.max_model_len} tokens that {model.name} can read; lower it"
-        )
+    longest = model.longest_model_len or model.max_model_len
+    if asked > longest:
+        raise ValueError(f"max_model_len={asked} is above the {longest} tokens that {model.name} can read; lower it")
     return asked, ""
 
 
