@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,6 +73,29 @@ def content_text(content: Any) -> str | None:
             raise ValueError(f'the model reads text alone: expected {{"type": "text", "text": ...}}, but found {what}')
         texts.append(text)
     return "\n".join(texts)
+
+
+def end_token(folder: Path) -> int | None:
+    """The id of a tokenizer's own end token, by the JSON files of its folder alone; None where they do not say.
+
+    Of `tokenizer.json`, which may be large, only the tokens beside the vocabulary are read.
+    """
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        named = config.get("eos_token")
+        text = named.get("content") if isinstance(named, dict) else named
+        if text is None:
+            return None
+        added = config.get("added_tokens_decoder") or {}
+        for token, entry in added.items():
+            if entry.get("content") == text:
+                return int(token)
+        whole = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        begin = whole.index("[", whole.index('"added_tokens"'))
+        entries, _ = json.JSONDecoder().raw_decode(whole, begin)
+        return next((int(entry["id"]) for entry in entries if entry["content"] == text), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # what is wrong with the files is told where the tokenizer is used
 
 
 class Tokenizer:

@@ -187,6 +187,22 @@ def test_generation_defaults(tmp_path: Path) -> None:
     assert (generation.temperature, generation.repetition_penalty) == (None, 1.3)
 
 
+@pytest.mark.parametrize("form", ["tokenizer.json", "added_tokens_decoder", "nowhere"])
+def test_end_token_that_only_the_tokenizer_names(form: str, tmp_path: Path) -> None:
+    """As fine-tunes have it: turns end with <|im_end|>, and config.json still says the end of the base model."""
+    save("llama", tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    config: dict[str, Any] = {"eos_token": {"content": "<|im_end|>", "special": True}}
+    tokenizer: dict[str, Any] = {"added_tokens": [{"id": 2, "content": "</s>"}], "model": {"vocab": {"[": 0}}}
+    if form == "added_tokens_decoder":
+        config |= {"eos_token": "<|im_end|>", "added_tokens_decoder": {"200": {"content": "<|im_end|>"}}}
+    elif form == "tokenizer.json":
+        tokenizer["added_tokens"].append({"id": 200, "content": "<|im_end|>"})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert load(tmp_path).generation.eos_token_ids == ((2,) if form == "nowhere" else (2, 200))
+
+
 def test_the_file_may_change_after_loading(tmp_path: Path) -> None:
     save("llama", tmp_path)
     loaded = load(tmp_path)

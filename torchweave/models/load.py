@@ -28,7 +28,7 @@ from torchweave.models.quantized_checkpoint import scheme_for, stored_cache_dtyp
 from torchweave.models.resolve import Source, read_json, resolve
 from torchweave.ops.attention import LayerSpec
 from torchweave.plan import ModelFacts
-from torchweave.tokenizer import Tokenizer
+from torchweave.tokenizer import Tokenizer, end_token
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 # What transformers raises for values that it did not expect in a config: where it checks them, and where it trips over them.
@@ -40,7 +40,7 @@ class GenerationDefaults:
     """What `generation_config.json` says; None where it says nothing.
 
     Attributes:
-        eos_token_ids: tokens that end an answer.
+        eos_token_ids: tokens that end an answer: the checkpoint's, and its tokenizer's.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -359,11 +359,13 @@ def _generation(folder: Path | None, config: PreTrainedConfig) -> GenerationDefa
     path = folder / "generation_config.json" if folder is not None else None
     raw = read_json(path) if path is not None and path.is_file() else {}
     eos = raw.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
-    ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
+    ids = list(eos) if isinstance(eos, (list, tuple)) else [eos]
+    # A model that was tuned for conversation may end its turns with a token that only its tokenizer calls the end.
+    ids.append(None if folder is None else end_token(folder))
     # Without do_sample transformers decodes greedily, whatever else the file says of drawing; a penalty it applies all the same.
     sampled = raw if raw.get("do_sample") else {}
     return GenerationDefaults(
-        eos_token_ids=tuple(int(token) for token in ids),
+        eos_token_ids=tuple(dict.fromkeys(int(token) for token in ids if token is not None)),
         temperature=sampled.get("temperature"),
         top_k=sampled.get("top_k"),
         top_p=sampled.get("top_p"),
