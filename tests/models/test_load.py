@@ -187,6 +187,21 @@ def test_generation_defaults(tmp_path: Path) -> None:
     assert (generation.temperature, generation.repetition_penalty) == (None, 1.3)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("eos_token_id", "</s>", "a whole number"),
+        ("eos_token_id", [[2]], "a whole number"),
+        ("temperature", "0.6", "a number"),
+        ("top_k", 50.5, "a whole number"),
+    ],
+)
+def test_generation_defaults_that_are_no_numbers(name: str, value: Any, expected: str, tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, name: value}))
+    refused(tmp_path, f"generation_config.json of this model has {name}=", f"expected {expected}; correct it.")
+
+
 @pytest.mark.parametrize("form", ["tokenizer.json", "added_tokens_decoder", "nowhere"])
 def test_end_token_that_only_the_tokenizer_names(form: str, tmp_path: Path) -> None:
     """As fine-tunes have it: turns end with <|im_end|>, and config.json still says the end of the base model."""

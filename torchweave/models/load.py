@@ -363,12 +363,12 @@ def _generation(folder: Path | None, config: PreTrainedConfig) -> GenerationDefa
     # A model that was tuned for conversation may end its turns with a token that only its tokenizer calls the end.
     ids.append(None if folder is None else end_token(folder))
     # Without do_sample transformers decodes greedily, whatever else the file says of drawing; a penalty it applies all the same.
-    sampled = raw if raw.get("do_sample") else {}
-    return GenerationDefaults(
-        eos_token_ids=tuple(dict.fromkeys(int(token) for token in ids if token is not None)),
-        temperature=sampled.get("temperature"),
-        top_k=sampled.get("top_k"),
-        top_p=sampled.get("top_p"),
-        min_p=sampled.get("min_p"),
-        repetition_penalty=raw.get("repetition_penalty"),
-    )
+    drawn = {name: raw.get(name) for name in ("temperature", "top_k", "top_p", "min_p")} if raw.get("do_sample") else {}
+    given = {**drawn, "repetition_penalty": raw.get("repetition_penalty")}
+    for name, value in (*(("eos_token_id", token) for token in ids), *given.items()):
+        whole = name in ("eos_token_id", "top_k")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int if whole else (int, float))):
+            raise ValueError(
+                f"The generation_config.json of this model has {name}={value!r}: expected a {'whole ' * whole}number; correct it."
+            )
+    return GenerationDefaults(tuple(dict.fromkeys(token for token in ids if token is not None)), **given)
