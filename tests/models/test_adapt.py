@@ -128,6 +128,16 @@ def test_dynamic_rope_grows_with_the_length_that_is_served() -> None:
     assert short.max_model_len == 64
 
 
+@pytest.mark.parametrize("name", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
+def test_rope_that_is_called_dynamic_and_is_fixed(name: str, tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}
+    model = zoo.build(zoo.Specimen("", name, zoo.specimen(name).options | {"rope_parameters": rope}))
+    zoo.save(model, tmp_path)
+    prompts = [list(range(3, 73)), list(range(9, 30))]
+    expected = zoo.reference_tokens(model, prompts, 8)
+    assert paged_tokens(load(tmp_path).module, prompts, 8) == expected
+
+
 def test_padded_logits_index_and_positions_are_taken_as_given() -> None:
     loaded = load(zoo.specimen("llama").config().to_dict(), load_format="dummy")
     ids, positions = torch.arange(5, 15), torch.arange(10)

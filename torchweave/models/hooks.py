@@ -169,6 +169,8 @@ def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
     """
     short = 0
     for name, module, varying in _varying_rope(model):
+        if module.config.rope_parameters.get("alpha"):
+            continue  # HunYuan calls dynamic what its alpha has fixed already
         for layer, kind in varying.items():
             prefix = f"{layer}_" if layer is not None else ""
             extra = {"layer_type": layer} if layer is not None else {}
