@@ -63,6 +63,18 @@ def test_a_kind_of_layer_that_is_not_known_is_refused() -> None:
         adapt(build_on_meta(config, torch.float32), Report(show=False))
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral", "starcoder2"])
+def test_kinds_of_layers_that_the_models_code_does_not_know(name: str, tmp_path: Path) -> None:
+    """A config may name kinds for another engine's sake; transformers' class has one attention in all layers."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    options = zoo.specimen(name).options | {"layer_types": kinds, "sliding_window": 8}
+    model = zoo.build(zoo.Specimen("", name, options))
+    zoo.save(model, tmp_path)
+    prompts = [list(range(3, 53)), list(range(9, 30))]
+    expected = zoo.reference_tokens(model, prompts, 8)
+    assert paged_tokens(load(tmp_path).module, prompts, 8) == expected
+
+
 @pytest.mark.skipif("deepseek_v32" not in CONFIG_MAPPING, reason="this transformers has no model that reads a mask")
 def test_a_mask_that_is_not_there_is_named() -> None:
     options = zoo.specimen("deepseek_v3").options | {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 32}

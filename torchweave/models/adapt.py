@@ -7,6 +7,8 @@ was not replaced or some mask was built, which is refused.
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -63,14 +65,25 @@ def adapt(model: PreTrainedModel, report: Report) -> list[LayerSpec]:
 
 def install(model: PreTrainedModel) -> list[str]:
     """Point the model's configs at the engine's attention and experts; returns the classes that needed a hook."""
+    by_kind = _reads_kinds(model)
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = attention.NAME
+            if not by_kind and getattr(config, "layer_types", None):
+                config.layer_types = None
     experts.use(model)
     hold_rope(model)
     silence_padding(model)
     return hook_attention(model)
+
+
+def _reads_kinds(model: PreTrainedModel) -> bool:
+    """Whether a model's code knows kinds of layers; one that does not has the same attention in all, whatever its config says."""
+    classes = {each for module in model.modules() for each in type(module).__mro__}
+    names = {each.__module__ for each in classes if not each.__module__.startswith(("torch.", "builtins"))}
+    own = [sys.modules[name] for name in names if not re.fullmatch(r"transformers\.(?!models\.).*", name)]
+    return any(re.search(r"\blayer_types\b", inspect.getsource(each)) for each in own)
 
 
 def refuse_by_config(config: Any) -> None:
