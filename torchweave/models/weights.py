@@ -94,11 +94,9 @@ def checkpoint(folder: Path) -> dict[str, Stored]:
 
 
 def _files(folder: Path) -> list[Path]:
-    if (
-        folder / "model.safetensors"
-    ).is_file():  # an index beside it may be that of weights before it: transformers' order
-        return [folder / "model.safetensors"]
-    index = folder / INDEX
+    single, index = folder / "model.safetensors", folder / INDEX
+    if single.is_file():  # an index beside it may be that of weights before it: transformers' order
+        return [single]
     if index.is_file():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
         if not names:
