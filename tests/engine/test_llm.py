@@ -170,6 +170,12 @@ def test_variables_of_the_template_are_given_by_vllms_name_too(llm: LLM) -> None
         assert output.prompt_token_ids == llm.encode("12+30=")[1:]  # the template has no beginning of text
 
 
+def test_the_tokenizer_is_transformers_own(llm: LLM) -> None:
+    tokenizer, question = llm.get_tokenizer(), [{"role": "user", "content": "12+30="}]
+    assert tokenizer.apply_chat_template(question, add_generation_prompt=True).input_ids == llm.encode_chat(question)
+    assert tokenizer("12+30=").input_ids == llm.encode("12+30=")
+
+
 @pytest.mark.parametrize(
     "content", [5, {"type": "text"}, [{"type": "image_url", "image_url": "x"}], ["text"]], ids=repr
 )

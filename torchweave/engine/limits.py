@@ -71,7 +71,7 @@ class Limits:
         if prompt.size >= self.max_model_len:
             return (
                 f"The prompt has {prompt.size} tokens, but max_model_len is {self.max_model_len} and the answer needs at "
-                "least one; shorten the prompt, or raise max_model_len if the model has positions for more."
+                "least one; shorten the prompt, or raise max_model_len if the model has positions, and the KV cache blocks, for more."
             )
         if not self.chunked_context and prompt.size > self.max_num_tokens:
             return (

@@ -208,6 +208,14 @@ class LLM:
             max_tokens=256,
         )
 
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer as transformers has it.
+
+        Raises:
+            ValueError: it has none.
+        """
+        return self._need_tokenizer().hugging_face
+
     def _given(
         self, params: SamplingParams | Sequence[SamplingParams] | None
     ) -> SamplingParams | Sequence[SamplingParams]:
