@@ -94,6 +94,68 @@ def test_a_forward_that_writes_to_a_buffer_is_refused(through_view: bool) -> Non
     assert caught.value.where.startswith(__file__)
 
 
+def _sets_back(self: Any, x: Tensor) -> Tensor:
+    before, self.scale = self.scale, 3.0
+    self.seen.append(x)
+    y = x * self.scale
+    self.scale, _ = before, self.seen.pop()
+    return y
+
+
+def _counts(self: Any, x: Tensor) -> Tensor:
+    self.scale += 1.0
+    return x * self.scale
+
+
+def _replaces_a_buffer(self: Any, x: Tensor) -> Tensor:
+    self.state = self.state * 0.5 + x.sum()
+    return x * self.state
+
+
+def _keeps_what_it_saw(self: Any, x: Tensor) -> Tensor:
+    self.seen.append(x.mean())
+    return x * 2
+
+
+def _leaves_it_on_a_child(self: Any, x: Tensor) -> Tensor:
+    self.child.last = x
+    return self.child(x)
+
+
+class _Changing(nn.Module):
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call, self.scale, self.seen, self.child = call, 1.0, [], nn.Linear(8, 8)
+        self.register_buffer("state", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self, x)
+
+
+@pytest.mark.parametrize(
+    ("call", "changed"),
+    [
+        (_counts, "self.scale"),
+        (_replaces_a_buffer, "self.state"),
+        (_keeps_what_it_saw, "self.seen"),
+        (_leaves_it_on_a_child, "self.child.last"),
+    ],
+)
+def test_a_forward_that_changes_python_objects_is_refused_and_they_are_as_they_were(call: Any, changed: str) -> None:
+    """What a graph does not hold happened once, and left tensors of the tracing behind."""
+    module = _Changing(call)
+    state = module.state
+    with pytest.raises(TraceError, match=f"^forward changes {changed}, which a compiled forward would not do"):
+        capture(module, {"x": torch.zeros(3, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
+    assert (module.scale, module.seen, vars(module.child).get("last")) == (1.0, [], None) and module.state is state
+
+
+def test_a_forward_that_sets_back_what_it_set_is_captured() -> None:
+    module = _Changing(_sets_back)
+    graph = capture(module, {"x": torch.zeros(3, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
+    assert graph.num_calls() == 1 and (module.scale, module.seen) == (1.0, [])
+
+
 def test_writing_to_an_input_or_a_temporary_is_allowed() -> None:
     class Writes(nn.Module):
         def forward(self, x: Tensor, into: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def test_X2_what_a_layer_leaves_behind_is_seen() -> None:
 
     box: dict[str, Tensor] = {}
     module = _Stack([_Block(index, through_a_box, box=box) for index in range(5)]).eval().requires_grad_(False)
-    module.call = lambda self, x: (box.clear(), [x := block(x) for block in self.blocks])[1][-1]
+    module.call = lambda self, x: ([x := block(x) for block in self.blocks], box.clear())[0][-1]
     report = Report(show=False)
     once = capture(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, MODE, report)
     box.clear()

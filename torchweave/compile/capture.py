@@ -6,7 +6,6 @@ What the graph was specialised to by declaration (example dtypes, devices, every
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
 import sys
@@ -18,22 +17,20 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
+from torchweave.compile.changes import changes_told
 from torchweave.compile.dump import bytecode_text
 from torchweave.compile.errors import InvariantError, SizeError, TraceError, place, places_of, trace_error, users_line
 from torchweave.compile.graph import (
-    Attribute,
     Binding,
     CapturedGraph,
     Constant,
     Input,
-    OutputTree,
     Size,
-    same_geometry,
     tidy,
 )
 from torchweave.compile.mutation import storage, written
+from torchweave.compile.outputs import output_tree
 from torchweave.compile.sources import SourceError, resolve
 from torchweave.compile.symbols import DynamicDims, example, mark, pick_hints, shapes_mode, symbol_name, value
 from torchweave.compile.trace_once.clone import Unstitchable
@@ -47,8 +44,6 @@ from torchweave.config import DynamicShapes
 from torchweave.log import Report
 
 _OWN = f"{__package__}.trace_once."
-_VIEWS = ("T", "mT", "H", "mH", "data")
-"""Attributes of a tensor that look at it."""
 _NUMPYS = "___from_numpy("
 """How Dynamo's source of a numpy number or array begins."""
 
@@ -112,7 +107,8 @@ def _capture(
     names, examples = forward_parameters(module, inputs), list(inputs.values())
     for name, tensor in inputs.items():
         mark(tensor, dynamic.get(name, {}), mode)
-    captured = _trace(module, examples, mode)
+    with changes_told() as changes:
+        captured = _trace(module, examples, mode)
     if captured.backend_input is None:
         raise TraceError("forward computes no tensor, so there is nothing to compile")
     gm = captured.backend_input.graph_module
@@ -120,12 +116,13 @@ def _capture(
     code = captured.graph_capture_output.bytecode
     report.artifact("dynamo/transformed_code.txt", lambda: bytecode_text(code))
     roots = _roots(module, names, examples, captured)
-    bindings = _bind(gm, roots, dict(zip(names, examples, strict=True)))
+    given = dict(zip(names, examples, strict=True))
+    bindings = _bind(gm, roots, given)
     graph = CapturedGraph(
         module=_plain_module(gm),
         inputs=names,
         bindings=bindings,
-        output=_output_tree(captured, module, gm, dict(zip(names, examples, strict=True))),
+        output=output_tree(captured, module, given, roots, changes),
         symbols={},
         sources=_traced_modules(captured),
     )
@@ -277,40 +274,6 @@ def _plain_module(gm: fx.GraphModule) -> fx.GraphModule:
     return _LazyGraphModule(gm, graph, "Captured")  # its code is made when it is asked for, not after each change
 
 
-def _output_tree(captured: Any, module: nn.Module, gm: fx.GraphModule, inputs: dict[str, Tensor]) -> OutputTree:
-    """Run only Dynamo's own glue on marked tensors, and see where each of them lands in the return value."""
-    (output,) = (node for node in gm.graph.nodes if node.op == "output")
-    if sizes := [node for node in output.all_input_nodes if not isinstance(value(node), Tensor)]:
-        raise TraceError("forward returns a size, or a number made of sizes; return tensors", place(sizes[0]))
-    marks = tuple(torch.empty(0) for _ in output.args[0])
-    try:
-        glue = captured.forward_callable(compiled_fn=lambda *args: marks)
-        result = glue(module, *inputs.values())
-    except Exception as error:  # Dynamo's code for what it made up while it traced
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TraceError(
-            f"forward returns what cannot be made again at each call, as a generator; return tensors ({said})"
-        ) from error
-    index_of = {id(mark): index for index, mark in enumerate(marks)}
-    input_of = {id(tensor): name for name, tensor in inputs.items()}
-    flat, spec = pytree.tree_flatten(result)
-    leaves: list[Any] = []
-    for leaf in flat:
-        if id(leaf) in index_of:
-            leaves.append(index_of[id(leaf)])
-        elif id(leaf) in input_of:
-            leaves.append(Input(input_of[id(leaf)]))
-        elif isinstance(leaf, Tensor):
-            leaves.append(_attribute_of(leaf, inputs) or Constant(leaf))
-        elif leaf is None or isinstance(leaf, (bool, str, float)):
-            leaves.append(("value", leaf))
-        else:
-            raise TraceError(
-                f"forward returns a {type(leaf).__name__}; return tensors, or None, a bool, float or string"
-            )
-    return OutputTree(spec, tuple(leaves))
-
-
 def _refuse_transforms(gm: fx.GraphModule) -> None:
     """`vmap`, `grad` and their like turn a state of torch on and off around other operations: whoever runs these one by one, on
     fakes or over streams, stops in between and leaves it on in the whole process."""
@@ -325,21 +288,6 @@ def _refuse_transforms(gm: fx.GraphModule) -> None:
             "for the whole batch, or put it into a custom op",
             places[-1] if places else "",
         )
-
-
-def _attribute_of(leaf: Tensor, inputs: dict[str, Tensor]) -> Attribute | None:
-    """The attribute of an input that a returned tensor is, None when it looks at no input."""
-    for name, tensor in inputs.items():
-        if leaf.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
-            continue
-        for attribute in _VIEWS:
-            with contextlib.suppress(RuntimeError):  # an input of that kind has no such attribute
-                if same_geometry(getattr(tensor, attribute), leaf):
-                    return Attribute(name, attribute)
-        raise TraceError(
-            f"forward returns a view of {name} that tracing leaves outside of the graph; return a copy of it"
-        )
-    return None
 
 
 def _lift_attributes(graph: CapturedGraph) -> None:

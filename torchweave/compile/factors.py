@@ -56,7 +56,16 @@ _OF_ITS_PLACE = frozenset({"__module__", "__doc__", "__firstlineno__", "__static
 """What a class holds that says where it is written, and nothing of what it does."""
 MISSING = "missing"
 """In the place of the hash of a source that cannot be read."""
-CAPTURING = ("capture", "fakes", "flat", "graph", "persist", *(f"trace_once.{name}" for name in _TRACE_ONCE))
+CAPTURING = (
+    "capture",
+    "changes",
+    "fakes",
+    "flat",
+    "graph",
+    "outputs",
+    "persist",
+    *(f"trace_once.{name}" for name in _TRACE_ONCE),
+)
 """Modules of this package whose source decides what is captured and how it is kept."""
 
 
