@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch._inductor.exc import InductorError, LoweringException
 
 from tests.compile.toy import BOUNDARY, DYNAMIC, SIZES, example, step, toy
-from torchweave.compile import TraceError, broken, weave
+from torchweave.compile import CompileCache, TraceError, broken, weave
+from torchweave.compile.assumptions import HIGHEST
 from torchweave.compile.forward import call_as_is
 from torchweave.config import TorchCompileConfig
 from torchweave.log import Report
@@ -180,6 +182,69 @@ def test_V5_a_branch_on_the_size_is_never_silently_wrong() -> None:
         weave(module, {"x": torch.zeros(23)}, {"x": {0: "T"}}, config=config)
     assert raised.value.where == f"{__file__}:{Long.forward.__code__.co_firstlineno + 1}"
     assert raised.value.cause.endswith("<= 40 in `return x * 2 if x.shape[0] > 40 else x`)")
+
+
+def _of_ratio(x: Tensor, y: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] >= 3 * y.shape[0] else x + y.sum()
+
+
+def _of_equals(x: Tensor, y: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] == y.shape[0] else x + y.sum()
+
+
+def _of_unread(x: Tensor, y: Tensor) -> Tensor:
+    return x * 2 if y.shape[0] > 40 else x + 1
+
+
+@pytest.mark.parametrize(
+    "choose", [lambda x, y: x * 2 if x.shape[0] == 13 else x + y.sum(), _of_ratio, _of_equals, _of_unread]
+)
+def test_V5_a_branch_on_one_size_or_on_two_is_refused(choose: Any) -> None:
+    class Chooses(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return choose(x, y)
+
+    inputs, dynamic = {"x": torch.zeros(23), "y": torch.zeros(11)}, {"x": {0: "T"}, "y": {0: "N"}}
+    with pytest.raises(TraceError, match="another path"):
+        weave(Chooses(), inputs, dynamic, config=TorchCompileConfig(enable_inductor=False))
+
+
+@pytest.mark.parametrize(
+    ("choose", "sizes"),
+    [
+        (lambda x: x * 2 if x.shape[0] % 128 == 0 else x + 1, (1, 127)),
+        (lambda x: x * 2 if x.shape[0] == 1000 else x + 1, (1, 999)),
+        (lambda x: x * 2 if x.shape[0] == 1 else x + 1, (2, HIGHEST)),
+        (lambda x: x.expand(2, -1).sum(0), (1, HIGHEST)),
+    ],
+)
+def test_V5_a_branch_on_a_size_limits_what_a_call_takes(choose: Any, sizes: tuple[int, int]) -> None:
+    class Chooses(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return choose(x)
+
+    config = TorchCompileConfig(enable_inductor=False)
+    assert weave(Chooses(), {"x": torch.zeros(23)}, {"x": {0: "T"}}, config=config).sizes == sizes
+
+
+@pytest.mark.parametrize(
+    ("example", "other"),
+    [(torch.zeros(3), torch.zeros(4)), (torch.zeros(3), torch.zeros(3).long()), (torch.zeros(3), torch.zeros(1, 3))],
+)
+def test_an_input_that_no_operation_reads_is_checked_too(example: Tensor, other: Tensor, tmp_path: Path) -> None:
+    """Forward may have looked at its kind. At a second start as well, whose graph comes from the cache."""
+
+    class Looks(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x * 2 if y.shape == (3,) and y.dtype is torch.float32 else x + 1
+
+    cache = CompileCache(tmp_path / "cache", Report(show=False))
+    for _ in range(2):
+        inputs, config = {"x": torch.zeros(5), "y": example}, TorchCompileConfig(enable_inductor=False)
+        woven = weave(Looks(), inputs, {"x": {0: "T"}}, config=config, cache=cache)
+        assert torch.equal(woven(call_as_is, torch.ones(7), example), torch.full((7,), 2.0))
+        with pytest.raises(ValueError, match=r"^y is .* woven for float32\[3\]"):
+            woven(call_as_is, torch.ones(7), other)
 
 
 def test_a_branch_far_up_becomes_a_limit_that_is_checked() -> None:

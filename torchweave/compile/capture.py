@@ -27,6 +27,7 @@ from torchweave.compile.graph import (
     Constant,
     Input,
     Size,
+    Unread,
     tidy,
 )
 from torchweave.compile.mutation import storage, written
@@ -125,6 +126,7 @@ def _capture(
         output=output_tree(captured, module, given, roots, changes),
         symbols={},
         sources=_traced_modules(captured),
+        unread=_unread(given, dynamic, bindings),
     )
     if stand_ins:
         stitch_layers(graph, stand_ins)
@@ -227,7 +229,20 @@ def _bind_size(size: fx.Node, placeholders: list[fx.Node], bindings: dict[str, B
             for dim, found in enumerate(value(node).shape):
                 if isinstance(found, torch.SymInt) and str(found) == wanted:
                     return Size(binding.name, dim)
-    raise TraceError(f"the size {wanted} ({_source(size)}) is not a size of any input")
+    raise TraceError(
+        f"the size {_source(size)} is of an input of which forward reads nothing else; take it from one that it reads"
+    )
+
+
+def _unread(inputs: Mapping[str, Tensor], dynamic: DynamicDims, bindings: Mapping[str, Binding]) -> tuple[Unread, ...]:
+    """The inputs that no placeholder is bound to."""
+    read = {binding.name for binding in bindings.values() if isinstance(binding, Input)}
+    found = []
+    for name, tensor in inputs.items():
+        if name not in read:
+            sizes = tuple(dynamic.get(name, {}).get(dim, size) for dim, size in enumerate(tensor.shape))
+            found.append(Unread(name, tensor.dtype, tensor.device.type, sizes))
+    return tuple(found)
 
 
 def _name_symbols(graph: CapturedGraph, dynamic: DynamicDims) -> dict[str, str]:

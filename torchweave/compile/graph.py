@@ -33,6 +33,20 @@ class Attribute(Input):
 
 
 @dataclass(frozen=True)
+class Unread:
+    """One of forward's arguments that no operation reads; what forward does may depend on its kind all the same.
+
+    Attributes:
+        sizes: a number, or the name of a dynamic size, for each dimension.
+    """
+
+    name: str
+    dtype: torch.dtype
+    device: str
+    sizes: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
 class Size:
     """A placeholder that is a size of one of forward's arguments."""
 
@@ -110,6 +124,7 @@ class CapturedGraph(Faked):
         output: how the return value is built.
         symbols: symbol of the graph -> the caller's name of it, such as `s72 -> T`.
         sources: importable names of the modules whose code was traced.
+        unread: inputs that are no placeholder.
         boundary_ops: names of the ops at which the graph will be split.
     """
 
@@ -119,6 +134,7 @@ class CapturedGraph(Faked):
     output: OutputTree
     symbols: dict[str, str]
     sources: tuple[str, ...] = ()
+    unread: tuple[Unread, ...] = ()
     boundary_ops: frozenset[str] = frozenset()
 
     @cached_property

@@ -51,7 +51,7 @@ def dump_graph(graph: CapturedGraph) -> bytes:
         table, rows = write_nodes(graph.module)
         module = GraphPickler.dumps((table, rows, *_dump_values(graph)), Options(ops_filter=None))
         output = (pytree.treespec_dumps(graph.output.spec), graph.output.leaves)
-        rest = (module, graph.inputs, bindings, output, graph.symbols, graph.sources)
+        rest = (module, graph.inputs, bindings, output, graph.symbols, graph.sources, graph.unread)
         return pickle.dumps(rest)
     except Exception as error:  # the pickler raises what it likes
         raise NotStorable(f"{type(error).__name__}: {error}") from error
@@ -65,7 +65,7 @@ def load_graph(payload: bytes, module: nn.Module, device: torch.device) -> Captu
     from torch._subclasses import FakeTensorMode
     from torch.fx._graph_pickler import GraphPickler
 
-    pickled, inputs, stored, output, symbols, sources = pickle.loads(payload)
+    pickled, inputs, stored, output, symbols, sources, unread = pickle.loads(payload)
     mode = FakeTensorMode(shape_env=_sizes_of_nowhere())
     table, rows, geometries, values = GraphPickler.loads(pickled, mode)  # type: ignore[misc]
     restored = read_nodes(table, rows)
@@ -84,7 +84,7 @@ def load_graph(payload: bytes, module: nn.Module, device: torch.device) -> Captu
             raise SourceError(f"{binding} is not the tensor that it was")
         bindings[name] = Constant(tensor, binding)
     tree = OutputTree(pytree.treespec_loads(output[0]), output[1])
-    return CapturedGraph(restored, inputs, bindings, tree, symbols, sources)
+    return CapturedGraph(restored, inputs, bindings, tree, symbols, sources, unread)
 
 
 def _sizes_of_nowhere() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -139,33 +139,44 @@ class _Stitcher:
 
     def _check_inputs(self) -> None:
         """Name the dynamic sizes, and refuse inputs for which the pieces were not built."""
-        low, high = self.sizes
         known: dict[str, str] = {}
         for node in self.graph.placeholders():
             binding = self.graph.bindings[node.name]
-            if not isinstance(binding, Input):
-                continue
-            name, fake, conditions = self.arguments[binding.name], value(node), []
-            self.names[node] = name
-            for dim, size in enumerate(fake.shape):
-                called = self.graph.symbols.get(str(size), str(size))
-                if isinstance(size, torch.SymInt) and called not in known:
-                    known[called] = self._fresh(called)
-                    self.lines.append(f"{known[called]} = {name}.shape[{dim}] if {name}.dim() == {fake.dim()} else -1")
-                    conditions.append(f"{low} <= {known[called]} <= {high}")
-            shape = "".join(f"{known.get(self.graph.symbols.get(str(size), str(size)), size)}, " for size in fake.shape)
-            dtype = self._bound(str(fake.dtype).removeprefix("torch."), fake.dtype, None)
-            conditions += [f"{name}.dtype is {dtype}", f"{name}.shape == ({shape})", f"{name}.is_contiguous()"]
-            conditions.append(f"{name}.is_cuda" if fake.is_cuda else f"not {name}.is_cuda")
-            self.lines.append(f"if not ({' and '.join(conditions)}):")
-            kind = f"{str(fake.dtype).removeprefix('torch.')}[{shape.strip(', ')}] on {fake.device.type}"
-            self.lines.append(f"    refuse({binding.name!r}, {name}, {f'{kind}, {low} <= sizes <= {high}'!r})")
+            if isinstance(binding, Input):
+                fake = value(node)
+                sizes = [
+                    self.graph.symbols.get(str(size), str(size)) if isinstance(size, torch.SymInt) else size
+                    for size in fake.shape
+                ]
+                self.names[node] = self.arguments[binding.name]
+                self._check_input(binding.name, sizes, fake.dtype, fake.device.type, known)
+        for each in self.graph.unread:
+            self._check_input(each.name, each.sizes, each.dtype, each.device, known)
         symbol = token_count(self.graph.symbols)
         self.tokens = known[self.graph.symbols[symbol]] if symbol is not None else ""
         for node in self.graph.placeholders():
             if isinstance(self.graph.bindings[node.name], Size) and node.users:
                 symbol = str(value(node))
                 self.names[node] = known[self.graph.symbols.get(symbol, symbol)]
+
+    def _check_input(
+        self, name: str, sizes: Sequence[int | str], dtype: torch.dtype, device: str, known: dict[str, str]
+    ) -> None:
+        """Refuse an input of another kind; `known` are the variables of dynamic sizes that were met, by name."""
+        low, high = self.sizes
+        given, conditions = self.arguments[name], []
+        for dim, size in enumerate(sizes):
+            if isinstance(size, str) and size not in known:
+                known[size] = self._fresh(size)
+                self.lines.append(f"{known[size]} = {given}.shape[{dim}] if {given}.dim() == {len(sizes)} else -1")
+                conditions.append(f"{low} <= {known[size]} <= {high}")
+        shape = "".join(f"{known[size] if isinstance(size, str) else size}, " for size in sizes)
+        text = str(dtype).removeprefix("torch.")
+        conditions += [f"{given}.dtype is {self._bound(text, dtype, None)}", f"{given}.shape == ({shape})"]
+        conditions += [f"{given}.is_contiguous()", f"{given}.is_cuda" if device == "cuda" else f"not {given}.is_cuda"]
+        self.lines.append(f"if not ({' and '.join(conditions)}):")
+        kind = f"{text}[{shape.strip(', ')}] on {device}"
+        self.lines.append(f"    refuse({name!r}, {given}, {f'{kind}, {low} <= sizes <= {high}'!r})")
 
     def _last_uses(self) -> dict[fx.Node, int]:
         """For every tensor that a piece makes, the last part that reads it; what is returned is left out."""
