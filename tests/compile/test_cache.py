@@ -249,6 +249,34 @@ def test_S8_whatever_a_forward_can_read_from_its_module_counts(one: dict[str, An
     assert factors(one) == factors(one) != factors(other)
 
 
+class _Twice(nn.Module):
+    def __init__(self, tie: Any) -> None:
+        super().__init__()
+        self.one, self.other, self.scale = nn.Linear(8, 8), nn.Linear(8, 8), torch.randn(8)
+        tie(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x)) * self.scale
+
+
+@pytest.mark.parametrize(
+    "tie",
+    [
+        lambda module: setattr(module.other, "weight", module.one.weight),
+        lambda module: setattr(module, "other", module.one),
+        lambda module: setattr(module, "scale", module.one.bias),
+    ],
+    ids=["weight", "module", "attribute"],
+)
+def test_S8_which_tensors_are_one_counts(tie: Any, tmp_path: Path) -> None:
+    """Of tied weights a graph reads one, which another module of the same shapes has beside another one."""
+    cache, x = CompileCache(tmp_path / "cache", Report(show=False)), torch.randn(3, 8)
+    config = TorchCompileConfig(enable_inductor=False)
+    for module in (_Twice(tie), _Twice(lambda _: None)):
+        woven = weave(module, {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=config, cache=cache)
+        assert torch.equal(woven(call_as_is, x), module(x))
+
+
 def test_S8_what_is_set_around_a_capture_counts() -> None:
     cpu = torch.device("cpu")
     base = machine(cpu)

@@ -97,10 +97,11 @@ def graph_factors(
 ) -> dict[str, Any]:
     """Factors of a captured graph. The source text of the traced files comes beside them, see `source_digests`."""
     device = next(iter(inputs.values())).device
+    modules = (module, *_unregistered(module))
     return {
         **machine(device),
         "module": type(module).__qualname__,
-        "module_config": _digest("\n".join(map(describe_module, (module, *_unregistered(module))))),
+        "module_config": _digest("\n".join((*map(describe_module, modules), *_tied(modules)))),
         "inputs": {
             name: [
                 str(tensor.dtype),
@@ -184,6 +185,17 @@ def _unregistered(module: nn.Module) -> Iterator[nn.Module]:
                 yield found
                 seen |= {id(child) for child in found.modules()}
                 waiting.extend(found.modules())
+
+
+def _tied(modules: Iterable[nn.Module]) -> list[str]:
+    """The places of each tensor that has several: a graph reads it from one of them, where another module may have two tensors."""
+    places: dict[int, list[str]] = {}
+    for number, module in enumerate(modules):
+        for path, child in module.named_modules(remove_duplicate=False):
+            for key, held in {**vars(child), **child._parameters, **child._buffers}.items():
+                if isinstance(held, Tensor):
+                    places.setdefault(id(held), []).append(f"{number} {path} {key}")
+    return [f"tied: {found}" for found in places.values() if len(found) > 1]
 
 
 def _modules_in(thing: Any, depth: int = 0) -> Iterator[nn.Module]:
