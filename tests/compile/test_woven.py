@@ -116,6 +116,22 @@ def test_inputs_of_another_kind_are_refused(change: Any, word: str) -> None:
         woven(call_as_is, *change(*step(9, 2)))
 
 
+@pytest.mark.parametrize("inductor", [False, True])
+def test_an_input_that_is_written_to_shares_no_memory_with_another(inductor: bool) -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x.add_(1)
+            return x + y
+
+    inputs, dynamic = {"x": torch.zeros(5), "y": torch.zeros(5)}, {"x": {0: "T"}, "y": {0: "T"}}
+    config = TorchCompileConfig(enable_inductor=inductor)
+    woven, both = weave(Writes(), inputs, dynamic, config=config), torch.zeros(8)
+    assert torch.equal(woven(call_as_is, both[:4], both[4:]), torch.ones(4))
+    for other in (both[:4], both[1:5]):
+        with pytest.raises(ValueError, match=r"^forward writes to x, which shares its memory with another input"):
+            woven(call_as_is, both[:4], other)
+
+
 def test_the_boundary_is_an_argument_of_every_call() -> None:
     module, calls = toy(), []
     woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False))

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from torchweave.compile.forward import Boundary
 from torchweave.compile.graph import Attribute, CapturedGraph, Constant, Input, OutputTree, Size
+from torchweave.compile.mutation import storage, written
 from torchweave.compile.pieces import BuiltPiece
 from torchweave.compile.split import BoundaryCall, Piece
 from torchweave.compile.symbols import is_size, token_count, value
@@ -96,10 +97,10 @@ class _Stitcher:
         self, graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece], sizes: tuple[int, int]
     ) -> None:
         self.graph, self.parts, self.built, self.sizes = graph, parts, built, sizes
-        self.namespace: dict[str, Any] = {"no_grad": torch.no_grad, "refuse": refuse}
+        self.namespace: dict[str, Any] = {"no_grad": torch.no_grad, "refuse": refuse, "refuse_shared": refuse_shared}
         self.names: dict[fx.Node, str] = {}
         self.arguments: dict[str, str] = {}
-        self.taken: set[str] = {"no_grad", "refuse"}
+        self.taken: set[str] = set(self.namespace)
         self.lines: list[str] = []
         self.chosen: dict[str, str] = {}
         self.tokens = ""
@@ -152,6 +153,7 @@ class _Stitcher:
                 self._check_input(binding.name, sizes, fake.dtype, fake.device.type, known)
         for each in self.graph.unread:
             self._check_input(each.name, each.sizes, each.dtype, each.device, known)
+        self._check_memory()
         symbol = token_count(self.graph.symbols)
         self.tokens = known[self.graph.symbols[symbol]] if symbol is not None else ""
         for node in self.graph.placeholders():
@@ -177,6 +179,20 @@ class _Stitcher:
         self.lines.append(f"if not ({' and '.join(conditions)}):")
         kind = f"{text}[{shape.strip(', ')}] on {device}"
         self.lines.append(f"    refuse({name!r}, {given}, {f'{kind}, {low} <= sizes <= {high}'!r})")
+
+    def _check_memory(self) -> None:
+        """Refuse inputs of one memory where one of them is written to: pieces are built for inputs that are apart."""
+        nodes = self.graph.graph.nodes
+        changed = {storage(target) for node in nodes for target in written(node)} - {None}
+        read = {
+            node: self.arguments[binding.name]
+            for node in self.graph.placeholders()
+            if isinstance(binding := self.graph.bindings[node.name], Input)
+        }
+        for node, given in read.items():
+            others = ", ".join(other for other in read.values() if other != given)
+            if storage(node) in changed and others:
+                self.lines.append(f"refuse_shared({given!r}, {given}, {others})")
 
     def _last_uses(self) -> dict[fx.Node, int]:
         """For every tensor that a piece makes, the last part that reads it; what is returned is left out."""
@@ -279,6 +295,16 @@ def refuse(name: str, found: Tensor, wanted: str) -> None:
     """Say what is wrong with an input of a woven module."""
     kind = f"{str(found.dtype).removeprefix('torch.')}{list(found.shape)} on {found.device.type}"
     raise ValueError(f"{name} is {kind}{'' if found.is_contiguous() else ', not contiguous'}; woven for {wanted}")
+
+
+def refuse_shared(name: str, changed: Tensor, *others: Tensor) -> None:
+    """Say what is wrong where an input that is written to lies in the memory of another one."""
+    begin, end = changed.data_ptr(), changed.data_ptr() + changed.nbytes
+    for other in others:
+        if begin < other.data_ptr() + other.nbytes and other.data_ptr() < end:
+            raise ValueError(
+                f"forward writes to {name}, which shares its memory with another input; pass a copy of one of them"
+            )
 
 
 class _Tree:
