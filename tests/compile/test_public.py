@@ -85,6 +85,19 @@ def test_a_boundary_op_of_the_project_is_called_as_it_is() -> None:
     assert torch.equal(compiled(x), module(x)) and len(compiled.woven.pieces) == 2
 
 
+def test_autocast_is_as_it_was_when_the_module_was_compiled() -> None:
+    """Whether a graph computes in bfloat16 is decided once, and a module decides at each call."""
+    module, x = nn.Linear(8, 4), torch.randn(3, 8)
+    outside = torchweave.compile(module, {"input": x}, {"input": {0: "T"}}, FX)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torchweave.compile(module, {"input": x}, {"input": {0: "T"}}, FX)
+        assert torch.equal(inside(x), module(x)) and inside(x).dtype is torch.bfloat16
+        with pytest.raises(ValueError, match=r"^compiled with autocast off and called with autocast torch\.bfloat16; "):
+            outside(x)
+    with pytest.raises(ValueError, match=r"^compiled with autocast torch\.bfloat16 and called with autocast off; "):
+        inside(x)
+
+
 class Scale(nn.Module):
     def __init__(self, by: float) -> None:
         super().__init__()

@@ -61,6 +61,7 @@ def compile_module(
     """Compile a plain module: `compiled(*tensors)` computes what `module(*tensors)` does, without gradients.
 
     Args:
+        module: must not change afterwards, but for values of its weights that are written in place.
         inputs: example tensors by forward's parameter names, in forward's order; values are not read.
         dynamic: names of the dimensions that vary, by input and dimension: `{"x": {0: "T"}}`.
         config: how; see `torchweave.TorchCompileConfig`. With its `compile_cache` an equal module is loaded, not captured again.
@@ -68,7 +69,11 @@ def compile_module(
         passes: what runs instead of the stack's own passes; `[*default_passes(), Mine()]` adds one to them.
 
     Returns:
-        A callable; `.woven` holds the pieces and the code. Boundary ops are called as they are.
+        A callable; `.woven` holds the pieces and the code. Boundary ops are called as they are. It raises ValueError for what it
+        was not compiled for: inputs of another kind, or that share memory where forward writes to one; another `torch.autocast`.
+
+    Raises:
+        TraceError: a ValueError; forward is no one graph for every size, or changes Python objects, with the line and the cause.
     """
     from torchweave.compile.direct import Compiled
 

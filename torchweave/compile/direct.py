@@ -11,6 +11,7 @@ from torchweave.compile.backend import weave
 from torchweave.compile.cache import open_cache
 from torchweave.compile.dump import open_dump
 from torchweave.compile.explanation.page import keep_explanation
+from torchweave.compile.factors import autocast
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.base import Pass
 from torchweave.config import TorchCompileConfig
@@ -37,8 +38,15 @@ class Compiled:
             module, inputs, dynamic, boundary_ops=ops, config=config, cache=cache, report=report, passes=passes
         )
         keep_explanation(None, report)
+        self._device_type = next(iter(inputs.values())).device.type
+        self._autocast = autocast(self._device_type)
 
     def __call__(self, *inputs: Tensor) -> Any:
+        if (now := autocast(self._device_type)) != self._autocast:
+            raise ValueError(
+                f"compiled with autocast {self._autocast} and called with autocast {now}; compile in the `torch.autocast` in which "
+                "the module is called, or enter it in forward"
+            )
         return self.woven(call_as_is, *inputs)
 
 

@@ -80,8 +80,13 @@ def machine(device: torch.device) -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "default_dtype": str(torch.get_default_dtype()),
-        "autocast": str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else "off",
+        "autocast": autocast(device.type),
     }
+
+
+def autocast(device_type: str) -> str:
+    """What `torch.autocast` does on such a device at the moment: `off`, or the dtype that it computes in."""
+    return str(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else "off"
 
 
 def device_kind(device: torch.device) -> str:
