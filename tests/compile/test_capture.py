@@ -156,6 +156,19 @@ def test_a_forward_that_sets_back_what_it_set_is_captured() -> None:
     assert graph.num_calls() == 1 and (module.scale, module.seen) == (1.0, [])
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_forward_that_says_that_it_needs_gradients_or_none_is_woven(mode: Any) -> None:
+    class Says(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with mode():
+                y = x * 2
+            return y + 1
+
+    woven = weave(Says(), {"x": torch.zeros(3, 8)}, {"x": {0: "T"}}, config=FX)
+    result = woven(call_as_is, torch.ones(5, 8))
+    assert torch.equal(result, torch.full((5, 8), 3.0)) and not result.is_inference()
+
+
 def test_writing_to_an_input_or_a_temporary_is_allowed() -> None:
     class Writes(nn.Module):
         def forward(self, x: Tensor, into: Tensor) -> Tensor:

@@ -207,10 +207,22 @@ def tidy(graph: CapturedGraph) -> None:
     graph.module.recompile()
 
 
+_NOISE = (
+    torch._C._log_api_usage_once,
+    torch._C._set_grad_enabled,
+    torch.autograd.grad_mode._enter_inference_mode,
+    torch.autograd.grad_mode._exit_inference_mode,
+    operator.ge,
+    operator.eq,
+    operator.le,
+)
+"""What changes nothing that is computed: no step has gradients."""
+
+
 def _is_noise(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method") or node.users:
         return False
-    if node.target in (torch._C._log_api_usage_once, torch._C._set_grad_enabled, operator.ge, operator.eq, operator.le):
+    if node.target in _NOISE:
         return True
     if node.target in (torch.ops.aten._assert_scalar.default, torch._check):
         return True
