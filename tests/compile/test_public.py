@@ -85,6 +85,31 @@ def test_a_boundary_op_of_the_project_is_called_as_it_is() -> None:
     assert torch.equal(compiled(x), module(x)) and len(compiled.woven.pieces) == 2
 
 
+@pytest.mark.parametrize(
+    ("inputs", "dynamic", "said"),
+    [
+        ({}, None, "inputs are example tensors"),
+        ({"input": 3}, None, "inputs are example tensors"),
+        ([torch.zeros(3, 8)], None, "inputs are example tensors"),
+        ({"input": torch.zeros(3, 8)}, {"x": {0: "T"}}, "there is no input x, but input"),
+        ({"input": torch.zeros(3, 8)}, {"input": {2: "T"}}, "not 2: 'T', where input has 2 dimensions"),
+        ({"input": torch.zeros(3, 8)}, {"input": {-2: "T"}}, "not -2: 'T', where input has 2 dimensions"),
+        ({"input": torch.zeros(3, 8)}, {"input": {0: 3}}, "not 0: 3, where input has 2 dimensions"),
+        ({"input": torch.zeros(3, 8)}, {"input": ["T"]}, "dynamic names dimensions of inputs, counted from 0"),
+    ],
+)
+def test_examples_that_are_none_are_refused_with_what_they_should_be(inputs: Any, dynamic: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        torchweave.compile(nn.Linear(8, 4), inputs, dynamic, FX)
+
+
+@pytest.mark.parametrize("given", [(), (3,), (torch.zeros(3, 8), torch.zeros(3, 8))])
+def test_a_call_with_something_else_than_the_inputs_is_refused(given: Any) -> None:
+    compiled = torchweave.compile(nn.Linear(8, 4), {"input": torch.zeros(3, 8)}, {"input": {0: "T"}}, FX)
+    with pytest.raises(ValueError, match=r"^it takes one tensor for each of input, and was given "):
+        compiled(*given)
+
+
 def test_autocast_is_as_it_was_when_the_module_was_compiled() -> None:
     """Whether a graph computes in bfloat16 is decided once, and a module decides at each call."""
     module, x = nn.Linear(8, 4), torch.randn(3, 8)
