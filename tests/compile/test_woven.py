@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.exc import InductorError, LoweringException
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.compile.toy import BOUNDARY, DYNAMIC, SIZES, example, step, toy
 from torchweave.compile import CompileCache, TraceError, broken, weave
@@ -114,6 +115,19 @@ def test_inputs_of_another_kind_are_refused(change: Any, word: str) -> None:
     woven = weave(toy(1), example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False))
     with pytest.raises(ValueError, match=word):
         woven(call_as_is, *change(*step(9, 2)))
+
+
+@pytest.mark.parametrize("inductor", [False, True])
+def test_a_forward_that_chooses_how_torch_attends_is_woven(inductor: bool) -> None:
+    class Attends(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            q = x.view(1, -1, 2, 4).transpose(1, 2)
+            with sdpa_kernel(SDPBackend.MATH):
+                return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    config, x = TorchCompileConfig(enable_inductor=inductor), torch.randn(7, 8)
+    woven = weave(Attends(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=config)
+    torch.testing.assert_close(woven(call_as_is, x), Attends()(x))
 
 
 @pytest.mark.parametrize("inductor", [False, True])
