@@ -70,8 +70,8 @@ class Limits:
             return f"The prompt holds a token id outside 0..{self.vocab_size - 1}, which this model does not know."
         if prompt.size >= self.max_model_len:
             return (
-                f"The prompt has {prompt.size} tokens, but max_model_len is {self.max_model_len} and the answer needs at "
-                "least one; shorten the prompt, or raise max_model_len if the model has positions, and the KV cache blocks, for more."
+                f"The prompt has {prompt.size} tokens, but max_model_len is {self.max_model_len} and the answer needs at least "
+                "one; shorten the prompt, or raise max_model_len if the model has positions, and the KV cache blocks, for more."
             )
         if not self.chunked_context and prompt.size > self.max_num_tokens:
             return (
