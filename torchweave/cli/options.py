@@ -147,8 +147,10 @@ def _assemble(config: type[Config], values: Mapping[str, Any], prefix: str) -> C
 
 
 def unknown_option(name: str, known: Iterable[str], dashes: str = "") -> str:
-    """A sentence that refuses a name, with the nearest known one: by its whole path, else by its last part."""
+    """A sentence that refuses a name, with what it holds, or the nearest known one: by its whole path, else by its last part."""
     names = list(known)
+    if within := [full for full in names if full.startswith(f"{name}.")]:
+        return f"{dashes}{name} is no option by itself, but holds some; give those, as {dashes}{within[0]}"
     leaf = name.rsplit(".", 1)[-1]
     by_leaf = {full.rsplit(".", 1)[-1]: full for full in reversed(names)}
     near = difflib.get_close_matches(leaf, list(by_leaf), n=1)

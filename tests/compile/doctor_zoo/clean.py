@@ -24,6 +24,20 @@ class FeedForward(nn.Module):
         return x + self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class Hooked(nn.Module):
+    """A hook of the module that is examined, at which Dynamo begins once more."""
+
+    doctor_inputs = X
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_forward_hook(lambda module, given, found: found * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
 class NormInFloat(nn.Module):
     """Computing a norm in float32 is right; only products need not be."""
 

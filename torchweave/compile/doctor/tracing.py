@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from torchweave.compile.doctor.reading import innermost
 from torchweave.compile.doctor.subject import Subject
@@ -81,7 +81,7 @@ def trace(subject: Subject, dishonest: Iterable[torch._ops.OpOverload] = ()) -> 
     dynamo.reset()
     try:
         with rules, shapes_mode("backed_size_oblivious"), torch.no_grad(), _breaks(traced.breaks), _kept_out(dishonest):
-            compiled = dynamo.optimize(backend, guard_fail_fn=failed)(subject.module)
+            compiled = dynamo.optimize(backend, guard_fail_fn=failed)(_as_one_call(subject.module))
             for call, (size, variant) in enumerate(_CALLS):  # noqa: B007  the closures above read it
                 arguments = subject.arguments(size, variant)
                 for given, dims in zip(arguments, map(subject.dynamic.get, subject.inputs), strict=True):
@@ -94,6 +94,17 @@ def trace(subject: Subject, dishonest: Iterable[torch._ops.OpOverload] = ()) -> 
     finally:
         dynamo.reset()
     return traced
+
+
+def _as_one_call(module: nn.Module) -> Callable[..., Any]:
+    """The module; or a function that calls it, where it has hooks: Dynamo traces those of the outermost module by themselves."""
+    if not (module._forward_hooks or module._forward_pre_hooks):
+        return module
+
+    def call(*arguments: Any) -> Any:
+        return module(*arguments)
+
+    return call
 
 
 def _recompile(failure: Any) -> Recompile:
