@@ -281,6 +281,29 @@ def test_a_transform_is_refused_and_nothing_of_it_stays_on(module: nn.Module) ->
     torch.randn(2)  # raises where a vmap was left on
 
 
+def test_a_launch_of_a_triton_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(
+        "torch.utils._triton.has_triton", lambda: True
+    )  # as on a GPU: Dynamo takes the launch into the graph
+
+    def kernel(x, y, size: triton.language.constexpr):  # type: ignore[no-untyped-def]
+        at = triton.language.arange(0, size)
+        triton.language.store(y + at, triton.language.load(x + at))
+
+    class Launches(nn.Module):
+        copy = staticmethod(triton.jit(kernel))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.empty_like(x)
+            self.copy[(1,)](x, y, 8)  # the launch
+            return y + x
+
+    with pytest.raises(TraceError, match="launches a Triton kernel") as caught:
+        weave(Launches(), {"x": torch.zeros(8)}, config=FX)
+    assert "# the launch" in linecache.getline(__file__, int(caught.value.where.removeprefix(f"{__file__}:")))
+
+
 class Yields(nn.Module):
     def forward(self, x: Tensor) -> Any:
         return self.parts(x)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
+from torchweave.compile.aliasing import op_name
 from torchweave.compile.changes import changes_told
 from torchweave.compile.dump import bytecode_text
 from torchweave.compile.errors import InvariantError, SizeError, TraceError, place, places_of, trace_error, users_line
@@ -114,6 +115,7 @@ def _capture(
         raise TraceError("forward computes no tensor, so there is nothing to compile")
     gm = captured.backend_input.graph_module
     _refuse_transforms(gm)
+    _refuse_kernels(gm)
     code = captured.graph_capture_output.bytecode
     report.artifact("dynamo/transformed_code.txt", lambda: bytecode_text(code))
     roots = _roots(module, names, examples, captured)
@@ -297,12 +299,27 @@ def _refuse_transforms(gm: fx.GraphModule) -> None:
     }
     found = [node for node, home in homes.items() if home.startswith(("torch._functorch", "torch._C._functorch"))]
     if found:
-        places = [where for node in found for where in places_of(node) if not where.startswith(f"{torch.__path__[0]}/")]
         raise TraceError(
             "forward uses a transform of torch.func (vmap, grad or the like), which cannot be divided into operations; write it "
             "for the whole batch, or put it into a custom op",
-            places[-1] if places else "",
+            _own_line(found),
         )
+
+
+def _refuse_kernels(gm: fx.GraphModule) -> None:
+    """A graph names a Triton kernel by its number in this process, where another one has another kernel, and not what it writes."""
+    if found := [node for node in gm.graph.nodes if op_name(node)[1].startswith("triton_kernel_wrapper")]:
+        raise TraceError(
+            "forward launches a Triton kernel, of which a graph cannot tell what it writes; put the launch into a custom op "
+            "(torch.library.custom_op, with its mutates_args)",
+            _own_line(found),
+        )
+
+
+def _own_line(nodes: Sequence[fx.Node]) -> str:
+    """The last of their lines that is not torch's own."""
+    places = [where for node in nodes for where in places_of(node) if not where.startswith(f"{torch.__path__[0]}/")]
+    return places[-1] if places else ""
 
 
 def _lift_attributes(graph: CapturedGraph) -> None:
