@@ -265,7 +265,8 @@ async def send(case: Case, host: str, port: int) -> int:
             if case.leave_after == -1:
                 return -1
             if case.leave_after is None and not case.must_answer and not case.pause:
-                writer.write_eof()
+                with contextlib.suppress(OSError):  # the server may have hung up already, with or without an answer
+                    writer.write_eof()
             return await _status(reader, case.leave_after)
         except (ConnectionError, asyncio.IncompleteReadError):
             return 0
