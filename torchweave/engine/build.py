@@ -68,12 +68,6 @@ class Engine:
             self.runner.forget_recordings()
             self.lead.close()
 
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
 
 def build(
     config: EngineConfig, report: Report, loaded: LoadedModel | None = None, world: World | None = None

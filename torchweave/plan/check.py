@@ -25,7 +25,6 @@ _LIMITS_AT_LEAST = {
     "drain_timeout": 0,
 }
 
-
 VLLM_NAMES = {
     "max_num_seqs": "max_batch_size",
     "max_num_batched_tokens": "max_num_tokens",
@@ -58,10 +57,10 @@ def config_from(config: type[Config], options: Mapping[str, Any], prefix: str = 
     hints = get_type_hints(config)
     given: dict[str, Any] = {}
     for asked, value in options.items():
-        name = asked if asked in hints else VLLM_NAMES.get(asked, asked)
+        name = asked if asked in hints else VLLM_NAMES.get(asked, "")
         if name not in hints:
-            guess = did_you_mean(name, hints, f"it is one of {', '.join(hints)}", prefix)
-            raise ValueError(f"unknown option {prefix}{name}; {guess}")
+            guess = did_you_mean(asked, hints, f"it is one of {', '.join(hints)}", prefix)
+            raise ValueError(f"unknown option {prefix}{asked}; {guess}")
         if name in given:
             raise ValueError(f"{prefix}{name} is given twice; {' and '.join(_names_of(name))} are one option")
         nested = is_dataclass(hints[name]) and isinstance(value, Mapping)
