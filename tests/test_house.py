@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import importlib.util
 import json
 import re
@@ -73,6 +74,37 @@ def test_only_the_config_reads_the_environment():
         if reads.search(line) and path != PACKAGE / "config.py"
     ]
     assert not found
+
+
+_NAMED = re.compile(r"torchweave(?:\.[a-z_]\w*)+(?::\w+)?")
+_OTHER_NAMES = {"torchweave.request_id", "torchweave.send", "torchweave.relayed"}  # keys of ASGI scopes and state
+
+
+def _named_in_strings(path: Path) -> set[str]:
+    """Texts of a file that are nothing but the name of a module, or of something in it; op names have `::`."""
+    tree = ast.parse(path.read_text())
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return {text for text in texts if _NAMED.fullmatch(text)} - _OTHER_NAMES
+
+
+def test_strings_that_name_modules_resolve():
+    """Entry points and lazy exports are strings, which neither pyright nor an import reads: a renamed module must fail here."""
+    names = {name for path in SOURCES for name in _named_in_strings(path)}
+    assert len(names) >= 6
+    for name in sorted(names):
+        path, _, attribute = name.partition(":")
+        module = importlib.import_module(path)
+        assert not attribute or callable(getattr(module, attribute)), name
+
+
+def test_lazy_exports_resolve():
+    import torchweave
+    import torchweave.compile as compiler
+
+    for package, names in ((torchweave, torchweave.__all__), (compiler, compiler.LAZY_EXPORTS)):
+        assert names
+        for name in names:
+            assert getattr(package, name) is not None, name
 
 
 def test_importing_the_package_is_light():

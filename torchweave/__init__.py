@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torchweave.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from torchweave.compile import compile as compile
     from torchweave.config import CudaGraphConfig as CudaGraphConfig
@@ -20,9 +22,7 @@ if TYPE_CHECKING:
     from torchweave.engine.request import SamplingParams as SamplingParams
     from torchweave.engine.request import StructuredOutputs as StructuredOutputs
 
-__version__ = "0.1.0"
-
-_HOME = {
+LAZY_EXPORTS = {
     "LLM": "torchweave.engine.llm",
     "SamplingParams": "torchweave.engine.request",
     "StructuredOutputs": "torchweave.engine.request",
@@ -50,6 +50,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in LAZY_EXPORTS:
         raise AttributeError(f"module 'torchweave' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(LAZY_EXPORTS[name]), name)

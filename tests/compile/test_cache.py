@@ -19,11 +19,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor.async_compile import AsyncCompile
 
+import torchweave
 from tests.compile import toy as toy_module
 from tests.compile.toy import BOUNDARY, DYNAMIC, example, step, toy
-from torchweave.compile import CompileCache, open_cache, weave
+from torchweave.compile import CompileCache, factors, open_cache, weave
 from torchweave.compile.cache import FORMAT, MAGIC, read_entry
-from torchweave.compile.factors import describe_module, graph_factors, machine, piece_factors
+from torchweave.compile.factors import (
+    MISSING,
+    OWN_FOLDERS,
+    describe_module,
+    graph_factors,
+    hash_folders,
+    machine,
+    piece_factors,
+    source_digests,
+)
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.inductor import inductor_waking
 from torchweave.config import TorchCompileConfig
@@ -288,6 +298,37 @@ def test_S8_what_is_set_around_a_capture_counts() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert machine(cpu) == base
+
+
+def test_S8_an_edited_source_of_the_package_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hash covers every file of the folders, so that a new module needs no entry in a list."""
+    folder = tmp_path / "compile"
+    (folder / "nested").mkdir(parents=True)
+    (folder / "nested" / "pass.py").write_text("a = 1\n")
+    base = hash_folders([folder])
+    for name, text in (("nested/pass.py", "a = 2\n"), ("new.py", ""), ("table.json", "{}")):
+        before = hash_folders([folder])
+        (folder / name).write_text(text)
+        assert hash_folders([folder]) != before
+    assert base != hash_folders([folder])
+    with pytest.raises(FileNotFoundError, match="reinstall torchweave"):
+        hash_folders([tmp_path / "nothing"])
+
+    cpu, woven = torch.device("cpu"), weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
+    graph, piece = _factors(toy()), piece_factors(woven.pieces[0], FX, cpu)
+    monkeypatch.setattr(factors, "own_sources", lambda: "edited")
+    assert _factors(toy()) != graph and piece_factors(woven.pieces[0], FX, cpu) != piece
+    monkeypatch.undo()
+    monkeypatch.setattr("torchweave.version.__version__", "9.9")
+    assert _factors(toy()) != graph and piece_factors(woven.pieces[0], FX, cpu) != piece
+
+
+def test_every_own_source_that_tracing_runs_is_hashed() -> None:
+    package = Path(torchweave.__file__).parent
+    assert all(any((package / folder).rglob("*.py")) for folder in OWN_FOLDERS)
+    with pytest.raises(ImportError, match=r"torchweave\.compile\.no_such_module is part of torchweave"):
+        source_digests(["torchweave.compile.no_such_module"])
+    assert source_digests(["no_such_package"]) == {"no_such_package": MISSING}
 
 
 def test_S8_every_factor_of_a_piece_counts() -> None:

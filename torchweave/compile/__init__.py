@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchweave.config import TorchCompileConfig
     from torchweave.log import Report
 
-_HOME = {
+LAZY_EXPORTS = {
     "CompileCache": "cache",
     "Fusion": "passes.pattern",
     "GraphPass": "passes.base",
@@ -45,9 +45,9 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in LAZY_EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"{__name__}.{LAZY_EXPORTS[name]}"), name)
 
 
 def compile_module(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchweave import version
 from torchweave.compile.pieces import inductor_options
 from torchweave.compile.split import Piece, structure
 from torchweave.compile.symbols import DynamicDims
@@ -51,27 +52,20 @@ _PLAIN = (
 )
 _TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
 """What every module holds: its parameters, children and hooks, which are described apart."""
-_TRACE_ONCE = ("clone", "found", "kinds", "layers", "stand_in", "stitch", "tails", "watch")
 _OF_ITS_PLACE = frozenset({"__module__", "__doc__", "__firstlineno__", "__static_attributes__"})
 """What a class holds that says where it is written, and nothing of what it does."""
 MISSING = "missing"
 """In the place of the hash of a source that cannot be read."""
-CAPTURING = (
-    "capture",
-    "changes",
-    "fakes",
-    "flat",
-    "graph",
-    "outputs",
-    "persist",
-    *(f"trace_once.{name}" for name in _TRACE_ONCE),
-)
-"""Modules of this package whose source decides what is captured and how it is kept."""
+OWN_FOLDERS = ("compile", "models", "ops")
+"""Folders of this package whose sources decide what is captured, built and stored."""
+_SOURCE_SUFFIXES = (".py", ".json", ".cpp")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Versions, the kind of device, and the switches of torch that change generated code."""
+    """Versions, this package's own sources, the kind of device, and the switches of torch that change generated code."""
     return {
+        "torchweave": version.__version__,
+        "torchweave_sources": own_sources(),
         "torch": torch.__version__,
         "torch_git": torch.version.git_version,
         "triton": _version("triton"),
@@ -116,7 +110,6 @@ def graph_factors(
             for name, tensor in inputs.items()
         },
         "dynamic_shapes": config.dynamic_shapes,
-        "capture": source_digests(f"torchweave.compile.{name}" for name in CAPTURING),
     }
 
 
@@ -131,8 +124,39 @@ def piece_factors(piece: Piece, config: TorchCompileConfig, device: torch.device
     }
 
 
+@functools.cache
+def own_sources() -> str:
+    """Hash of every source file in `OWN_FOLDERS`, so that no entry outlives a change of the code that made it.
+
+    Raises:
+        FileNotFoundError: one of the folders is missing or empty: the installation is incomplete.
+    """
+    return hash_folders([version.PACKAGE_FOLDER / folder for folder in OWN_FOLDERS])
+
+
+def hash_folders(folders: Iterable[Path]) -> str:
+    """Hash of the names and contents of all source files below the folders.
+
+    Raises:
+        FileNotFoundError: a folder holds no source file.
+    """
+    digest = hashlib.sha256()
+    for folder in folders:
+        paths = sorted(path for path in folder.rglob("*") if path.suffix in _SOURCE_SUFFIXES)
+        if not paths:
+            raise FileNotFoundError(f"{folder} holds no source files; reinstall torchweave")
+        for path in paths:
+            digest.update(f"{folder.name}/{path.relative_to(folder).as_posix()}\n".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
 def source_digests(modules: Iterable[str]) -> dict[str, str]:
-    """Hash of the source text of each module; a module without a file hashes as missing."""
+    """Hash of the source text of each module; a module of another package without a file hashes as missing.
+
+    Raises:
+        ImportError: a module of this package does not exist.
+    """
     digests = {}
     for name in modules:
         try:
@@ -140,6 +164,8 @@ def source_digests(modules: Iterable[str]) -> dict[str, str]:
             digests[name] = hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()[:16]
         except (ImportError, OSError, AttributeError, TypeError, ValueError):
             # A TypeError where the name of a file begins with a dot.
+            if name.partition(".")[0] == "torchweave":
+                raise ImportError(f"{name} is part of torchweave and has no source; reinstall torchweave") from None
             digests[name] = MISSING
     return digests
 

@@ -25,7 +25,7 @@ from torchweave.compile.kernel_orders import Built, Order
 _MOST = 16  # kernels that are built at once
 _PATIENCE = 120.0  # seconds; what is still missing then is built when it is first launched
 _ENDED = "the process that builds kernels ended"
-_START = "import sys; sys.path[:] = {path!r}; from torchweave.compile.kernel_workers import main; main({fd}, {most})"
+_START = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {most})"
 
 
 class KernelWorkers:
@@ -39,7 +39,7 @@ class KernelWorkers:
         self._connection, theirs = Pipe()
         most = max(min(most, len(os.sched_getaffinity(0))), 1)
         with theirs:
-            start = _START.format(path=sys.path, fd=theirs.fileno(), most=most)
+            start = _START.format(module=__name__, path=sys.path, fd=theirs.fileno(), most=most)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", start],
                 pass_fds=[theirs.fileno()],

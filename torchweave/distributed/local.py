@@ -25,9 +25,7 @@ from torchweave.distributed import link as links
 from torchweave.distributed.gpu import open_gpu
 from torchweave.distributed.link import Link
 
-_START = (
-    "import sys; sys.path[:] = {path!r}; from torchweave.distributed.local import main; main({fd}, {function!r}, {gpu})"
-)
+_START = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {function!r}, {gpu})"
 _LOOK_SECONDS = 2.0  # for a process whose connection has ended to end too
 
 
@@ -102,7 +100,7 @@ class WaitingRanks:
 
 def _start(rank: int, function: str, gpu: int | None) -> LocalMember:
     ours, theirs = Pipe()
-    code = _START.format(path=sys.path, fd=theirs.fileno(), function=function, gpu=gpu)
+    code = _START.format(module=__name__, path=sys.path, fd=theirs.fileno(), function=function, gpu=gpu)
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         pass_fds=[theirs.fileno()],

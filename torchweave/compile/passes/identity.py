@@ -1,18 +1,13 @@
-"""What a built piece depends on besides its graph: the passes of the ATen stage, how they are set, and their source text."""
+"""Cache-key factors of the ATen passes: their order, their settings, and the source of passes from other packages."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torchweave.compile.factors import describe, source_digests
 from torchweave.compile.passes.base import Pass
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def stage_factors(passes: Sequence[Pass]) -> dict[str, Any]:
@@ -23,7 +18,6 @@ def stage_factors(passes: Sequence[Pass]) -> dict[str, Any]:
     return {
         "aten_stage": {
             "passes": [describe_pass(each) for each in passes],
-            "stack": _stack(),
             "sources": source_digests(sorted(modules)),
         }
     }
@@ -43,14 +37,3 @@ def describe_pass(each: Pass) -> str:
 def _sources(each: Pass) -> tuple[str, ...]:
     """Modules that a pass comes from."""
     return (type(each).__module__, *getattr(each, "sources", ()))
-
-
-@functools.cache
-def _stack() -> str:
-    """Hash of the source text that the stack's own passes, their ops, tables and the lowering are written in."""
-    digest = hashlib.sha256()
-    for folder in ("compile/passes", "compile/tuning", "ops"):
-        for path in sorted(path for path in (_ROOT / folder).rglob("*") if path.suffix in (".py", ".json")):
-            digest.update(path.relative_to(_ROOT).as_posix().encode() + path.read_bytes())
-    digest.update((_ROOT / "compile" / "lower.py").read_bytes())
-    return digest.hexdigest()[:16]
