@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.compile import weave
 from torchweave.compile.cache import CompileCache
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
 from torchweave.models import load, zoo
 from torchweave.ops.registry import boundary_ops
+from torchweave.report import Report
 
 DYNAMIC = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
 

@@ -29,9 +29,9 @@ from torchweave.compile.passes.manager import PassManager
 from torchweave.compile.pieces import build_fx
 from torchweave.compile.split import Piece, split
 from torchweave.compile.symbols import shapes_mode
-from torchweave.log import Report
 from torchweave.models import load, zoo
 from torchweave.ops.registry import boundary_ops
+from torchweave.report import Report
 
 TOKENS, ROUNDS, CALLS = 7, 60, 10
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave import LLM, SamplingParams
 from torchweave.cli.benchmarks.result import environment
 from torchweave.engine.request import StructuredOutputs
-from torchweave.log import Report
+from torchweave.report import Report
 
 PLAIN = SamplingParams(temperature=0.0, ignore_eos=True)
 SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 400}

@@ -27,7 +27,7 @@ from torchweave.cli.benchmarks.protocol import Sizes, Workload, decode
 from torchweave.cli.benchmarks.result import environment
 from torchweave.config import EngineConfig, TorchCompileConfig
 from torchweave.engine.llm import LLM
-from torchweave.log import Report
+from torchweave.report import Report
 
 
 def measure(config: EngineConfig, sizes: Sizes) -> dict[str, Any]:

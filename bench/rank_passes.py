@@ -36,10 +36,10 @@ from torchweave.config import TorchCompileConfig
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.symmetric import connect
 from torchweave.distributed.world import World, close_world, init_world, join_meeting_point, open_meeting_point
-from torchweave.log import Report
 from torchweave.ops.collectives import register_communicator
 from torchweave.ops.fp8 import PER_TOKEN, quantize
 from torchweave.ops.registry import define
+from torchweave.report import Report
 
 SHAPES = {"llama-8b": (4096, 14336, 6), "llama-70b": (8192, 28672, 3), "tiny": (64, 128, 2)}
 """Width of the hidden state, of the MLP, and as many layers as no cache holds."""

@@ -22,12 +22,12 @@ import numpy as np
 import uvicorn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave import collector
 from torchweave.config import EngineConfig, ServerConfig
 from torchweave.serving import wire
 from torchweave.serving.app import create_app
 from torchweave.serving.engine_client import EngineClient, Side
 from torchweave.serving.replicas import Replicas
+from torchweave.utils import gc
 
 ROOT = Path(__file__).parents[1]
 TOKENS = np.arange(20, 100, dtype=np.int32)  # of the demo model's, with a text each
@@ -90,7 +90,7 @@ async def measure(streams: int, tokens: int) -> dict[str, Any]:
     while not server.started:
         await asyncio.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
-    with collector.at_rest():
+    with gc.at_rest():
         client = subprocess.Popen(
             [sys.executable, "-c", CLIENT, str(port), str(streams)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )

@@ -32,7 +32,7 @@ from torchweave.compile import weave
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.graphs import GraphPool, record
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 REPLAYS = 40
 

@@ -32,8 +32,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import __version__ as transformers_version
 
-from torchweave.log import Report
 from torchweave.models import tasks
+from torchweave.report import Report
 
 PRESETS = {
     "full": {

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from torchweave import collector
+from torchweave.utils import gc as collector
 
 
 def test_the_collector_rests_meanwhile_and_never_looks_at_what_was_imported() -> None:

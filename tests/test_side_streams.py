@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from torchweave import side_streams
-from torchweave.side_streams import idle_within, side_stream
+from torchweave.utils import cuda_streams as side_streams
+from torchweave.utils.cuda_streams import idle_within, side_stream
 
 
 class Owner:

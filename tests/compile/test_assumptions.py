@@ -13,7 +13,7 @@ from torchweave.compile import CompileCache, GraphPass, PassResult, TraceError, 
 from torchweave.compile.passes.base import Stage
 from torchweave.compile.symbols import value
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 DYNAMIC = {"x": {0: "T"}}
 

@@ -23,7 +23,7 @@ from torchweave.compile.passes.manager import PassManager, default_passes, run_p
 from torchweave.compile.passes.pattern import Fusion
 from torchweave.compile.passes.testing import T, graph_of
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 aten = torch.ops.aten
 FX = TorchCompileConfig(enable_inductor=False)

@@ -37,7 +37,7 @@ from torchweave.compile.factors import (
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.inductor import inductor_waking
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 FX = TorchCompileConfig(enable_inductor=False)
 
@@ -458,7 +458,7 @@ import sys, torch
 from tests.compile.toy import *
 from torchweave.compile import CompileCache, weave
 from torchweave.compile.forward import call_as_is
-from torchweave.log import Report
+from torchweave.report import Report
 report, module = Report(show=False), toy(layers=2, hidden=32)
 want = module(*step(9, 4))
 woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, cache=CompileCache(sys.argv[1], report), report=report)

@@ -20,7 +20,7 @@ from torchweave.compile.graph import Constant, Input
 from torchweave.compile.persist import dump_graph, load_graph
 from torchweave.compile.sources import SourceError, resolve
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 FX = TorchCompileConfig(enable_inductor=False)
 

@@ -15,7 +15,7 @@ from torchweave.compile.cache import CODE_FOLDER
 from torchweave.compile.code_folder import CodeFolder
 from torchweave.compile.forward import call_as_is
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tests.compile.toy import DYNAMIC, example, toy
 from torchweave.compile.cache import CompileCache
 from torchweave.compile.dump import open_dump
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 
 def files(folder: Path) -> set[str]:

@@ -12,7 +12,7 @@ from tests.compile.toy import BOUNDARY, DYNAMIC, example, step
 from torchweave.compile import broken, weave
 from torchweave.compile.forward import call_as_is
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,7 +19,7 @@ from torchweave.compile.split import Piece, split
 from torchweave.compile.symbols import shapes_mode, value
 from torchweave.compile.woven import Woven
 from torchweave.config import DynamicShapes, TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 
 def pieces_of(module: nn.Module, mode: DynamicShapes = "backed_size_oblivious") -> tuple[CapturedGraph, list[Any]]:

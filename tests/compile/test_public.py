@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torchweave
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 ROOT = Path(__file__).parents[2]
 FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)

@@ -21,7 +21,7 @@ from torchweave.compile.passes.manager import default_passes
 from torchweave.compile.passes.testing import T, check, graph_of
 from torchweave.compile.split import Piece
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 aten, toy = torch.ops.aten, torch.ops.toy
 X, Y = torch.randn(T, 8), torch.randn(T, 8)

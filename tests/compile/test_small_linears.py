@@ -25,8 +25,8 @@ from torchweave.compile.passes.manager import default_passes
 from torchweave.compile.passes.torch_ir.merge_linears import LINEAR, MergeLinears
 from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
 from torchweave.config import DynamicShapes, TorchCompileConfig
-from torchweave.log import Report
 from torchweave.ops.linear import linear
+from torchweave.report import Report
 
 OP = torch.ops.torchweave.linear.default
 FX = TorchCompileConfig(enable_inductor=False)

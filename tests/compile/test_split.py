@@ -15,7 +15,7 @@ from torchweave.compile.errors import InvariantError, TraceError
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.split import normalize
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 FX = TorchCompileConfig(enable_inductor=False)
 

@@ -34,7 +34,7 @@ from torchweave.compile.streams.program import program
 from torchweave.compile.streams.schedule import priorities, schedule
 from torchweave.compile.streams.simulate import simulate
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 ADD, VIEW, ADD_IN_PLACE, ACCUMULATE = 0, 5, 7, 10  # of `stream_cases.OPERATIONS`
 FX2 = TorchCompileConfig(enable_inductor=False, max_num_streams=2)

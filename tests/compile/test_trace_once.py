@@ -16,7 +16,7 @@ from torchweave.compile import weave
 from torchweave.compile.capture import capture
 from torchweave.compile.forward import call_as_is
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 MODE: Any = "backed_size_oblivious"

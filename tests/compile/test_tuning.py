@@ -28,9 +28,9 @@ from torchweave.compile.tuning.table import DamagedTable, Entry, Table, device_k
 from torchweave.compile.tuning.tuner import Question, decide, tune
 from torchweave.config import EngineConfig, TorchCompileConfig
 from torchweave.engine.build import tune as tune_engine
-from torchweave.log import Report
 from torchweave.ops.linear import Around
 from torchweave.ops.linear_config import LinearConfig, pick, read_choices, rule
+from torchweave.report import Report
 
 BF16 = torch.bfloat16
 GPU = "nvidia-h100-80gb-hbm3"

@@ -18,7 +18,7 @@ from torchweave.compile.passes.load import load_pass
 from torchweave.compile.passes.manager import PassManager
 from torchweave.compile.symbols import value
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 OWN_PASS = """
 import torch

@@ -17,7 +17,7 @@ from torchweave.compile import CompileCache, TraceError, broken, weave
 from torchweave.compile.assumptions import HIGHEST
 from torchweave.compile.forward import call_as_is
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 
 @pytest.mark.parametrize("mode", ["backed_size_oblivious", "unbacked", "backed"])

@@ -19,7 +19,7 @@ import torchweave
 from torchweave import LLM, SamplingParams
 from torchweave.cli.main import main
 from torchweave.engine import build as building
-from torchweave.log import Report
+from torchweave.report import Report
 
 DEMO = Path(torchweave.__file__).parent / "models" / "demo"
 # Started without the compiler: what is refused is the same.

@@ -11,8 +11,8 @@ import torch
 import torchweave
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.engine.request import CompletionOutput
-from torchweave.log import Report
 from torchweave.models import tasks
+from torchweave.report import Report
 
 MODELS = Path(torchweave.__file__).parent / "models"
 NUM_QUESTIONS = 200

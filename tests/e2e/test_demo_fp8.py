@@ -6,8 +6,8 @@ import pytest
 
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.config import Quantization
-from torchweave.log import Report
 from torchweave.models import tasks
+from torchweave.report import Report
 
 NUM_QUESTIONS = 25  # of each task
 GREEDY = SamplingParams(temperature=0, max_tokens=120)

@@ -25,8 +25,8 @@ from torchweave.engine.active import Active
 from torchweave.engine.adjustments import Adjustments
 from torchweave.engine.request import InferenceRequest
 from torchweave.engine.step import Adjust
-from torchweave.log import Report
 from torchweave.models import load, zoo
+from torchweave.report import Report
 
 NUM_TOKENS = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -16,8 +16,8 @@ from tests.compile.tape import TapePool
 from torchweave.config import EngineConfig, TorchCompileConfig
 from torchweave.engine.build import Engine, build
 from torchweave.engine.request import InferenceRequest, SamplingParams
-from torchweave.engine.threads import release_workers
-from torchweave.log import Report
+from torchweave.report import Report
+from torchweave.utils.openmp import release_workers
 
 
 class Counting(TorchDispatchMode):

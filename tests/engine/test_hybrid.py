@@ -9,8 +9,8 @@ import pytest
 
 from torchweave import LLM, SamplingParams
 from torchweave.config import EngineConfig, TorchCompileConfig
-from torchweave.log import Report
 from torchweave.models import load, zoo
+from torchweave.report import Report
 
 NUM_TOKENS = 16
 GROUPS = {"gemma3": 6, "gpt_oss": 2, "mistral": 1, "qwen2-sliding": 3}

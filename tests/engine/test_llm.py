@@ -18,9 +18,9 @@ import torch
 from torchweave import LLM, EngineConfig, SamplingParams, TorchCompileConfig
 from torchweave.engine.flight import Flight
 from torchweave.engine.step import Step
-from torchweave.log import Report
 from torchweave.models import load
 from torchweave.models.load import LoadedModel
+from torchweave.report import Report
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)

@@ -9,8 +9,8 @@ import pytest
 from torchweave import LLM, SamplingParams
 from torchweave.config import EngineConfig, TorchCompileConfig
 from torchweave.engine.verify import prompts
-from torchweave.log import Report
 from torchweave.models import load, zoo
+from torchweave.report import Report
 
 NUM_TOKENS = 6
 # Steps of the router that join the op, once for each distinct piece with experts; shared experts stay visible beside it.

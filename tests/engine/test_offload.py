@@ -14,7 +14,7 @@ from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.engine.movers import PlainMover
 from torchweave.engine.offload import HostPool
 from torchweave.engine.stats import IterationFacts, statistics
-from torchweave.log import Report
+from torchweave.report import Report
 
 
 def conversations(rng: np.random.Generator, count: int) -> list[list[int]]:

@@ -24,10 +24,10 @@ from torchweave.distributed.world import World
 from torchweave.engine import weaving
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
-from torchweave.log import Report
 from torchweave.models import zoo
 from torchweave.plan import DeviceFacts, ModelFacts, resolve
 from torchweave.plan.check import config_from
+from torchweave.report import Report
 
 PLAIN = {"enable_inductor": False, "debug": True, "compile_cache": False}
 

@@ -20,7 +20,7 @@ from torchweave import LLM, SamplingParams
 from torchweave.config import TorchCompileConfig
 from torchweave.engine.request import InferenceRequest, StructuredOutputs
 from torchweave.engine.structured import why_not
-from torchweave.log import Report
+from torchweave.report import Report
 
 PLAIN = TorchCompileConfig(enable_fullgraph=False)  # starts at once; what is tested is behind the model
 HOT = SamplingParams(temperature=1.5, max_tokens=80, seed=1)

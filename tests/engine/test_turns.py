@@ -12,7 +12,7 @@ import pytest
 
 from torchweave.compile.cache import CompileCache
 from torchweave.engine.weaving import Turns
-from torchweave.log import Report
+from torchweave.report import Report
 
 LIMIT = 20.0
 NAMES = ("embedding", "layer", "head")

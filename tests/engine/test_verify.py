@@ -8,7 +8,7 @@ import pytest
 
 from torchweave.engine import verify as module
 from torchweave.engine.verify import table, verify
-from torchweave.log import Report
+from torchweave.report import Report
 
 
 def test_architectures_pass_through_the_whole_engine() -> None:

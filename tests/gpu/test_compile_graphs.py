@@ -13,7 +13,7 @@ from torchweave.compile import broken, weave
 from torchweave.compile.forward import Boundary, call_as_is
 from torchweave.compile.graphs import GraphPool, Recording, record
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu
 SIZES = (1, 2, 7, 64, 257)

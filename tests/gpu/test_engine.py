@@ -17,8 +17,8 @@ import triton
 from torchweave.config import CudaGraphConfig, EngineConfig, TorchCompileConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
-from torchweave.log import Report
 from torchweave.models.load import load
+from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ import pytest
 
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.config import Quantization
-from torchweave.log import Report
 from torchweave.models import tasks
+from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu
 

@@ -15,9 +15,9 @@ from tests.ops.attention_cases import CASES, TURNING, build, in_fp8
 from torchweave import LLM, SamplingParams
 from torchweave.config import EngineConfig
 from torchweave.engine.movers import StreamMover
-from torchweave.log import Report
 from torchweave.models import load, tasks, zoo
 from torchweave.ops.kv_format import FP8_DTYPES
+from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu
 

@@ -17,9 +17,9 @@ from tests.ranks import run_ranks
 from torchweave.distributed.communicator import sum_of_ranks
 from torchweave.distributed.symmetric import Ranges, SymmetricCommunicator, connect, open_symmetric
 from torchweave.distributed.world import World
-from torchweave.log import Report
 from torchweave.ops.collectives import all_reduce, communicator, register_communicator
 from torchweave.ops.collectives_fused import Norm, Quant, norm_of, quantized
+from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu
 EVERYTHING = Ranges(slots=4 << 20, gather=64 << 20, one_shot=4 << 20, norm=4 << 20, two_shot=64 << 20)

@@ -13,7 +13,7 @@ from torchweave.compile.forward import call_as_is
 from torchweave.config import TorchCompileConfig
 from torchweave.distributed.symmetric import connect
 from torchweave.distributed.world import World
-from torchweave.log import Report
+from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu
 WIDTHS = 2048, 4096

@@ -19,7 +19,7 @@ from torchweave.compile.streams.build import Split, join, plan
 from torchweave.compile.streams.cost import Costs
 from torchweave.compile.streams.lanes import CheckedLanes, CudaLanes
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu
 HIDDEN, REPLAYS, CASES = 512, 1000, 16

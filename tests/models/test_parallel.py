@@ -21,11 +21,11 @@ from tests.ranks import run_ranks
 from torchweave.compile.capture import capture
 from torchweave.compile.split import Piece, split
 from torchweave.distributed.world import World
-from torchweave.log import Report
 from torchweave.models import LoadedModel, UnsupportedModel, load, zoo
 from torchweave.models.cuts import Cut, Heads, even, padded
 from torchweave.models.parallel import roles
 from torchweave.models.quantize import Fp8Linear
+from torchweave.report import Report
 
 # Grouped heads and experts by width or number; packed heads of other classes; norms over all heads; tied vocabularies.
 NAMES = ("llama-tied", "gpt2", "olmo2", "gpt_oss")

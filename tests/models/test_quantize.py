@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from torchweave.log import Report
 from torchweave.models import load, weights, zoo
 from torchweave.models.load import model_facts
 from torchweave.models.quantize import DUMMY_INPUT_SCALE, Fp8Linear, Quantizer, Scheme, quantize_weight, scheme
 from torchweave.ops.fp8 import FP8, GROUP
+from torchweave.report import Report
 
 IDS = torch.arange(3, 33)
 ONLINE = ("fp8", "fp8_per_channel", "fp8_per_block")

@@ -14,10 +14,10 @@ from torchweave.config import TorchCompileConfig
 from torchweave.distributed.world import World
 from torchweave.engine.verify import verify
 from torchweave.engine.weaving import weave_model
-from torchweave.log import Report
 from torchweave.models import LoadedModel, UnsupportedModel, load, zoo
 from torchweave.models.parallel import stages
 from torchweave.models.parallel.stages import share
+from torchweave.report import Report
 
 # Tied and untied vocabularies; norms of heads; windows in some layers, in groups of blocks that cross stages; experts.
 NAMES = ("llama-tied", "qwen3", "gemma2", "mixtral")

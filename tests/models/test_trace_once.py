@@ -10,10 +10,10 @@ import torch
 from tests.compile.canonical import canonical
 from torchweave.compile.capture import capture
 from torchweave.compile.split import Piece, split
-from torchweave.log import Report
 from torchweave.models import zoo
 from torchweave.models.adapt import install
 from torchweave.models.decoder import DecoderStep
+from torchweave.report import Report
 
 INPUTS = {
     "input_ids": torch.zeros(23, dtype=torch.int64),

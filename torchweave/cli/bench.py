@@ -16,8 +16,8 @@ from torchweave.cli.bench_serve import add_options as add_serve_options
 from torchweave.cli.bench_serve import measure as _serve
 from torchweave.cli.results import result_path
 from torchweave.cli.session import engine
-from torchweave.log import Report
-from torchweave.nearest import did_you_mean
+from torchweave.report import Report
+from torchweave.utils.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from torchweave.cli.benchmarks.protocol import Sizes

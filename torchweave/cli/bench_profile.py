@@ -8,7 +8,7 @@ from typing import Any
 
 from torchweave.cli.arguments import Parser, add_engine_options, fill
 from torchweave.cli.session import engine
-from torchweave.log import Report
+from torchweave.report import Report
 
 
 @dataclass(frozen=True)

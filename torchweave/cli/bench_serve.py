@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchweave.cli.arguments import Parser, fill
 from torchweave.config import api_key_from_environment
-from torchweave.log import Report
+from torchweave.report import Report
 
 if TYPE_CHECKING:
     from torchweave.cli.benchmarks.serving.run import Run

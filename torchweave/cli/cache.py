@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchweave.cli.arguments import Parser
 from torchweave.config import cache_dir
-from torchweave.log import Report
+from torchweave.report import Report
 
 if TYPE_CHECKING:
     from torchweave.compile.cache import CompileCache

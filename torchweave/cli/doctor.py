@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchweave.cli.arguments import Parser, add_engine_options, engine_config
-from torchweave.log import Report
+from torchweave.report import Report
 
 if TYPE_CHECKING:
     from torchweave.compile.doctor.finding import Finding

@@ -9,7 +9,7 @@ from importlib import import_module
 from io import TextIOWrapper
 
 import torchweave
-from torchweave.nearest import did_you_mean
+from torchweave.utils.suggest import did_you_mean
 
 # Each command is the `run(argv) -> exit code` of a module here, imported only when it is asked for.
 COMMANDS = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchweave.cli.arguments import Parser
 from torchweave.cli.results import result_path, write_result
-from torchweave.log import Report
+from torchweave.report import Report
 
 ACTIONS = ("list", "verify")
 

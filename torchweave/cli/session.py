@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from torchweave import collector
 from torchweave.cli.arguments import engine_config, fill
 from torchweave.config import EngineConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.waiting import waiting_ranks
-from torchweave.log import Report
+from torchweave.report import Report
+from torchweave.utils import gc
 
 
 def start(config: EngineConfig, report: Report) -> LLM:
@@ -25,7 +25,7 @@ def start(config: EngineConfig, report: Report) -> LLM:
         ValueError: the model or an option cannot be.
     """
     with waiting_ranks(config) as waiting:
-        with report.stage("imports"), collector.for_good():
+        with report.stage("imports"), gc.for_good():
             import_module("torchweave.engine.open")
         return LLM.from_config(config, report, waiting)
 

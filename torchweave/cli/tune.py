@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchweave.cli.arguments import Parser, engine_config, engine_parser
-from torchweave.log import Report
+from torchweave.report import Report
 
 if TYPE_CHECKING:
     from torchweave.compile.tuning.table import Table

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torchweave.compile.passes.pattern import Fusion as Fusion
     from torchweave.compile.woven import Woven as Woven
     from torchweave.config import TorchCompileConfig
-    from torchweave.log import Report
+    from torchweave.report import Report
 
 LAZY_EXPORTS = {
     "CompileCache": "cache",

@@ -17,7 +17,7 @@ from torchweave.compile.errors import WRITES_TO_VIEWS, SizeError, users_line
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.symbols import fixed_sizes
 from torchweave.config import DynamicShapes
-from torchweave.log import Report
+from torchweave.report import Report
 
 _ORDINARY = 64
 """Sizes up to this one are ordinary."""

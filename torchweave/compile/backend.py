@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from torchweave.collector import uncollected
 from torchweave.compile.assumptions import size_range
 from torchweave.compile.build import build_pieces
 from torchweave.compile.cache import CompileCache
@@ -25,7 +24,8 @@ from torchweave.compile.symbols import DynamicDims
 from torchweave.compile.tuning.kept import table_for, tell
 from torchweave.compile.woven import Woven
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
+from torchweave.utils.gc import uncollected
 
 
 def weave(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torchweave.config import TorchCompileConfig, cache_dir, expanded
-from torchweave.log import Report
+from torchweave.report import Report
 
 MAGIC = b"torchweave-cache\n"
 FORMAT = 3

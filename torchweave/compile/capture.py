@@ -43,7 +43,7 @@ from torchweave.compile.trace_once.stitch import stitch_layers
 from torchweave.compile.trace_once.tails import shortened
 from torchweave.compile.trace_once.watch import Unwatchable
 from torchweave.config import DynamicShapes
-from torchweave.log import Report
+from torchweave.report import Report
 
 _OWN = f"{__package__}.trace_once."
 _NUMPYS = "___from_numpy("

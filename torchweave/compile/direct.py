@@ -15,7 +15,7 @@ from torchweave.compile.factors import autocast
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.base import Pass
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 
 class Compiled:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from torchweave.config import TorchCompileConfig, expanded
-from torchweave.log import Report
+from torchweave.report import Report
 
 TIMELINE = "timeline.jsonl"
 _FOLDERS = ("dynamo", "passes", "pieces")

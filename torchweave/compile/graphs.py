@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchweave.collector import uncollected
 from torchweave.compile.errors import InvariantError
 from torchweave.compile.forward import Boundary, Forward
-from torchweave.side_streams import side_stream
+from torchweave.utils.cuda_streams import side_stream
+from torchweave.utils.gc import uncollected
 
 __all__ = ["Boundary", "Forward", "GraphPool", "Recorder", "Recording", "record"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchweave.stand_ins import standing_in
+from torchweave.utils.lazy_import import standing_in
 
 _FOR_TRAINING = {"networkx": ("DiGraph",)}
 """What AOTAutograd draws pictures of a training step's memory with: 0.2 to 1 s of imports, as many packages as are installed are

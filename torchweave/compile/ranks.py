@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from torchweave.compile.symbols import free_symbols, value
-from torchweave.log import Report
 from torchweave.ops.collectives import group_size
+from torchweave.report import Report
 
 if TYPE_CHECKING:
     from torchweave.compile.graph import Faked

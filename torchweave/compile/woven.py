@@ -17,7 +17,7 @@ from torchweave.compile.mutation import storage, written
 from torchweave.compile.pieces import BuiltPiece
 from torchweave.compile.split import BoundaryCall, Piece
 from torchweave.compile.symbols import is_size, token_count, value
-from torchweave.log import Report
+from torchweave.report import Report
 
 Parts = list[Piece | BoundaryCall]
 

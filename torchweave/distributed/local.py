@@ -20,10 +20,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from torchweave import collector
 from torchweave.distributed import link as links
 from torchweave.distributed.gpu import open_gpu
 from torchweave.distributed.link import Link
+from torchweave.utils import gc
 
 _START = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {function!r}, {gpu})"
 _LOOK_SECONDS = 2.0  # for a process whose connection has ended to end too
@@ -116,7 +116,7 @@ def main(fd: int, function: str, gpu: int | None) -> None:
     link = Link(Connection(fd))
     if gpu is not None:
         open_gpu(gpu)
-    with collector.for_good():
+    with gc.for_good():
         run = named(function)
     try:
         kind, payload = link.receive()

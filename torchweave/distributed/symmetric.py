@@ -22,7 +22,6 @@ from torch import Tensor
 from torchweave.config import disable_multicast
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.world import World
-from torchweave.log import Report
 from torchweave.ops.collectives import Communicator, register_communicator
 from torchweave.ops.collectives_fused import Norm, Normed
 from torchweave.ops.symmetric import (
@@ -38,6 +37,7 @@ from torchweave.ops.symmetric import (
     runs,
     two_shot,
 )
+from torchweave.report import Report
 
 WAIT_SECONDS = 300.0
 """After so long a kernel gives up waiting for another rank, when no host has ended the wait before."""

@@ -29,16 +29,16 @@ from torchweave.engine.offload import HostPool
 from torchweave.engine.runner import Runner
 from torchweave.engine.scheduler import POLICIES
 from torchweave.engine.structured import Grammars
-from torchweave.engine.threads import release_workers
 from torchweave.engine.tune import tune_model
 from torchweave.engine.weaving import effective, forward_of, weave_model
-from torchweave.log import Report
 from torchweave.models.load import LoadedModel, load, model_facts
 from torchweave.models.parallel import Stage
 from torchweave.ops.attention import AttentionBackend, KVLayer, LayerSpec, get_backend
 from torchweave.ops.kv_format import FP8_DTYPES
 from torchweave.ops.state import SlotState
 from torchweave.plan import ModelFacts, Plan, resolve
+from torchweave.report import Report
+from torchweave.utils.openmp import release_workers
 
 _PROBE_BLOCKS = 2  # blocks of the cache that stands in while memory is measured
 _BYTES_PER_GRAPH = 4 << 20  # what a recording takes beside its tensors: nodes and kernel arguments

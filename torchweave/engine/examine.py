@@ -9,10 +9,10 @@ from torchweave.compile.doctor.finding import Finding
 from torchweave.compile.doctor.subject import InputSpec, Subject
 from torchweave.config import EngineConfig
 from torchweave.engine.facts import device_facts
-from torchweave.log import Report
 from torchweave.models.load import load, model_facts
 from torchweave.ops.registry import boundary_ops
 from torchweave.plan import resolve
+from torchweave.report import Report
 
 
 def examine_model(config: EngineConfig, report: Report) -> list[Finding]:

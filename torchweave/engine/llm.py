@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchweave import collector
 from torchweave.compile.explanation.page import keep_explanation
 from torchweave.config import EngineConfig
 from torchweave.engine.client import Client
@@ -21,8 +20,9 @@ from torchweave.engine.request import CompletionOutput, InferenceRequest, Reques
 from torchweave.engine.structured import why_not
 from torchweave.engine.text import in_tokens
 from torchweave.engine.waiting import waiting_ranks
-from torchweave.log import Report
 from torchweave.plan.check import config_from
+from torchweave.report import Report
+from torchweave.utils import gc
 
 if TYPE_CHECKING:
     from torchweave.distributed.local import WaitingRanks
@@ -77,7 +77,7 @@ class LLM:
         self.report = report if report is not None else Report()
         others = waiting_ranks(config) if waiting is None and loaded is None else nullcontext(waiting)
         with others as waiting:
-            with collector.uncollected():
+            with gc.uncollected():
                 from torchweave.compile.dump import open_dump
                 from torchweave.engine.batch_manager import BatchManager
                 from torchweave.engine.open import open_engine

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from torchweave import collector
 from torchweave.distributed.crew import RankFailure
 from torchweave.engine.batch import Batch, Move
 from torchweave.engine.request import MAX_REQUEST_ID, InferenceRequest, Output
 from torchweave.engine.responses import Response, Responses, refusal
 from torchweave.engine.stats import IterationFacts, statistics
 from torchweave.engine.step import Step, StepResult
+from torchweave.utils import gc
 
 GetRequests = Callable[[int], Iterable[InferenceRequest]]
 SendResponse = Callable[[int, Output, bool, str], None]
@@ -169,7 +169,7 @@ class GenerationLoop:
 
     def run(self) -> None:
         try:
-            with collector.at_rest():
+            with gc.at_rest():
                 self._runner.start()
                 self._loop()
         except BaseException as failure:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchweave.engine.offload import Mover
 from torchweave.ops.attention import KVLayer
-from torchweave.side_streams import side_stream
+from torchweave.utils.cuda_streams import side_stream
 
 _CHUNK = 1 << 30  # bytes that are pinned at once: torch rounds what it pins up to a power of two
 

@@ -17,8 +17,8 @@ from torchweave.engine.build import Engine, build, planned
 from torchweave.engine.lead import Lead, LeadRunner
 from torchweave.engine.waiting import WORK
 from torchweave.engine.worker import Task, work
-from torchweave.log import Report
 from torchweave.models.load import LoadedModel
+from torchweave.report import Report
 
 _HERE = "127.0.0.1"
 

@@ -29,14 +29,14 @@ from torchweave.engine.movers import copy_blocks
 from torchweave.engine.pipeline import StageForward, StageRedraw
 from torchweave.engine.redraw import Redraw
 from torchweave.engine.step import Step, StepLogprobs, StepResult
-from torchweave.engine.threads import release_workers
-from torchweave.log import Report
 from torchweave.ops.attention import AttentionBackend, AttentionMetadata, KVLayer
 from torchweave.ops.sampling import logprobs, sample
 from torchweave.ops.state import SlotState
 from torchweave.ops.step import advance, carry, prepare, prepare_decode
 from torchweave.plan import Plan
-from torchweave.side_streams import idle_within, side_stream
+from torchweave.report import Report
+from torchweave.utils.cuda_streams import idle_within, side_stream
+from torchweave.utils.openmp import release_workers
 
 _PATIENCE = 5.0  # seconds, as long as ranks have to abort what waits for one that is gone
 

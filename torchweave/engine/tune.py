@@ -14,7 +14,7 @@ from torchweave.compile.tuning.run import Module, tune_module
 from torchweave.compile.tuning.table import Table, device_kind
 from torchweave.compile.woven import Woven
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 
 def tune_model(

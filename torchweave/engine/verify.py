@@ -19,8 +19,8 @@ from torchweave.config import EngineConfig, TorchCompileConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.verify_ranks import Answer, Ranks, answer_of
-from torchweave.log import Report
 from torchweave.models import load, zoo
+from torchweave.report import Report
 
 PROMPT_LENGTHS = (3, 70, 21, 40)
 NUM_TOKENS = 16

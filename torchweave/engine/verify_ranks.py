@@ -19,8 +19,8 @@ from torchweave.config import EngineConfig
 from torchweave.distributed.world import World, close_world, init_world, join_meeting_point, open_meeting_point
 from torchweave.engine.build import build
 from torchweave.engine.request import InferenceRequest, SamplingParams
-from torchweave.log import Report
 from torchweave.models import load
+from torchweave.report import Report
 
 _PATIENCE = 300.0
 """Seconds that ranks wait for each other."""

@@ -24,13 +24,13 @@ from torchweave.compile.kernel_workers import KernelWorkers
 from torchweave.engine.redraw import Redraw
 from torchweave.engine.runner import Runner
 from torchweave.engine.step import Adjust
-from torchweave.log import Report
 from torchweave.models.experts import launch_samples
 from torchweave.models.quantize import distinct
 from torchweave.ops.attention import AttentionBackend, LayerSpec
 from torchweave.ops.sampling_adjust import MASK, NUM_FIELDS
 from torchweave.ops.state import SlotState
 from torchweave.plan import Plan
+from torchweave.report import Report
 
 _TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 """Of steps that together launch every kernel that a step of any size launches."""

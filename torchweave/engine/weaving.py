@@ -22,10 +22,10 @@ from torchweave.config import TorchCompileConfig
 from torchweave.distributed.world import World
 from torchweave.engine.pipeline import StageForward
 from torchweave.engine.tune import tune_model
-from torchweave.log import Report
 from torchweave.models.parallel import Stage
 from torchweave.ops.registry import boundary_ops
 from torchweave.plan import Plan
+from torchweave.report import Report
 
 _LOOK_SECONDS = 0.01  # between two looks for what another rank makes
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from torchweave import collector
 from torchweave.compile.inductor import inductor_imported
 from torchweave.config import EngineConfig
 from torchweave.distributed import link as links
@@ -27,7 +26,8 @@ from torchweave.engine.build import build
 from torchweave.engine.digest import Digest
 from torchweave.engine.runner import Runner
 from torchweave.engine.step_message import decode
-from torchweave.log import Report
+from torchweave.report import Report
+from torchweave.utils import gc
 
 _ECHO_SECONDS = 2.0  # by which the fault of a collective is told later than the end of the rank that caused it
 
@@ -89,7 +89,7 @@ def _work(follower: Follower, task: Task, store: MeetingPoint | None) -> None:
     quiet = replace(config, torch_compile_config=replace(config.torch_compile_config, dump_dir=None))  # the leader's
     engine = build(quiet, report, world=world)
     follower.built(_facts(report, task, time.monotonic() - begin))
-    with collector.at_rest():
+    with gc.at_rest():
         _carry_out(engine.runner, follower, world)
     engine.runner.forget_recordings()
     close_world(world)

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from torchweave.log import Report
 from torchweave.models import weights
 from torchweave.models.adapt import install
 from torchweave.models.attention import UnsupportedModel
@@ -22,6 +21,7 @@ from torchweave.models.parallel.stages import Stage, leave_out_others
 from torchweave.models.quantize import Quantizer, Scheme
 from torchweave.models.quantized_checkpoint import check_dtypes, check_scales, cut_scales, stored_scheme, take_scales
 from torchweave.models.resolve import Source
+from torchweave.report import Report
 
 
 @dataclass(frozen=True)

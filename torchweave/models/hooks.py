@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from torchweave.log import Report
 from torchweave.models.attention import attend
+from torchweave.report import Report
 
 # -- models whose attention is written out in the module ---------------------------------------------------------------
 

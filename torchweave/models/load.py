@@ -16,7 +16,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from torchweave.distributed.world import World
-from torchweave.log import Report
 from torchweave.models import experts, weights
 from torchweave.models.adapt import adapt, refuse_by_config, vocab_size
 from torchweave.models.attention import UnsupportedModel
@@ -28,6 +27,7 @@ from torchweave.models.quantized_checkpoint import scheme_for, stored_cache_dtyp
 from torchweave.models.resolve import Source, read_json, resolve
 from torchweave.ops.attention import LayerSpec
 from torchweave.plan import ModelFacts
+from torchweave.report import Report
 from torchweave.tokenizer import Tokenizer, end_token
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")

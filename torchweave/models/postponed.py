@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from importlib import metadata
 
-from torchweave.stand_ins import standing_in
+from torchweave.utils.lazy_import import standing_in
 
 FUNCTIONS = {
     "scipy.optimize": ("linear_sum_assignment",),

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import torchweave.ops.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
-from torchweave.log import Report
 from torchweave.models.weights import put
 from torchweave.ops.fp8 import FP8, GROUP, PER_TOKEN, scale_of, to_fp8
 from torchweave.ops.fp8_linear import block_scales, takes
+from torchweave.report import Report
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "block_sparse_moe_gate"})
 _LAYER = re.compile(r"\.\d+\.")

@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchweave.log import Report
 from torchweave.models.cuts import Cut
 from torchweave.models.resolve import read_json
+from torchweave.report import Report
 
 _WHOLE: Mapping[str, Cut] = {}
 _NO_PIECES: Mapping[str, str] = {}

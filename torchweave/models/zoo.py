@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from torchweave.models.filling import quiet_transformers
-from torchweave.nearest import did_you_mean
+from torchweave.utils.suggest import did_you_mean
 
 VOCAB = 256
 _WIDTH = 64

@@ -23,7 +23,7 @@ from torchweave.ops.kernels.paged_prefill import paged_prefill, write_kv
 from torchweave.ops.kernels.rope import CacheWrite, Norm, launch_rope
 from torchweave.ops.kv_format import limit
 from torchweave.ops.rope import Rotary
-from torchweave.side_streams import side_stream
+from torchweave.utils.cuda_streams import side_stream
 
 MAX_SPLITS = 64
 TURNED_APART = 4

@@ -13,7 +13,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torchweave.config import EngineConfig, ServerConfig
-from torchweave.nearest import did_you_mean
+from torchweave.utils.suggest import did_you_mean
 
 _MOST_API_SERVERS = 64
 _LIMITS_AT_LEAST = {

@@ -27,7 +27,7 @@ from torchweave.engine.open import open_engine
 from torchweave.engine.replica import config_of_replica
 from torchweave.engine.request import InferenceRequest, Output
 from torchweave.engine.responses import NO_TOKENS, Response
-from torchweave.log import Report
+from torchweave.report import Report
 from torchweave.serving import wire
 from torchweave.serving.stream import Sender
 

@@ -7,7 +7,6 @@ import contextlib
 import shutil
 from multiprocessing.context import SpawnProcess
 
-from torchweave import collector
 from torchweave.config import EngineConfig
 from torchweave.engine.waiting import waiting_ranks
 from torchweave.serving import wire
@@ -16,6 +15,7 @@ from torchweave.serving.frontends.messages import Became, Began, Ended
 from torchweave.serving.ledger import Ledger
 from torchweave.serving.processes import bury, ended, follow_parent, meeting_place, spawn
 from torchweave.serving.replicas import Replicas
+from torchweave.utils import gc
 
 _END_SECONDS = 5.0  # for the engine process to end by itself
 
@@ -119,7 +119,7 @@ class OwnEngine(EngineClient):
 def _run_engine(config: EngineConfig, addresses: wire.Addresses, place: wire.Place) -> None:
     follow_parent(addresses.folder)  # before imports, which take seconds
     with waiting_ranks(config, place.index) as waiting:
-        with collector.for_good():
+        with gc.for_good():
             from torchweave.serving.engine_process import main  # torch is imported in that process
         main(config, addresses, place, waiting)
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
-from torchweave.nearest import did_you_mean
 from torchweave.tokenizer import content_text
+from torchweave.utils.suggest import did_you_mean
 
 
 class Body(BaseModel):

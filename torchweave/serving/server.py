@@ -7,7 +7,6 @@ import contextlib
 import signal
 from collections.abc import Callable
 
-from torchweave import collector
 from torchweave.config import EngineConfig, ServerConfig
 from torchweave.serving.app import create_app
 from torchweave.serving.engine_client import Side
@@ -18,6 +17,7 @@ from torchweave.serving.listening import Uvicorn, listen, processes_for
 from torchweave.serving.own_engine import own_engines
 from torchweave.serving.processes import vital
 from torchweave.serving.service import Service
+from torchweave.utils import gc
 
 _FAILED_SECONDS = 1.0  # for those who ask to hear that the engine has failed
 _LOOK_SECONDS = 0.05  # between two looks at what other HTTP processes have in flight, while they finish it
@@ -100,7 +100,7 @@ class Server:
         if self._frontends.failure:
             return
         self._on_ready(self)
-        with collector.at_rest_by_turns():
+        with gc.at_rest_by_turns():
             await asyncio.Event().wait()
 
     async def _follow(self) -> None:

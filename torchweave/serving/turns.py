@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from torchweave.collector import collect_if_due
+from torchweave.utils.gc import collect_if_due
 
 _SECONDS = 4e-3
 """The longest that the first in line waits for tokens; divided by the length of the line, which empties as fast as it can."""

@@ -23,11 +23,11 @@ from torchweave.compile.passes.torch_ir.merge_linears import MergeLinears
 from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
 from torchweave.compile.tuning.table import Entry, Table
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
 from torchweave.ops.activation import gated_activation
 from torchweave.ops.linear import linear
 from torchweave.ops.linear_config import LinearConfig, read_choices
 from torchweave.ops.norm import rms_norm
+from torchweave.report import Report
 
 BF16 = torch.bfloat16
 K, N = 512, 2048

@@ -13,8 +13,8 @@ from torchweave.compile import Woven, weave
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.manager import default_passes
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
 from torchweave.models import load, zoo
+from torchweave.report import Report
 
 DYNAMIC = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
 BOUNDARY = {"torchweave::attention"}

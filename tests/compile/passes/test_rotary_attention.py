@@ -27,8 +27,8 @@ from torchweave.compile.passes.base import PassResult
 from torchweave.compile.passes.manager import run_pass
 from torchweave.compile.passes.torch_ir.rotary_attention import ATTENTION, RotaryAttention
 from torchweave.config import DynamicShapes, TorchCompileConfig
-from torchweave.log import Report
 from torchweave.models import load, zoo
+from torchweave.report import Report
 
 PASS = RotaryAttention(devices=("cpu",))
 FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)

@@ -33,10 +33,10 @@ from torchweave.compile.tuning.table import Entry, Table
 from torchweave.config import TorchCompileConfig
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.world import World
-from torchweave.log import Report
 from torchweave.ops.collectives import register_communicator
 from torchweave.ops.fp4 import dequantize_fp4
 from torchweave.ops.fp8 import GROUP, PER_TOKEN
+from torchweave.report import Report
 
 ops = torch.ops.torchweave
 FUSIONS = (raise_rms_norm.FUSION, all_reduce_norm.FUSION, FP8)

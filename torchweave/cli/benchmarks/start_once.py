@@ -14,7 +14,7 @@ def main(text: str) -> int:
     from torchweave.cli.options import build
     from torchweave.cli.session import start
     from torchweave.config import EngineConfig
-    from torchweave.log import Report
+    from torchweave.report import Report
 
     began_at, report = time.monotonic(), Report()
     try:

@@ -17,7 +17,7 @@ from torchweave.compile.errors import WeaveError
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.woven import Woven
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 
 @dataclass

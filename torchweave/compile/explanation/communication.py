@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchweave.log import Report
+from torchweave.report import Report
 
 Facts = dict[str, Any]
 

@@ -9,8 +9,8 @@ from importlib.resources import files
 from typing import Any
 
 from torchweave.compile.explanation.communication import collectives_of, communication
-from torchweave.log import Report
 from torchweave.plan import Plan, show
+from torchweave.report import Report
 
 VERSION = 1
 Facts = dict[str, Any]

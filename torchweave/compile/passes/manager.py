@@ -44,8 +44,8 @@ from torchweave.compile.split import Piece
 from torchweave.compile.symbols import value
 from torchweave.compile.tuning.table import Table
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
-from torchweave.nearest import did_you_mean
+from torchweave.report import Report
+from torchweave.utils.suggest import did_you_mean
 
 _MOST_ROUNDS = 16
 """A pass that still matches after this many rounds feeds on its own results."""

@@ -21,7 +21,7 @@ from torchweave.compile.streams.schedule import schedule
 from torchweave.compile.streams.simulate import Timeline, simulate
 from torchweave.compile.streams.tasks import TaskGraph, task_graph
 from torchweave.compile.symbols import value
-from torchweave.log import Report
+from torchweave.report import Report
 
 Build = Callable[[Piece], BuiltPiece]
 Saved = Callable[[Piece], float | None]

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchweave.side_streams import side_stream
+from torchweave.utils.cuda_streams import side_stream
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 

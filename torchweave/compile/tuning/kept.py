@@ -9,7 +9,7 @@ import torch
 from torchweave.compile.cache import CompileCache, key_of
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.tuning.table import FORMAT, DamagedTable, Table, device_kind, merged, shipped
-from torchweave.log import Report
+from torchweave.report import Report
 
 
 def table_for(device: torch.device, cache: CompileCache | None, report: Report) -> Table:

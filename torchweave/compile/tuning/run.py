@@ -16,7 +16,7 @@ from torchweave.compile.tuning.table import COMPILE_SIZES, STREAMS, Table
 from torchweave.compile.tuning.tuner import Question, tune
 from torchweave.compile.woven import Woven
 from torchweave.config import TorchCompileConfig
-from torchweave.log import Report
+from torchweave.report import Report
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torchweave.compile.tuning.measure import Call, Clock, Timing
 from torchweave.compile.tuning.table import Entry, Table
-from torchweave.log import Report
+from torchweave.report import Report
 
 BASELINE = ""
 """The name of what runs today, among the candidates and as a choice."""

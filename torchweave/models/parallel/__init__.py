@@ -7,7 +7,6 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from torchweave.distributed.world import World
-from torchweave.log import Report
 from torchweave.models import experts
 from torchweave.models.adapt import layer_specs
 from torchweave.models.attention import UnsupportedModel
@@ -16,6 +15,7 @@ from torchweave.models.parallel.plan import ParallelPlan, plan_of
 from torchweave.models.parallel.roles import kind_of
 from torchweave.models.parallel.stages import Stage, keep_stage
 from torchweave.ops.attention import LayerSpec
+from torchweave.report import Report
 
 __all__ = ["ParallelPlan", "Stage", "divide", "keep_stage"]
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import torchweave.ops.stages  # noqa: F401  (defines torchweave::stage_input)
-from torchweave.log import Report
 from torchweave.models.adapt import layer_specs
 from torchweave.models.attention import UnsupportedModel
 from torchweave.ops.attention import LayerSpec
+from torchweave.report import Report
 
 T = TypeVar("T")
 _PLAIN = (bool, int, float, str, type(None))

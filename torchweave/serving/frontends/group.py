@@ -14,7 +14,6 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
-from torchweave import collector
 from torchweave.config import EngineConfig, ServerConfig
 from torchweave.serving.engine_client import EngineClient, Side
 from torchweave.serving.frontends.messages import CannotServe, End, FromFrontend, Joined, Look, Seat, Seen, ToFrontend
@@ -22,6 +21,7 @@ from torchweave.serving.ledger import Ledger
 from torchweave.serving.metrics import HttpCounts
 from torchweave.serving.processes import bury, ended, meeting_place, spawn, vital
 from torchweave.serving.routing import Sent
+from torchweave.utils import gc
 
 _LOOK_SECONDS = 1.0  # in which the others say what they have seen; who is later is shown as he was
 _END_SECONDS = 7.0  # for the others to end by themselves
@@ -164,6 +164,6 @@ class Frontends:
 
 
 def _run(config: EngineConfig, settings: ServerConfig, seat: Seat, ledger: Ledger) -> None:
-    with collector.for_good():
+    with gc.for_good():
         from torchweave.serving.frontends.process import main  # all that a server is made of
     main(config, settings, seat, ledger)

@@ -9,7 +9,6 @@ import pickle
 import zmq
 import zmq.asyncio
 
-from torchweave import collector
 from torchweave.config import EngineConfig, ServerConfig
 from torchweave.serving.app import create_app
 from torchweave.serving.engine_client import Side
@@ -32,6 +31,7 @@ from torchweave.serving.replicas import Replicas
 from torchweave.serving.routing import Sent
 from torchweave.serving.service import Service
 from torchweave.serving.wire import Place
+from torchweave.utils import gc
 
 
 def main(config: EngineConfig, settings: ServerConfig, seat: Seat, ledger: Ledger) -> None:
@@ -85,7 +85,7 @@ class Frontend:
             self._say(Joined())
         elif service.client.state != "stopped":  # else the server ends already
             self._say(CannotServe(service.fault or service.client.failure))
-        with collector.at_rest_by_turns():
+        with gc.at_rest_by_turns():
             await asyncio.Event().wait()
 
     async def _hear(self) -> None:

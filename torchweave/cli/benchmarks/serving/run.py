@@ -14,7 +14,7 @@ from torchweave.cli.benchmarks.serving.http import Http
 from torchweave.cli.benchmarks.serving.request import Seen, ask
 from torchweave.cli.benchmarks.serving.stalls import Watch
 from torchweave.cli.benchmarks.serving.workload import Lengths, Prompt, Vocabulary, arrivals, prompts, text_ids
-from torchweave.collector import uncollected
+from torchweave.utils.gc import uncollected
 
 Advance = Callable[..., None]
 
