@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.compile import weave
 from torchweave.compile.cache import CompileCache
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.models import load, zoo
 from torchweave.ops.registry import boundary_ops
 from torchweave.report import Report

@@ -28,7 +28,7 @@ from torchweave.compile import weave
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.manager import default_passes
 from torchweave.compile.tuning.measure import Call, GraphClock
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.attention import AttentionMetadata, AttentionVariant, LayerSpec
 from torchweave.ops.attention_triton import TritonBackend
 from torchweave.ops.rope import Rotary

@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.cli.benchmarks.protocol import Sizes, Workload, decode
 from torchweave.cli.benchmarks.result import environment
-from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.llm import LLM
 from torchweave.report import Report
 

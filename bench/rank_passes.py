@@ -32,7 +32,7 @@ from torchweave.compile import Woven, weave
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.aten.userbuffers import shape_of_table
 from torchweave.compile.tuning.table import Entry
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.symmetric import connect
 from torchweave.distributed.world import World, close_world, init_world, join_meeting_point, open_meeting_point

@@ -22,7 +22,7 @@ import numpy as np
 import uvicorn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.config import EngineConfig, ServerConfig
+from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.serving import wire
 from torchweave.serving.app import create_app
 from torchweave.serving.engine_client import EngineClient, Side

@@ -31,7 +31,7 @@ import torchweave.ops.experts  # noqa: F401  (defines torchweave::experts)
 from torchweave.compile import weave
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.graphs import GraphPool, record
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 REPLAYS = 40

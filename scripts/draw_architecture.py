@@ -34,7 +34,7 @@ class Station:
 
 
 START = (
-    Station("plan/resolution.py", "resolve"),
+    Station("config/resolve.py", "resolve"),
     Station("models/load.py", "load"),
     Station("models/adapt.py", "adapt"),
     Station("compile/capture.py", "capture"),

@@ -27,9 +27,9 @@ from torchweave.cli import (
 )
 from torchweave.cli.arguments import LEVELS, Parser
 from torchweave.cli.options import options_of
-from torchweave.config import EngineConfig, ServerConfig
+from torchweave.config import show
+from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.engine.request import SamplingParams
-from torchweave.plan import show
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweave.config import CudaGraphConfig, EngineConfig, ServerConfig, TorchCompileConfig
-from torchweave.plan import (
+from torchweave.config import (
     DEFAULT_TOKEN_BUCKETS,
     AttentionFacts,
     DeviceFacts,
@@ -20,7 +19,8 @@ from torchweave.plan import (
     resolve,
     show,
 )
-from torchweave.plan.check import check_names, check_numbers, check_server, config_from
+from torchweave.config.options import CudaGraphConfig, EngineConfig, ServerConfig, TorchCompileConfig
+from torchweave.config.validate import check_names, check_numbers, check_server, config_from
 
 TRITON = AttentionFacts("triton", 16, captures_mixed=True)
 FA3 = AttentionFacts("fa3", 128, (128,))

@@ -12,9 +12,9 @@ from torchweave.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torchweave.compile import compile as compile
-    from torchweave.config import CudaGraphConfig as CudaGraphConfig
-    from torchweave.config import EngineConfig as EngineConfig
-    from torchweave.config import TorchCompileConfig as TorchCompileConfig
+    from torchweave.config.options import CudaGraphConfig as CudaGraphConfig
+    from torchweave.config.options import EngineConfig as EngineConfig
+    from torchweave.config.options import TorchCompileConfig as TorchCompileConfig
     from torchweave.engine.batch_manager import BatchManager as BatchManager
     from torchweave.engine.llm import LLM as LLM
     from torchweave.engine.open import open_engine as open_engine
@@ -29,9 +29,9 @@ LAZY_EXPORTS = {
     "InferenceRequest": "torchweave.engine.request",
     "BatchManager": "torchweave.engine.batch_manager",
     "open_engine": "torchweave.engine.open",
-    "EngineConfig": "torchweave.config",
-    "TorchCompileConfig": "torchweave.config",
-    "CudaGraphConfig": "torchweave.config",
+    "EngineConfig": "torchweave.config.options",
+    "TorchCompileConfig": "torchweave.config.options",
+    "CudaGraphConfig": "torchweave.config.options",
     "compile": "torchweave.compile",
 }
 

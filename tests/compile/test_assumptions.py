@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchweave.compile import CompileCache, GraphPass, PassResult, TraceError, weave
 from torchweave.compile.passes.base import Stage
 from torchweave.compile.symbols import value
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 DYNAMIC = {"x": {0: "T"}}

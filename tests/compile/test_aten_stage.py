@@ -22,7 +22,7 @@ from torchweave.compile.passes.base import GraphPass, PassResult
 from torchweave.compile.passes.manager import PassManager, default_passes, run_pass
 from torchweave.compile.passes.pattern import Fusion
 from torchweave.compile.passes.testing import T, graph_of
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 aten = torch.ops.aten

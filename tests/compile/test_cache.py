@@ -36,7 +36,7 @@ from torchweave.compile.factors import (
 )
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.inductor import inductor_waking
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 FX = TorchCompileConfig(enable_inductor=False)

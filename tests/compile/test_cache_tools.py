@@ -20,7 +20,7 @@ from torchweave.compile import CompileCache, weave
 from torchweave.compile import cache as cache_module
 from torchweave.compile.cache import CODE_FOLDER, FORMAT, MAGIC, READABLE_FOLDER, UNFINISHED, key_of
 from torchweave.compile.cache_tools import export, find, import_archive, summaries, to_prune
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 

@@ -19,7 +19,7 @@ from torchweave.compile.forward import call_as_is
 from torchweave.compile.graph import Constant, Input
 from torchweave.compile.persist import dump_graph, load_graph
 from torchweave.compile.sources import SourceError, resolve
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 FX = TorchCompileConfig(enable_inductor=False)

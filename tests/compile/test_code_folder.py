@@ -14,7 +14,7 @@ from torchweave.compile import CompileCache, weave
 from torchweave.compile.cache import CODE_FOLDER
 from torchweave.compile.code_folder import CodeFolder
 from torchweave.compile.forward import call_as_is
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 

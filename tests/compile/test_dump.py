@@ -13,7 +13,7 @@ import torchweave
 from tests.compile.toy import DYNAMIC, example, toy
 from torchweave.compile.cache import CompileCache
 from torchweave.compile.dump import open_dump
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 

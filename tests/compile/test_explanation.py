@@ -19,7 +19,7 @@ from torchweave.compile import weave
 from torchweave.compile.cache import CompileCache
 from torchweave.compile.explanation.facts import Facts, as_json, explain, schema
 from torchweave.compile.explanation.page import _repeat, page, seconds_text, size_text
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)

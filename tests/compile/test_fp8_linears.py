@@ -14,7 +14,7 @@ from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.base import PassResult
 from torchweave.compile.passes.manager import default_passes
 from torchweave.compile.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.fp8 import FP8, GROUP
 from torchweave.ops.fp8_linear import block_scales, fp8_linear
 

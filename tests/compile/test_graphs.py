@@ -14,7 +14,7 @@ from tests.compile.toy import BOUNDARY, DYNAMIC, example, step, toy
 from torchweave.compile import InvariantError, broken, weave
 from torchweave.compile.forward import Boundary, Forward, call_as_is
 from torchweave.compile.graphs import record
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 
 
 def forwards() -> list[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.compile.toy import BOUNDARY, DYNAMIC, example, step
 from torchweave.compile import broken, weave
 from torchweave.compile.forward import call_as_is
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 transformers = pytest.importorskip("transformers")

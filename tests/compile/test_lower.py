@@ -18,7 +18,7 @@ from torchweave.compile.pieces import build_fx, build_inductor
 from torchweave.compile.split import Piece, split
 from torchweave.compile.symbols import shapes_mode, value
 from torchweave.compile.woven import Woven
-from torchweave.config import DynamicShapes, TorchCompileConfig
+from torchweave.config.options import DynamicShapes, TorchCompileConfig
 from torchweave.report import Report
 
 

@@ -14,7 +14,7 @@ from torchweave.compile import InvariantError, weave
 from torchweave.compile.capture import capture
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.mutation import written
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 
 FX = TorchCompileConfig(enable_inductor=False)
 

@@ -17,7 +17,7 @@ from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.passes.base import Pass
 from torchweave.compile.passes.manager import PassManager, default_passes
 from torchweave.compile.passes.torch_ir.merge_linears import LINEAR, MergeLinears
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 FX = TorchCompileConfig(enable_inductor=False)

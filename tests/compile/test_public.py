@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweave
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 ROOT = Path(__file__).parents[2]

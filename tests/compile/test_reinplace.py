@@ -20,7 +20,7 @@ from torchweave.compile.passes.aten.reinplace import V1, V2, Prover, Reinplace
 from torchweave.compile.passes.manager import default_passes
 from torchweave.compile.passes.testing import T, check, graph_of
 from torchweave.compile.split import Piece
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 aten, toy = torch.ops.aten, torch.ops.toy

@@ -24,7 +24,7 @@ from torchweave.compile.passes.base import PassResult
 from torchweave.compile.passes.manager import default_passes
 from torchweave.compile.passes.torch_ir.merge_linears import LINEAR, MergeLinears
 from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
-from torchweave.config import DynamicShapes, TorchCompileConfig
+from torchweave.config.options import DynamicShapes, TorchCompileConfig
 from torchweave.ops.linear import linear
 from torchweave.report import Report
 

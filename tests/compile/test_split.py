@@ -14,7 +14,7 @@ from torchweave.compile import weave
 from torchweave.compile.errors import InvariantError, TraceError
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.split import normalize
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 FX = TorchCompileConfig(enable_inductor=False)

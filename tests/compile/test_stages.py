@@ -15,7 +15,7 @@ from torchweave.compile.errors import TraceError
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.stages import cut_to_stage
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 
 INPUTS = {"ids": torch.zeros(23, dtype=torch.int64), "positions": torch.arange(23)}
 DYNAMIC = {"ids": {0: "T"}, "positions": {0: "T"}}

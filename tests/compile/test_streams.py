@@ -33,7 +33,7 @@ from torchweave.compile.streams.lanes import CheckedLanes, Race
 from torchweave.compile.streams.program import program
 from torchweave.compile.streams.schedule import priorities, schedule
 from torchweave.compile.streams.simulate import simulate
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 ADD, VIEW, ADD_IN_PLACE, ACCUMULATE = 0, 5, 7, 10  # of `stream_cases.OPERATIONS`

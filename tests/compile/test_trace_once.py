@@ -15,7 +15,7 @@ from tests.compile.toy import BOUNDARY, DYNAMIC, Layer, example, step, toy
 from torchweave.compile import weave
 from torchweave.compile.capture import capture
 from torchweave.compile.forward import call_as_is
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)

@@ -26,7 +26,7 @@ from torchweave.compile.tuning.measure import Call, Timing, copies_for, timing_o
 from torchweave.compile.tuning.run import Module, tune_module
 from torchweave.compile.tuning.table import DamagedTable, Entry, Table, device_kind, merged, shipped
 from torchweave.compile.tuning.tuner import Question, decide, tune
-from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.build import tune as tune_engine
 from torchweave.ops.linear import Around
 from torchweave.ops.linear_config import LinearConfig, pick, read_choices, rule

@@ -17,7 +17,7 @@ from torchweave.compile.passes.identity import stage_factors
 from torchweave.compile.passes.load import load_pass
 from torchweave.compile.passes.manager import PassManager
 from torchweave.compile.symbols import value
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 OWN_PASS = """

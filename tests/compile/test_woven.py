@@ -16,7 +16,7 @@ from tests.compile.toy import BOUNDARY, DYNAMIC, SIZES, example, step, toy
 from torchweave.compile import CompileCache, TraceError, broken, weave
 from torchweave.compile.assumptions import HIGHEST
 from torchweave.compile.forward import call_as_is
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchweave.config import EngineConfig
+from torchweave.config.options import EngineConfig
 from torchweave.distributed import gpu
 from torchweave.engine import waiting
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchweave import LLM, SamplingParams, TorchCompileConfig
-from torchweave.config import Quantization
+from torchweave.config.options import Quantization
 from torchweave.models import tasks
 from torchweave.report import Report
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchweave import LLM, SamplingParams, TorchCompileConfig
-from torchweave.config import KVCacheDType
+from torchweave.config.options import KVCacheDType
 from torchweave.models import tasks
 from torchweave.report import Report
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from torchweave import LLM, SamplingParams
-from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.active import Active
 from torchweave.engine.adjustments import Adjustments
 from torchweave.engine.request import InferenceRequest

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compile.tape import TapePool
-from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.build import Engine, build
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.report import Report

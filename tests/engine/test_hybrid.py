@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from torchweave import LLM, SamplingParams
-from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.models import load, zoo
 from torchweave.report import Report
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchweave.config import EngineConfig
+from torchweave.config import AttentionFacts, DeviceFacts, ModelFacts, Plan, resolve
+from torchweave.config.options import EngineConfig
 from torchweave.engine.build import _kept
 from torchweave.engine.memory import GIB, MemoryUse, blocks_that_fit, bytes_per_block
 from torchweave.ops.attention import LayerSpec
-from torchweave.plan import AttentionFacts, DeviceFacts, ModelFacts, Plan, resolve
 
 LAYERS = [LayerSpec(num_kv_heads=8, head_dim=64, value_dim=64, num_heads=32)] * 16
 USE = MemoryUse(total=80 * GIB, in_use=3 * GIB, activations=GIB, graphs=GIB)

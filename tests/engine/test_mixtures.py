@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchweave import LLM, SamplingParams
-from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.verify import prompts
 from torchweave.models import load, zoo
 from torchweave.report import Report

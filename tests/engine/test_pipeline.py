@@ -19,14 +19,14 @@ from tests.engine.pipeline_cases import agreed, asked, assert_alike
 from tests.engine.test_ranks import LIMIT, LONG, OPTIONS, answers, gone
 from torchweave.compile.errors import TraceError
 from torchweave.compile.explanation.facts import as_json, explain, schema
-from torchweave.config import EngineConfig
+from torchweave.config import DeviceFacts, ModelFacts, resolve
+from torchweave.config.options import EngineConfig
+from torchweave.config.validate import config_from
 from torchweave.distributed.world import World
 from torchweave.engine import weaving
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 from torchweave.models import zoo
-from torchweave.plan import DeviceFacts, ModelFacts, resolve
-from torchweave.plan.check import config_from
 from torchweave.report import Report
 
 PLAIN = {"enable_inductor": False, "debug": True, "compile_cache": False}

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tests.engine import fake
 from torchweave import LLM, SamplingParams
-from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine import scoring
 from torchweave.engine.request import InferenceRequest, RequestOutput
 from torchweave.models import load, zoo

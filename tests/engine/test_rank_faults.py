@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.ops.collective_cases import Mirror
-from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.distributed.crew import RankFailure
 from torchweave.distributed.link import Link
 from torchweave.distributed.world import TENSOR, World

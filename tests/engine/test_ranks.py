@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.two_ranks import agreed
-from torchweave.config import EngineConfig
+from torchweave.config.options import EngineConfig
 from torchweave.engine import open as opening
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.engine import fake
 from torchweave import LLM, SamplingParams
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.engine.request import InferenceRequest, StructuredOutputs
 from torchweave.engine.structured import why_not
 from torchweave.report import Report

@@ -12,7 +12,7 @@ from tests.compile.toy import BOUNDARY, DYNAMIC, step, toy
 from torchweave.compile import broken, weave
 from torchweave.compile.forward import Boundary, call_as_is
 from torchweave.compile.graphs import GraphPool, Recording, record
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu

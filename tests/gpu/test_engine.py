@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton
 
-from torchweave.config import CudaGraphConfig, EngineConfig, TorchCompileConfig
+from torchweave.config.options import CudaGraphConfig, EngineConfig, TorchCompileConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 from torchweave.models.load import load

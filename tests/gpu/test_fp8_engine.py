@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchweave import LLM, SamplingParams, TorchCompileConfig
-from torchweave.config import Quantization
+from torchweave.config.options import Quantization
 from torchweave.models import tasks
 from torchweave.report import Report
 

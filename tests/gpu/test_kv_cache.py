@@ -13,7 +13,7 @@ import torch
 from tests.gpu.test_ops_attention import REALISTIC, attend, backend_for
 from tests.ops.attention_cases import CASES, TURNING, build, in_fp8
 from torchweave import LLM, SamplingParams
-from torchweave.config import EngineConfig
+from torchweave.config.options import EngineConfig
 from torchweave.engine.movers import StreamMover
 from torchweave.models import load, tasks, zoo
 from torchweave.ops.kv_format import FP8_DTYPES

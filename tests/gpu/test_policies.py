@@ -10,7 +10,7 @@ from tests.e2e.test_beam_search import SETTINGS, by_engine, by_transformers
 from tests.e2e.test_beam_search import prompts as some_prompts
 from tests.gpu.test_engine import build
 from torchweave import LLM
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.engine.request import SamplingParams
 from torchweave.models import zoo
 

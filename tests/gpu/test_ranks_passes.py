@@ -10,7 +10,7 @@ from tests.compile.passes.rank_blocks import Block, inputs, part, weights, whole
 from tests.ranks import run_ranks
 from torchweave.compile import Woven, weave
 from torchweave.compile.forward import call_as_is
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.symmetric import connect
 from torchweave.distributed.world import World
 from torchweave.report import Report

@@ -18,7 +18,7 @@ from torchweave.compile.pieces import build_fx, build_inductor
 from torchweave.compile.streams.build import Split, join, plan
 from torchweave.compile.streams.cost import Costs
 from torchweave.compile.streams.lanes import CheckedLanes, CudaLanes
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.ops.collective_cases import mirrored
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.world import World
 from torchweave.engine.verify import verify
 from torchweave.engine.weaving import weave_model

@@ -34,10 +34,10 @@ from tests.serving.running import (
     wait_until,
 )
 from tests.serving.test_metrics import values_of
-from torchweave.config import EngineConfig, ServerConfig
+from torchweave.config.options import EngineConfig, ServerConfig
+from torchweave.config.validate import check_server
 from torchweave.engine.request import Output
 from torchweave.engine.responses import NO_TOKENS, Response, Responses
-from torchweave.plan.check import check_server
 from torchweave.serving import wire
 from torchweave.serving.ledger import Ledger
 from torchweave.serving.listening import processes_for

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchweave.config import EngineConfig, ServerConfig
+from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.models.resolve import resolve
 from torchweave.serving import wire
 from torchweave.serving.app import create_app

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as families
 
 from tests.serving.running import Running, wait_until
 from tests.serving.watched import STATS, asking, some_traffic, watched
-from torchweave.config import EngineConfig, ServerConfig
+from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.serving.app import create_app
 from torchweave.serving.counting import FIRST_TOKEN_SECONDS
 from torchweave.serving.own_engine import own_engines

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from tests.serving.watched import asking
-from torchweave.config import EngineConfig, ServerConfig
-from torchweave.plan.check import check_server
+from torchweave.config.options import EngineConfig, ServerConfig
+from torchweave.config.validate import check_server
 from torchweave.serving.app import create_app
 from torchweave.serving.own_engine import own_engines
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.serving.running import serving, wait_until
-from torchweave.config import EngineConfig
+from torchweave.config.options import EngineConfig
 from torchweave.serving import own_engine, wire
 from torchweave.serving.processes import spawn, vital
 

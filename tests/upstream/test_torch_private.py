@@ -16,7 +16,7 @@ from torchweave.compile.passes.torch_ir.merge_linears import LINEAR
 from torchweave.compile.pieces import build_inductor, inductor_options, innermost
 from torchweave.compile.split import Piece, split
 from torchweave.compile.symbols import value
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 
 
 class Small(nn.Module):

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from torchweave.cli.options import Option, build, convert, options_of, read_yaml, unknown_option
-from torchweave.config import EngineConfig
-from torchweave.plan.check import VLLM_NAMES
+from torchweave.config.options import EngineConfig
+from torchweave.config.validate import VLLM_NAMES
 
 Config = TypeVar("Config")
 

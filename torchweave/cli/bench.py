@@ -166,7 +166,7 @@ def _engine(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
 
     from torchweave.cli.benchmarks.result import environment
     from torchweave.cli.benchmarks.roofline import add_floor, memory_bandwidth
-    from torchweave.plan import choose_device
+    from torchweave.config import choose_device
 
     options = fill(Options, args)
     sizes = _sizes(options)
@@ -267,7 +267,7 @@ def _startup(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     from torchweave.cli.arguments import given_options
     from torchweave.cli.benchmarks.result import environment
     from torchweave.cli.benchmarks.startup import startup
-    from torchweave.plan import choose_device
+    from torchweave.config import choose_device
 
     config = engine_config(args)
     device = choose_device(config.device, torch.cuda.device_count() if torch.cuda.is_available() else 0)

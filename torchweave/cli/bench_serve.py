@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchweave.cli.arguments import Parser, fill
-from torchweave.config import api_key_from_environment
+from torchweave.config.options import api_key_from_environment
 from torchweave.report import Report
 
 if TYPE_CHECKING:

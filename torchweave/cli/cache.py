@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchweave.cli.arguments import Parser
-from torchweave.config import cache_dir
+from torchweave.config.options import cache_dir
 from torchweave.report import Report
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torchweave.cli.arguments import Parser, engine_parser
 from torchweave.cli.results import result_path, write_result
 from torchweave.cli.session import engine
-from torchweave.plan import show
+from torchweave.config import show
 
 if TYPE_CHECKING:
     from rich.console import Console

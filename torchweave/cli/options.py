@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import yaml
 
-from torchweave.config import file_text
+from torchweave.config.options import file_text
 
 Config = TypeVar("Config")
 

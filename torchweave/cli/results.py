@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torchweave.config import expanded
+from torchweave.config.options import expanded
 
 
 def result_path(option: str, asked: str | Path) -> Path:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torchweave
 from torchweave.cli.arguments import Parser, engine_config, engine_parser, fill
-from torchweave.config import ServerConfig
-from torchweave.plan.check import check_names, check_numbers, check_server
+from torchweave.config.options import ServerConfig
+from torchweave.config.validate import check_names, check_numbers, check_server
 from torchweave.report import progress_bars
 
 if TYPE_CHECKING:

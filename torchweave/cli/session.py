@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from torchweave.cli.arguments import engine_config, fill
-from torchweave.config import EngineConfig
+from torchweave.config.options import EngineConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.waiting import waiting_ranks

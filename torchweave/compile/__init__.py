@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchweave.compile.passes.matcher import Match as Match
     from torchweave.compile.passes.pattern import Fusion as Fusion
     from torchweave.compile.woven import Woven as Woven
-    from torchweave.config import TorchCompileConfig
+    from torchweave.config.options import TorchCompileConfig
     from torchweave.report import Report
 
 LAZY_EXPORTS = {

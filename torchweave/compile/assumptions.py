@@ -16,7 +16,7 @@ import sympy
 from torchweave.compile.errors import WRITES_TO_VIEWS, SizeError, users_line
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.symbols import fixed_sizes
-from torchweave.config import DynamicShapes
+from torchweave.config.options import DynamicShapes
 from torchweave.report import Report
 
 _ORDINARY = 64

@@ -23,7 +23,7 @@ from torchweave.compile.stored import StoredGraph
 from torchweave.compile.symbols import DynamicDims
 from torchweave.compile.tuning.kept import table_for, tell
 from torchweave.compile.woven import Woven
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 from torchweave.utils.gc import uncollected
 

@@ -33,7 +33,7 @@ from torchweave.compile.streams.build import StreamBuilder
 from torchweave.compile.streams.lanes import lanes_for
 from torchweave.compile.symbols import shapes_mode, token_count
 from torchweave.compile.tuning.table import COMPILE_SIZES, STREAMS, Table, device_kind
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 Facts = list[dict[str, Any]]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torchweave.config import TorchCompileConfig, cache_dir, expanded
+from torchweave.config.options import TorchCompileConfig, cache_dir, expanded
 from torchweave.report import Report
 
 MAGIC = b"torchweave-cache\n"

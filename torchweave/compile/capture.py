@@ -42,7 +42,7 @@ from torchweave.compile.trace_once.stand_in import standing_in
 from torchweave.compile.trace_once.stitch import stitch_layers
 from torchweave.compile.trace_once.tails import shortened
 from torchweave.compile.trace_once.watch import Unwatchable
-from torchweave.config import DynamicShapes
+from torchweave.config.options import DynamicShapes
 from torchweave.report import Report
 
 _OWN = f"{__package__}.trace_once."

@@ -14,7 +14,7 @@ from torchweave.compile.explanation.page import keep_explanation
 from torchweave.compile.factors import autocast
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.base import Pass
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 

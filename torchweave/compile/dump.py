@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import fx
 
-from torchweave.config import TorchCompileConfig, expanded
+from torchweave.config.options import TorchCompileConfig, expanded
 from torchweave.report import Report
 
 TIMELINE = "timeline.jsonl"

@@ -24,7 +24,7 @@ from torchweave import version
 from torchweave.compile.pieces import inductor_options
 from torchweave.compile.split import Piece, structure
 from torchweave.compile.symbols import DynamicDims
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 
 _PATH_LIKE = re.compile(r"(^|_)(path|paths|dir|file|folder)$")
 _BY_PROCESS = "object_hash"

@@ -13,7 +13,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
-from torchweave.config import keep_kernels_in
+from torchweave.config.options import keep_kernels_in
 
 _looking = threading.Lock()
 _LOOK_SECONDS = 0.1  # between two looks for what another process builds

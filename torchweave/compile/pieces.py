@@ -19,7 +19,7 @@ from torchweave.compile.assumptions import HIGHEST
 from torchweave.compile.mutation import writes_in_place
 from torchweave.compile.split import Piece
 from torchweave.compile.symbols import shapes_mode
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 

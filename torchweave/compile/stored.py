@@ -18,7 +18,7 @@ from torchweave.compile.persist import NotStorable, dump_graph, dump_piece, load
 from torchweave.compile.pieces import BuiltPiece
 from torchweave.compile.split import Piece
 from torchweave.compile.symbols import DynamicDims
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 
 
 class StoredGraph:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchweave.config import DynamicShapes
+from torchweave.config.options import DynamicShapes
 
 DynamicDims = Mapping[str, Mapping[int, str]]
 

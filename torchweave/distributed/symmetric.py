@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchweave.config import disable_multicast
+from torchweave.config.options import disable_multicast
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.world import World
 from torchweave.ops.collectives import Communicator, register_communicator

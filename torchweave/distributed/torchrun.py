@@ -8,7 +8,7 @@ import socket
 from torch.distributed import Store
 from torch.distributed.rendezvous import rendezvous
 
-from torchweave.config import Launched
+from torchweave.config.options import Launched
 from torchweave.distributed.crew import Crew
 from torchweave.distributed.door import Door, RemoteMember, enter
 from torchweave.distributed.link import Link

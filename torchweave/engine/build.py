@@ -12,7 +12,8 @@ import torch
 from torchweave.compile.cache import open_cache
 from torchweave.compile.graphs import Forward, GraphPool
 from torchweave.compile.tuning.table import Table
-from torchweave.config import EngineConfig
+from torchweave.config import ModelFacts, Plan, resolve
+from torchweave.config.options import EngineConfig
 from torchweave.distributed.symmetric import connect
 from torchweave.distributed.world import World
 from torchweave.engine import warm_up
@@ -36,7 +37,6 @@ from torchweave.models.parallel import Stage
 from torchweave.ops.attention import AttentionBackend, KVLayer, LayerSpec, get_backend
 from torchweave.ops.kv_format import FP8_DTYPES
 from torchweave.ops.state import SlotState
-from torchweave.plan import ModelFacts, Plan, resolve
 from torchweave.report import Report
 from torchweave.utils.openmp import release_workers
 

@@ -7,11 +7,11 @@ import torch
 from torchweave.compile.doctor.examine import examine
 from torchweave.compile.doctor.finding import Finding
 from torchweave.compile.doctor.subject import InputSpec, Subject
-from torchweave.config import EngineConfig
+from torchweave.config import resolve
+from torchweave.config.options import EngineConfig
 from torchweave.engine.facts import device_facts
 from torchweave.models.load import load, model_facts
 from torchweave.ops.registry import boundary_ops
-from torchweave.plan import resolve
 from torchweave.report import Report
 
 

@@ -6,9 +6,9 @@ import platform
 
 import torch
 
+from torchweave.config import AttentionFacts, DeviceFacts, choose_device
 from torchweave.ops.attention import available_backends, get_backend
 from torchweave.ops.kernels.cpp import NO_COMPILER, has_compiler
-from torchweave.plan import AttentionFacts, DeviceFacts, choose_device
 
 # In the order of preference on each kind of device; figures in bench/results.
 _PREFERENCE = {"cuda": ("fa3", "triton", "torch", "cpp"), "cpu": ("cpp", "torch", "triton", "fa3")}

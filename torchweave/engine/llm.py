@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchweave.compile.explanation.page import keep_explanation
-from torchweave.config import EngineConfig
+from torchweave.config.options import EngineConfig
+from torchweave.config.validate import config_from
 from torchweave.engine.client import Client
 from torchweave.engine.flight import Flight
 from torchweave.engine.request import CompletionOutput, InferenceRequest, RequestOutput, SamplingParams
 from torchweave.engine.structured import why_not
 from torchweave.engine.text import in_tokens
 from torchweave.engine.waiting import waiting_ranks
-from torchweave.plan.check import config_from
 from torchweave.report import Report
 from torchweave.utils import gc
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from torchweave.compile.inductor import inductor_imported
-from torchweave.config import EngineConfig, launched_by_torchrun
+from torchweave.config.options import EngineConfig, launched_by_torchrun
 from torchweave.distributed import on_ray, torchrun
 from torchweave.distributed.crew import Crew, RankFailure
 from torchweave.distributed.local import WaitingRanks

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from torchweave.config import EngineConfig
+from torchweave.config import choose_device
+from torchweave.config.options import EngineConfig
 from torchweave.engine.open import device_of
-from torchweave.plan import choose_device
 
 
 def config_of_replica(config: EngineConfig, index: int, count: int) -> EngineConfig:

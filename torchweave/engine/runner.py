@@ -23,6 +23,7 @@ from torch import Tensor
 
 from torchweave.compile.graphs import Boundary, Forward, GraphPool, Recorder, Recording, record
 from torchweave.compile.woven import Woven
+from torchweave.config import Plan
 from torchweave.engine.boundary import BEGIN, AttentionBoundary, boundary_of
 from torchweave.engine.buffers import Exchange, StepBuffers, pack, packed_size
 from torchweave.engine.movers import copy_blocks
@@ -33,7 +34,6 @@ from torchweave.ops.attention import AttentionBackend, AttentionMetadata, KVLaye
 from torchweave.ops.sampling import logprobs, sample
 from torchweave.ops.state import SlotState
 from torchweave.ops.step import advance, carry, prepare, prepare_decode
-from torchweave.plan import Plan
 from torchweave.report import Report
 from torchweave.utils.cuda_streams import idle_within, side_stream
 from torchweave.utils.openmp import release_workers

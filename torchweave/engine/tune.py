@@ -13,7 +13,7 @@ from torchweave.compile.tuning.measure import Clock, GraphClock
 from torchweave.compile.tuning.run import Module, tune_module
 from torchweave.compile.tuning.table import Table, device_kind
 from torchweave.compile.woven import Woven
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 

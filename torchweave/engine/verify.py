@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.verify_ranks import Answer, Ranks, answer_of

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchweave.config import EngineConfig
+from torchweave.config.options import EngineConfig
 from torchweave.distributed.world import World, close_world, init_world, join_meeting_point, open_meeting_point
 from torchweave.engine.build import build
 from torchweave.engine.request import InferenceRequest, SamplingParams

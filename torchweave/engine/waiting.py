@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 
-from torchweave.config import EngineConfig
+from torchweave.config.options import EngineConfig
+from torchweave.config.validate import check_names, check_numbers
 from torchweave.distributed.gpu import open_gpu
 from torchweave.distributed.local import WaitingRanks
-from torchweave.plan.check import check_names, check_numbers
 
 WORK = "torchweave.engine.worker:work"
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchweave.compile.graphs import Boundary
 from torchweave.compile.kernel_orders import Order, missing, orders, wait_for
 from torchweave.compile.kernel_workers import KernelWorkers
+from torchweave.config import Plan
 from torchweave.engine.redraw import Redraw
 from torchweave.engine.runner import Runner
 from torchweave.engine.step import Adjust
@@ -29,7 +30,6 @@ from torchweave.models.quantize import distinct
 from torchweave.ops.attention import AttentionBackend, LayerSpec
 from torchweave.ops.sampling_adjust import MASK, NUM_FIELDS
 from torchweave.ops.state import SlotState
-from torchweave.plan import Plan
 from torchweave.report import Report
 
 _TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)

@@ -18,13 +18,13 @@ from torchweave.compile.errors import TraceError
 from torchweave.compile.graphs import Forward
 from torchweave.compile.inductor import inductor_ending
 from torchweave.compile.woven import Woven
-from torchweave.config import TorchCompileConfig
+from torchweave.config import Plan
+from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.world import World
 from torchweave.engine.pipeline import StageForward
 from torchweave.engine.tune import tune_model
 from torchweave.models.parallel import Stage
 from torchweave.ops.registry import boundary_ops
-from torchweave.plan import Plan
 from torchweave.report import Report
 
 _LOOK_SECONDS = 0.01  # between two looks for what another rank makes

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from torchweave.compile.inductor import inductor_imported
-from torchweave.config import EngineConfig
+from torchweave.config.options import EngineConfig
 from torchweave.distributed import link as links
 from torchweave.distributed.follow import Follower
 from torchweave.distributed.link import Link

@@ -15,6 +15,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from torchweave.config import ModelFacts
 from torchweave.distributed.world import World
 from torchweave.models import experts, weights
 from torchweave.models.adapt import adapt, refuse_by_config, vocab_size
@@ -26,7 +27,6 @@ from torchweave.models.parallel import Stage, divide, keep_stage
 from torchweave.models.quantized_checkpoint import scheme_for, stored_cache_dtype, stored_scheme, take_cache_scales
 from torchweave.models.resolve import Source, read_json, resolve
 from torchweave.ops.attention import LayerSpec
-from torchweave.plan import ModelFacts
 from torchweave.report import Report
 from torchweave.tokenizer import Tokenizer, end_token
 

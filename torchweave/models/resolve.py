@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchweave.config import expanded
+from torchweave.config.options import expanded
 
 BUILT_IN = {"demo": "demo", "demo-draft": "demo_draft"}
 """Models that come with the package: name -> folder beside this file."""

@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 import torchweave
-from torchweave.config import ServerConfig
+from torchweave.config.options import ServerConfig
 from torchweave.serving.direct import Direct
 from torchweave.serving.errors import add_error_handlers
 from torchweave.serving.frontends.group import Frontends

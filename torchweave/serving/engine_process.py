@@ -19,7 +19,7 @@ import zmq
 from torchweave.compile.dump import open_dump
 from torchweave.compile.explanation.facts import as_json, explain
 from torchweave.compile.explanation.page import keep_explanation
-from torchweave.config import EngineConfig
+from torchweave.config.options import EngineConfig
 from torchweave.distributed.local import WaitingRanks
 from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.build import Engine

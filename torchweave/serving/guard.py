@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from torchweave.config import ServerConfig, file_text
+from torchweave.config.options import ServerConfig, file_text
 from torchweave.serving.errors import ApiError
 from torchweave.serving.turns import Turns
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
-from torchweave.config import EngineConfig, ServerConfig
-from torchweave.plan.check import check_limits, check_names, check_numbers, config_from
+from torchweave.config.options import EngineConfig, ServerConfig
+from torchweave.config.validate import check_limits, check_names, check_numbers, config_from
 from torchweave.serving.app import create_app
 from torchweave.serving.own_engine import own_engines
 

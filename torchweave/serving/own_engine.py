@@ -7,7 +7,7 @@ import contextlib
 import shutil
 from multiprocessing.context import SpawnProcess
 
-from torchweave.config import EngineConfig
+from torchweave.config.options import EngineConfig
 from torchweave.engine.waiting import waiting_ranks
 from torchweave.serving import wire
 from torchweave.serving.engine_client import EngineClient, Side

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from torchweave.config import EngineConfig
+from torchweave.config.options import EngineConfig
 from torchweave.engine.request import SamplingParams
 from torchweave.serving.engine_client import EngineClient, Listener, Side, State
 from torchweave.serving.flight import EngineGone, Flight

@@ -7,7 +7,7 @@ import contextlib
 import signal
 from collections.abc import Callable
 
-from torchweave.config import EngineConfig, ServerConfig
+from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.serving.app import create_app
 from torchweave.serving.engine_client import Side
 from torchweave.serving.frontends.group import Frontends

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from torchweave.config import ServerConfig, file_text
+from torchweave.config.options import ServerConfig, file_text
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.structured import why_not
 from torchweave.serving.answers import Run

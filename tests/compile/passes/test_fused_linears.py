@@ -22,7 +22,7 @@ from torchweave.compile.passes.testing import T, check, graph_of
 from torchweave.compile.passes.torch_ir.merge_linears import MergeLinears
 from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
 from torchweave.compile.tuning.table import Entry, Table
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.activation import gated_activation
 from torchweave.ops.linear import linear
 from torchweave.ops.linear_config import LinearConfig, read_choices

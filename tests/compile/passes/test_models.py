@@ -12,7 +12,7 @@ from torch import Tensor
 from torchweave.compile import Woven, weave
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.manager import default_passes
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.models import load, zoo
 from torchweave.report import Report
 

@@ -26,7 +26,7 @@ from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.base import PassResult
 from torchweave.compile.passes.manager import run_pass
 from torchweave.compile.passes.torch_ir.rotary_attention import ATTENTION, RotaryAttention
-from torchweave.config import DynamicShapes, TorchCompileConfig
+from torchweave.config.options import DynamicShapes, TorchCompileConfig
 from torchweave.models import load, zoo
 from torchweave.report import Report
 

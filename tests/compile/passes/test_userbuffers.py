@@ -30,7 +30,7 @@ from torchweave.compile.passes.identity import describe_pass
 from torchweave.compile.passes.manager import PassManager, default_passes, run_pass
 from torchweave.compile.passes.testing import T, check, graph_of
 from torchweave.compile.tuning.table import Entry, Table
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.world import World
 from torchweave.ops.collectives import register_communicator

@@ -13,7 +13,7 @@ from typing import Any
 def main(text: str) -> int:
     from torchweave.cli.options import build
     from torchweave.cli.session import start
-    from torchweave.config import EngineConfig
+    from torchweave.config.options import EngineConfig
     from torchweave.report import Report
 
     began_at, report = time.monotonic(), Report()

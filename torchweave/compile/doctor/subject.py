@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweave.compile.symbols import DynamicDims
-from torchweave.config import expanded
+from torchweave.config.options import expanded
 
 _TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\w\s,]*)\](?:<(?P<below>\w+))?$")
 _FORMS = "float32[T,16], int64[T]<1000 (values below 1000), arange[T], int, or ints"

@@ -16,7 +16,7 @@ from torchweave.compile.doctor.subject import Subject
 from torchweave.compile.errors import WeaveError
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.woven import Woven
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 

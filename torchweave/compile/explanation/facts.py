@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from torchweave.compile.explanation.communication import collectives_of, communication
-from torchweave.plan import Plan, show
+from torchweave.config import Plan, show
 from torchweave.report import Report
 
 VERSION = 1

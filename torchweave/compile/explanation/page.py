@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from torchweave.compile.explanation.facts import Facts, as_json, explain
-from torchweave.plan import Plan
+from torchweave.config import Plan
 from torchweave.report import Report
 
 _COLOURS = 8  # the template has as many for pieces; further ones repeat them

@@ -43,7 +43,7 @@ from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
 from torchweave.compile.split import Piece
 from torchweave.compile.symbols import value
 from torchweave.compile.tuning.table import Table
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 from torchweave.utils.suggest import did_you_mean
 

@@ -15,7 +15,7 @@ from torchweave.compile.tuning.measure import Clock
 from torchweave.compile.tuning.table import COMPILE_SIZES, STREAMS, Table
 from torchweave.compile.tuning.tuner import Question, tune
 from torchweave.compile.woven import Woven
-from torchweave.config import TorchCompileConfig
+from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 

@@ -14,7 +14,7 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
-from torchweave.config import EngineConfig, ServerConfig
+from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.serving.engine_client import EngineClient, Side
 from torchweave.serving.frontends.messages import CannotServe, End, FromFrontend, Joined, Look, Seat, Seen, ToFrontend
 from torchweave.serving.ledger import Ledger

@@ -9,7 +9,7 @@ import pickle
 import zmq
 import zmq.asyncio
 
-from torchweave.config import EngineConfig, ServerConfig
+from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.serving.app import create_app
 from torchweave.serving.engine_client import Side
 from torchweave.serving.frontends.messages import (

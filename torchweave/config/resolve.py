@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torchweave.config import CudaGraphConfig, EngineConfig, TorchCompileConfig
-from torchweave.plan.check import check_names, check_numbers, flatten
-from torchweave.plan.facts import AttentionFacts, DeviceFacts, ModelFacts
-from torchweave.plan.plan import Entry, Plan
-from torchweave.plan.ranks import resolve_ranks, resolve_userbuffers
+from torchweave.config.facts import AttentionFacts, DeviceFacts, ModelFacts
+from torchweave.config.options import CudaGraphConfig, EngineConfig, TorchCompileConfig
+from torchweave.config.parallel import resolve_ranks, resolve_userbuffers
+from torchweave.config.plan import Entry, Plan
+from torchweave.config.validate import check_names, check_numbers, flatten
 
 # TensorRT-LLM's default `capture_num_tokens`.
 DEFAULT_TOKEN_BUCKETS = (*(2**i for i in range(8)), 256, 384, *range(512, 3073, 256))

@@ -12,7 +12,7 @@ from os import PathLike
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from torchweave.config import EngineConfig, ServerConfig
+from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.utils.suggest import did_you_mean
 
 _MOST_API_SERVERS = 64

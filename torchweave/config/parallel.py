@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchweave.config import EngineConfig
-from torchweave.plan.facts import DeviceFacts, ModelFacts
+from torchweave.config.facts import DeviceFacts, ModelFacts
+from torchweave.config.options import EngineConfig
 
 Note = Callable[..., Any]
 

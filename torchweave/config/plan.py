@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchweave.config import EngineConfig
+from torchweave.config.options import EngineConfig
 
 
 @dataclass(frozen=True)
