@@ -22,7 +22,14 @@ from typing import Any
 import torch
 import triton
 
-from torchweave.ops.attention import (
+from torchweave.ops.attention.backends.triton import (
+    DecodeConfig,
+    PrefillConfig,
+    TritonBackend,
+    default_decode_config,
+    default_prefill_config,
+)
+from torchweave.ops.attention.op import (
     AttentionBackend,
     AttentionMetadata,
     AttentionVariant,
@@ -30,13 +37,6 @@ from torchweave.ops.attention import (
     LayerSpec,
     available_backends,
     get_backend,
-)
-from torchweave.ops.attention_triton import (
-    DecodeConfig,
-    PrefillConfig,
-    TritonBackend,
-    default_decode_config,
-    default_prefill_config,
 )
 
 COPY_GB_PER_S = 3020.0  # measured on an H100 80GB HBM3

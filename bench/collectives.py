@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.symmetric import Ranges, SymmetricCommunicator, open_symmetric
 from torchweave.distributed.world import World, close_world, init_world, join_meeting_point, open_meeting_point
-from torchweave.ops.collectives_fused import Norm, Quant, norm_of
+from torchweave.ops.collectives.all_reduce_norm import Norm, Quant, norm_of
 
 CALLS, ROUNDS = 20, 15
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

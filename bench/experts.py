@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.ops.experts_eager import Call, Form, activate
-from torchweave.ops.experts_gpu import Grouped, Product, Rows, Tiles, Way, choose, run
+from torchweave.ops.moe.fused_experts import Grouped, Product, Rows, Tiles, Way, choose, run
+from torchweave.ops.moe.reference import Call, Form, activate
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import torchweave.ops.fp8_fused  # noqa: F401  (defines the fused ops)
-from torchweave.ops.fp8 import FP8, GROUP, quantize
-from torchweave.ops.fp8_linear import Fp8Config, block_scales, choose, scaled_mm_blocks, scaled_mm_rows
+import torchweave.ops.quant.fp8_fused  # noqa: F401  (defines the fused ops)
+from torchweave.ops.quant.fp8 import FP8, GROUP, quantize
+from torchweave.ops.quant.fp8_linear import Fp8Config, block_scales, choose, scaled_mm_blocks, scaled_mm_rows
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 COLD_BYTES = 256 << 20

@@ -29,8 +29,8 @@ from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.manager import default_passes
 from torchweave.compile.tuning.measure import Call, GraphClock
 from torchweave.config.options import TorchCompileConfig
-from torchweave.ops.attention import AttentionMetadata, AttentionVariant, LayerSpec
-from torchweave.ops.attention_triton import TritonBackend
+from torchweave.ops.attention.backends.triton import TritonBackend
+from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerSpec
 from torchweave.ops.rope import Rotary
 
 EPS = 1e-5

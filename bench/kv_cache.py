@@ -23,8 +23,8 @@ import torch
 
 from bench.attention import COLD_BYTES, COPY_GB_PER_S, HEADS, make, time_us
 from torchweave.engine.movers import StreamMover
-from torchweave.ops.attention_triton import TritonBackend
-from torchweave.ops.kv_format import FP8_DTYPES
+from torchweave.ops.attention.backends.triton import TritonBackend
+from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
 
 FORMATS: dict[str, torch.dtype | None] = {"bfloat16": None, **FP8_DTYPES}
 DECODES = ((1, 8192), (1, 65536), (8, 8192), (8, 32768), (32, 1024), (32, 8192), (128, 1024), (128, 8192))

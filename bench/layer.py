@@ -24,9 +24,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.linear import SUBJECTS, kind
 from torchweave.compile.tuning.measure import GraphClock
-from torchweave.ops.attention import AttentionMetadata, KVLayer, LayerSpec
-from torchweave.ops.attention_calls import carry_out
-from torchweave.ops.attention_triton import DecodeConfig, TritonBackend
+from torchweave.ops.attention.backends.triton import DecodeConfig, TritonBackend
+from torchweave.ops.attention.calls import carry_out
+from torchweave.ops.attention.op import AttentionMetadata, KVLayer, LayerSpec
 from torchweave.ops.linear import Around, run, run_apart
 from torchweave.ops.linear_config import LinearConfig, choose
 

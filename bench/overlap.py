@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.symmetric import Ranges, open_symmetric
 from torchweave.distributed.world import World, close_world, init_world, join_meeting_point, open_meeting_point
-from torchweave.ops.collectives_fused import Norm, norm_of, reduced_norm
+from torchweave.ops.collectives.all_reduce_norm import Norm, norm_of, reduced_norm
 
 HIDDEN, INNER = 4096, 14336
 LAYERS, ROUNDS, REPLAYS = 6, 10, 3

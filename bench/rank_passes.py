@@ -36,8 +36,8 @@ from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.symmetric import connect
 from torchweave.distributed.world import World, close_world, init_world, join_meeting_point, open_meeting_point
-from torchweave.ops.collectives import register_communicator
-from torchweave.ops.fp8 import PER_TOKEN, quantize
+from torchweave.ops.collectives.op import register_communicator
+from torchweave.ops.quant.fp8 import PER_TOKEN, quantize
 from torchweave.ops.registry import define
 from torchweave.report import Report
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.ops.sampling import sample
-from torchweave.ops.state import SlotState
+from torchweave.ops.sampling.sample import sample
+from torchweave.ops.slot_state import SlotState
 
 KINDS = {  # temperature, top_k, top_p, min_p, standard deviation of the logits
     "greedy": (0.0, 0, 1.0, 0.0, 3.0),

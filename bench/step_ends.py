@@ -22,8 +22,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.cli.benchmarks.result import environment
 from torchweave.engine.buffers import packed_size
-from torchweave.ops.kernels.step import launch_scatter
-from torchweave.ops.step import carry
+from torchweave.ops.kernels.step_io import launch_scatter
+from torchweave.ops.step_io import carry
 
 Launch = Callable[[], object]
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import torchweave.ops.experts  # noqa: F401  (defines torchweave::experts)
+import torchweave.ops.moe.experts  # noqa: F401  (defines torchweave::experts)
 from torchweave.compile import weave
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.graphs import GraphPool, record

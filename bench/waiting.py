@@ -29,7 +29,7 @@ from torchweave.engine.limits import Limits
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.scheduler import POLICIES
 from torchweave.engine.step import StepResult
-from torchweave.ops.state import SlotState
+from torchweave.ops.slot_state import SlotState
 
 BLOCK, VOCAB, SLOTS = 16, 128_000, 256
 POLICY = "guaranteed_no_evict"

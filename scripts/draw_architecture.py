@@ -52,10 +52,10 @@ STEP = (
     Station("engine/batch_manager.py", "BatchManager"),
     Station("engine/batch.py", "Batch"),
     Station("engine/runner.py", "Runner.launch"),
-    Station("ops/state.py", "SlotState"),
+    Station("ops/slot_state.py", "SlotState"),
     Station("compile/graphs.py", "Recording.replay"),
-    Station("ops/attention_calls.py", "carry_out"),
-    Station("ops/sampling.py", "sample"),
+    Station("ops/attention/calls.py", "carry_out"),
+    Station("ops/sampling/sample.py", "sample"),
     Station("engine/runner.py", "Runner.collect"),
     Station("engine/text.py", "Answer"),
 )

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import torchweave.ops.experts  # noqa: F401  (defines torchweave::experts)
+import torchweave.ops.moe.experts  # noqa: F401  (defines torchweave::experts)
 from torchweave.compile.capture import capture
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.split import Piece, digest, split

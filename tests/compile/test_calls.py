@@ -21,9 +21,9 @@ from torchweave.compile.passes.testing import T, graph_of
 from torchweave.compile.split import Piece
 from torchweave.distributed.alone import Nobody, alone
 from torchweave.distributed.symmetric import Ranges, SymmetricCommunicator
-from torchweave.ops.collectives import register_communicator, registered
+from torchweave.ops.collectives.op import register_communicator, registered
+from torchweave.ops.collectives.symmetric_memory import Layout
 from torchweave.ops.linear_config import LinearConfig
-from torchweave.ops.symmetric import Layout
 
 BF16, D, VOCAB = torch.bfloat16, 1024, 512
 ROW = LinearConfig("row", 4, 1024, 4, 4)

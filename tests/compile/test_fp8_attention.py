@@ -14,9 +14,9 @@ from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.base import PassResult
 from torchweave.compile.passes.torch_ir.fp8_attention import Fp8Attention
 from torchweave.config.options import TorchCompileConfig
-from torchweave.ops.attention import attention
-from torchweave.ops.fp8 import FP8, GROUP, fp8_quant
-from torchweave.ops.fp8_linear import block_scales
+from torchweave.ops.attention.op import attention
+from torchweave.ops.quant.fp8 import FP8, GROUP, fp8_quant
+from torchweave.ops.quant.fp8_linear import block_scales
 
 BOUNDARY = frozenset({"torchweave::attention"})
 DYNAMIC = {"x": {0: "T"}}

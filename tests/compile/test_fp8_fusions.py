@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, randn
 
-import torchweave.ops.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
+import torchweave.ops.quant.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
 from torchweave.compile.passes.aten import fp8_activation, fp8_norm
 from torchweave.compile.passes.testing import T, check
-from torchweave.ops.fp8 import FP8, GROUP, PER_TOKEN
-from torchweave.ops.fp8_linear import block_scales
+from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN
+from torchweave.ops.quant.fp8_linear import block_scales
 
 ops = torch.ops.torchweave
 EPS = 1e-5

@@ -15,8 +15,8 @@ from torchweave.compile.passes.base import PassResult
 from torchweave.compile.passes.manager import default_passes
 from torchweave.compile.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
 from torchweave.config.options import TorchCompileConfig
-from torchweave.ops.fp8 import FP8, GROUP
-from torchweave.ops.fp8_linear import block_scales, fp8_linear
+from torchweave.ops.quant.fp8 import FP8, GROUP
+from torchweave.ops.quant.fp8_linear import block_scales, fp8_linear
 
 SIZES = (1, 2, 7, 64)
 FX = TorchCompileConfig(enable_inductor=False)

@@ -70,7 +70,7 @@ def test_a_plain_module_with_a_dictionary_result() -> None:
 
 
 def test_a_boundary_op_of_the_project_is_called_as_it_is() -> None:
-    from torchweave.ops.attention import attention
+    from torchweave.ops.attention.op import attention
 
     class Attends(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import torchweave.ops.stages  # noqa: F401  (defines the marks)
+import torchweave.ops.pipeline_marks  # noqa: F401  (defines the marks)
 from torchweave.compile.backend import weave
 from torchweave.compile.capture import capture
 from torchweave.compile.errors import TraceError

@@ -12,7 +12,12 @@ from tests.ranks import run_ranks
 from torchweave.distributed import symmetric
 from torchweave.distributed.communicator import ProcessGroupCommunicator, sum_of_ranks
 from torchweave.distributed.world import World
-from torchweave.ops.collectives import (
+from torchweave.ops.collectives.all_reduce_norm import (
+    all_reduce_add_rms_norm,
+    all_reduce_add_rms_norm_fp4,
+    all_reduce_add_rms_norm_fp8,
+)
+from torchweave.ops.collectives.op import (
     all_gather,
     all_reduce,
     group_size,
@@ -20,13 +25,8 @@ from torchweave.ops.collectives import (
     reduce_scatter,
     register_communicator,
 )
-from torchweave.ops.collectives_fused import (
-    all_reduce_add_rms_norm,
-    all_reduce_add_rms_norm_fp4,
-    all_reduce_add_rms_norm_fp8,
-)
-from torchweave.ops.fp4 import dequantize_fp4, fp4_quant, scale_for
-from torchweave.ops.fp8 import GROUP, fp8_quant
+from torchweave.ops.quant.fp8 import GROUP, fp8_quant
+from torchweave.ops.quant.nvfp4 import dequantize_fp4, fp4_quant, scale_for
 
 SIZE, EPS = 2, 1e-5
 

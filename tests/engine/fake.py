@@ -23,8 +23,8 @@ from torchweave.engine.offload import HostPool
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.scheduler import POLICIES
 from torchweave.engine.step import Step, StepLogprobs, StepResult
-from torchweave.ops.state import SlotState
-from torchweave.ops.step import advance, prepare, prepare_decode
+from torchweave.ops.slot_state import SlotState
+from torchweave.ops.step_io import advance, prepare, prepare_decode
 
 VOCAB = 97
 

@@ -9,7 +9,7 @@ from torchweave.config import AttentionFacts, DeviceFacts, ModelFacts, Plan, res
 from torchweave.config.options import EngineConfig
 from torchweave.engine.build import _kept
 from torchweave.engine.memory import GIB, MemoryUse, blocks_that_fit, bytes_per_block
-from torchweave.ops.attention import LayerSpec
+from torchweave.ops.attention.op import LayerSpec
 
 LAYERS = [LayerSpec(num_kv_heads=8, head_dim=64, value_dim=64, num_heads=32)] * 16
 USE = MemoryUse(total=80 * GIB, in_use=3 * GIB, activations=GIB, graphs=GIB)

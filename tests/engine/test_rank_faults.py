@@ -17,7 +17,7 @@ from torchweave.distributed.link import Link
 from torchweave.distributed.world import TENSOR, World
 from torchweave.engine import worker
 from torchweave.engine.lead import LeadRunner
-from torchweave.ops.collectives import register_communicator
+from torchweave.ops.collectives.op import register_communicator
 
 
 class GaveUp(Mirror):

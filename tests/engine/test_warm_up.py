@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchweave.engine.buffers import StepBuffers
 from torchweave.engine.warm_up import _LENGTHS, _TOKENS, StandIn, draw_again
 from torchweave.models import load, zoo
-from torchweave.ops.attention import AttentionMetadata, AttentionVariant, LayerSpec, Rotary
-from torchweave.ops.state import SlotState
+from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerSpec, Rotary
+from torchweave.ops.slot_state import SlotState
 
 CPU = torch.device("cpu")
 
@@ -66,8 +66,9 @@ def test_no_step_needs_an_attention_kernel_that_was_not_built_ahead(
     pytest.importorskip("triton")
     from tests.ops.hopper import hopper
     from torchweave.compile.kernel_orders import orders
-    from torchweave.ops import attention_triton
-    from torchweave.ops.kernels import paged_decode, paged_prefill, rope
+    from torchweave.ops.attention.backends import triton as attention_triton
+    from torchweave.ops.kernels import rope
+    from torchweave.ops.kernels.attention import paged_decode, paged_prefill
 
     for module in (attention_triton, rope):
         monkeypatch.setattr(module, "takes_part", lambda device: True)

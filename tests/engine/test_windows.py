@@ -10,7 +10,7 @@ from tests.engine.test_batch import drive, request, tokens_of
 from tests.engine.test_offload import conversations
 from torchweave.engine.kv_cache import KVCache
 from torchweave.engine.kv_groups import Layout, Sight, layout_of, longest_sequence, most_blocks
-from torchweave.ops.attention import LayerSpec
+from torchweave.ops.attention.op import LayerSpec
 
 FULL, WINDOW, CHUNK = Sight(), Sight(window=10), Sight(chunk=16)
 MIXES = {

@@ -16,7 +16,7 @@ from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig
 from torchweave.engine.movers import StreamMover
 from torchweave.models import load, tasks, zoo
-from torchweave.ops.kv_format import FP8_DTYPES
+from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
 from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu

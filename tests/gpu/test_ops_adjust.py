@@ -11,8 +11,8 @@ import torch
 from tests.gpu.test_engine import GREEDY, build
 from tests.ops import adjust_cases
 from torchweave.engine.request import SamplingParams
-from torchweave.ops.sampling_adjust import adjust_reference, redraw, rewind_reference
-from torchweave.ops.state import SlotState
+from torchweave.ops.sampling.logits_processors import adjust_reference, redraw, rewind_reference
+from torchweave.ops.slot_state import SlotState
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,7 @@ def copied(state: SlotState) -> SlotState:
 @pytest.mark.parametrize("vocab_size", [40, 4500, 128_256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_change_logits_as_the_reference_does(vocab_size: int, dtype: torch.dtype) -> None:
-    from torchweave.ops.kernels import sampling_adjust as kernels
+    from torchweave.ops.kernels.sampling import logits_processors
 
     for seed in range(5):
         case = adjust_cases.build(vocab_size, seed, dtype)
@@ -34,8 +34,8 @@ def test_kernels_change_logits_as_the_reference_does(vocab_size: int, dtype: tor
         changed = torch.empty(8, vocab_size, device="cuda")
         expected = torch.empty(8, vocab_size)
         rows, masks = case.rows.cuda(), case.masks.cuda()
-        kernels.launch_adjust(case.logits.cuda(), rows, masks, places, changed)
-        kernels.launch_rewind(rows, state, places, changed)
+        logits_processors.launch_adjust(case.logits.cuda(), rows, masks, places, changed)
+        logits_processors.launch_rewind(rows, state, places, changed)
         adjust_reference(case.logits, case.rows, case.masks, case.places(), expected)
         rewind_reference(case.rows, case.state, case.places(), expected)
         torch.testing.assert_close(changed.cpu(), expected, rtol=1e-6, atol=1e-6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ops.attention_cases import CASES, Built, Case, build
-from torchweave.ops.attention import AttentionBackend, LayerSpec, available_backends, get_backend
+from torchweave.ops.attention.op import AttentionBackend, LayerSpec, available_backends, get_backend
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.ops.experts_cases import FORMS, call_of, cases, expected
-from torchweave.ops.experts_eager import Call
-from torchweave.ops.experts_gpu import (
+from torchweave.ops.moe.fused_experts import (
     WORKSPACE_BYTES,
     Grouped,
     Product,
@@ -22,6 +21,7 @@ from torchweave.ops.experts_gpu import (
     choose,
     run,
 )
+from torchweave.ops.moe.reference import Call
 
 pytestmark = pytest.mark.gpu
 

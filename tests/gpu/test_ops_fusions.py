@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.ops.attention_cases import TURNING, build
 from tests.ops.fusion_cases import DIALECTS, angles, draw, heads_of, norm64, turn64
 from torchweave.ops import activation, norm, rope
-from torchweave.ops.attention_triton import TritonBackend
+from torchweave.ops.attention.backends.triton import TritonBackend
 from torchweave.ops.registry import op_info
 
 pytestmark = pytest.mark.gpu

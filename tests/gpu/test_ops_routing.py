@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-import torchweave.ops.experts  # noqa: F401 (defines torchweave::experts)
+import torchweave.ops.moe.experts  # noqa: F401 (defines torchweave::experts)
 from tests.ops.routing_cases import FORMS, arguments, dense
-from torchweave.ops.routing import route
+from torchweave.ops.moe.routing import route
 
 pytestmark = pytest.mark.gpu
 

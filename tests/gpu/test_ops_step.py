@@ -11,8 +11,8 @@ import torch
 from tests.ops.sampling_cases import PARAMETERS, build
 from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step
 from torchweave.engine.buffers import Exchange
-from torchweave.ops.sampling import sample
-from torchweave.ops.step import advance, carry, prepare, prepare_decode
+from torchweave.ops.sampling.sample import sample
+from torchweave.ops.step_io import advance, carry, prepare, prepare_decode
 
 pytestmark = pytest.mark.gpu
 
@@ -126,8 +126,8 @@ def test_what_is_said_and_drawn_keeps_its_turn() -> None:
 
 def test_steps_compile_nothing_new() -> None:
     """Sizes differ from step to step; a kernel specialised on one would be compiled in the middle of serving."""
-    from torchweave.ops.kernels import sampling
-    from torchweave.ops.kernels import step as kernels
+    from torchweave.ops.kernels import step_io as kernels
+    from torchweave.ops.kernels.sampling import sample as sampling
 
     every = [kernels.prepare_kernel, kernels.prepare_decode_kernel, kernels.advance_kernel, kernels.scatter_kernel]
     every.append(kernels.carry_kernel)

@@ -17,8 +17,8 @@ from tests.ranks import run_ranks
 from torchweave.distributed.communicator import sum_of_ranks
 from torchweave.distributed.symmetric import Ranges, SymmetricCommunicator, connect, open_symmetric
 from torchweave.distributed.world import World
-from torchweave.ops.collectives import all_reduce, communicator, register_communicator
-from torchweave.ops.collectives_fused import Norm, Quant, norm_of, quantized
+from torchweave.ops.collectives.all_reduce_norm import Norm, Quant, norm_of, quantized
+from torchweave.ops.collectives.op import all_reduce, communicator, register_communicator
 from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu

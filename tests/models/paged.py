@@ -13,8 +13,8 @@ import torch
 
 from torchweave.compile import broken
 from torchweave.models import DecoderStep
-from torchweave.ops.attention import AttentionMetadata, get_backend
-from torchweave.ops.attention_calls import carry_out
+from torchweave.ops.attention.calls import carry_out
+from torchweave.ops.attention.op import AttentionMetadata, get_backend
 
 BLOCK = 16
 

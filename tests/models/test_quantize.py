@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchweave.models import load, weights, zoo
 from torchweave.models.load import model_facts
 from torchweave.models.quantize import DUMMY_INPUT_SCALE, Fp8Linear, Quantizer, Scheme, quantize_weight, scheme
-from torchweave.ops.fp8 import FP8, GROUP
+from torchweave.ops.quant.fp8 import FP8, GROUP
 from torchweave.report import Report
 
 IDS = torch.arange(3, 33)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.ops.sampling_adjust import (
+from torchweave.ops.sampling.logits_processors import (
     HAS_BIAS,
     HAS_COUNTS,
     HAS_WORDS,
@@ -18,7 +18,7 @@ from torchweave.ops.sampling_adjust import (
     AdjustState,
     Join,
 )
-from torchweave.ops.state import SlotState
+from torchweave.ops.slot_state import SlotState
 
 NUM_SLOTS = 11
 

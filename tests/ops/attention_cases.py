@@ -7,8 +7,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from torchweave.ops.attention import AttentionMetadata, AttentionStep, AttentionVariant, KVLayer, LayerSpec, TurningStep
-from torchweave.ops.kv_format import keep, raw, recall
+from torchweave.ops.attention.kv_cache_dtype import keep, raw, recall
+from torchweave.ops.attention.op import (
+    AttentionMetadata,
+    AttentionStep,
+    AttentionVariant,
+    KVLayer,
+    LayerSpec,
+    TurningStep,
+)
 from torchweave.ops.rope import Rotary
 
 

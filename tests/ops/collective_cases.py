@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from torchweave.ops.collectives import register_communicator
-from torchweave.ops.collectives_fused import Norm
+from torchweave.ops.collectives.all_reduce_norm import Norm
+from torchweave.ops.collectives.op import register_communicator
 
 
 class Mirror:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchweave.ops.experts_eager import Call, Form
+from torchweave.ops.moe.reference import Call, Form
 
 NUM_EXPERTS, WIDTH, INNER, TOP = 6, 32, 16, 2
 FORMS: dict[str, dict[str, Any]] = {

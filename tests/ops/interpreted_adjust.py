@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from tests.ops.adjust_cases import Case, build
-from torchweave.ops.kernels import sampling_adjust as kernels
-from torchweave.ops.sampling_adjust import AdjustState, adjust_reference, redraw, rewind_reference
+from torchweave.ops.kernels.sampling import logits_processors
+from torchweave.ops.sampling.logits_processors import AdjustState, adjust_reference, redraw, rewind_reference
 
 
 def launch(case: Case, places: AdjustState) -> torch.Tensor:
     changed = torch.empty(case.rows.shape[1], case.logits.shape[1])
-    kernels.launch_adjust(case.logits, case.rows, case.masks, places, changed)
-    kernels.launch_rewind(case.rows, case.state, places, changed)
+    logits_processors.launch_adjust(case.logits, case.rows, case.masks, places, changed)
+    logits_processors.launch_rewind(case.rows, case.state, places, changed)
     return changed
 
 
@@ -38,7 +38,7 @@ def main() -> None:
         assert not whole.tokens.equal(case.tokens)
         case.state.arena.copy_(whole.state.arena)
         index = whole.rows[0].long()
-        kernels.launch_settle(
+        logits_processors.launch_settle(
             case.rows, whole.tokens[index], whole.out[index], case.state, places, case.tokens, case.out
         )
         assert case.tokens.equal(whole.tokens) and case.out.equal(whole.out)

@@ -17,10 +17,10 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.ops.attention_cases import CASES, TURNING, Case, build, in_fp8
-from torchweave.ops.attention import LayerSpec, Quantized
-from torchweave.ops.attention_triton import DecodeConfig, PrefillConfig, TritonBackend
-from torchweave.ops.fp8 import FP8, GROUP, fp8_quant
-from torchweave.ops.kv_format import FP8_DTYPES
+from torchweave.ops.attention.backends.triton import DecodeConfig, PrefillConfig, TritonBackend
+from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
+from torchweave.ops.attention.op import LayerSpec, Quantized
+from torchweave.ops.quant.fp8 import FP8, GROUP, fp8_quant
 
 DECODE = DecodeConfig(block_n=16, programs_per_sm=4, min_tiles=1)
 PREFILL = PrefillConfig(16, 16)

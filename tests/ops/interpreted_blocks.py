@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from torchweave.ops.kernels.move_blocks import launch_move
+from torchweave.ops.kernels.attention.copy_blocks import launch_move
 
 if __name__ == "__main__":
     tensors = [torch.randint(256, (9, width), dtype=torch.uint8) for width in (512, 48, 4104 * 8)]

@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.experts_cases import FORMS, call_of, cases, expected
-from torchweave.ops.experts_eager import Call
-from torchweave.ops.experts_gpu import Grouped, Product, Rows, Tiles, Way, bytes_per_pair, run
+from torchweave.ops.moe.fused_experts import Grouped, Product, Rows, Tiles, Way, bytes_per_pair, run
+from torchweave.ops.moe.reference import Call
 
 ROWS = (Rows(Product(4, 32, 4, 2), Product(2, 16, 4, 1)), Rows(Product(8, 16, 4, 1), Product(16, 8, 4, 1)))
 TILES = (

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import torch
 
-from torchweave.ops.fp4 import VALUES, empty_fp4, quantize_fp4, scale_for
-from torchweave.ops.fp8 import FP8
-from torchweave.ops.kernels import fp4_quant as kernels
+from torchweave.ops.kernels.quant import nvfp4_quant
+from torchweave.ops.quant.fp8 import FP8
+from torchweave.ops.quant.nvfp4 import VALUES, empty_fp4, quantize_fp4, scale_for
 
 
 def kept_wide(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,12 +26,12 @@ def main() -> None:
         x[2, 0, :16] = -ties
         for scale in (scale_for(x.abs().max()), torch.tensor([1.0]), torch.tensor([1e-4])):
             for form in (x, x[:, :2], x.transpose(0, 1)):
-                q, s = kernels.launch_fp4_quant(form, scale)
+                q, s = nvfp4_quant.launch_fp4_quant(form, scale)
                 right_q, right_s = quantize_fp4(form, scale)
                 assert torch.equal(s.to(FP8).float(), s) and torch.equal(s, right_s.float()), width
                 assert torch.equal(q, right_q), width
 
 
 if __name__ == "__main__":
-    kernels.empty_fp4 = kept_wide
+    nvfp4_quant.empty_fp4 = kept_wide
     main()

@@ -6,12 +6,10 @@ import sys
 
 import torch
 
-from torchweave.ops.fp8 import FP8, GROUP, empty_quantized, quantize
-from torchweave.ops.fp8_fused import add_rms_norm_fp8, gated_activation_fp8, rms_norm_fp8
-from torchweave.ops.fp8_linear import Fp8Config, block_scales, fp8_linear
-from torchweave.ops.kernels import fp8_fused as fused_kernels
-from torchweave.ops.kernels import fp8_parts as part_kernels
-from torchweave.ops.kernels import fp8_quant as kernels
+from torchweave.ops.kernels.quant import fp8_fused, fp8_per_token, fp8_quant
+from torchweave.ops.quant.fp8 import FP8, GROUP, empty_quantized, quantize
+from torchweave.ops.quant.fp8_fused import add_rms_norm_fp8, gated_activation_fp8, rms_norm_fp8
+from torchweave.ops.quant.fp8_linear import Fp8Config, block_scales, fp8_linear
 
 CONFIGS = (
     Fp8Config("row", 16, 128, 4, 2),
@@ -38,7 +36,7 @@ def quant() -> None:
         x[1] = 0
         for group, scale in ((0, None), (GROUP, None), (0, torch.tensor([0.01]))):
             for form in (x, x[:, :2], x.transpose(0, 1)):
-                check(kernels.launch_quant(form, group, scale), quantize(form, group, scale), (width, group))
+                check(fp8_quant.launch_quant(form, group, scale), quantize(form, group, scale), (width, group))
 
 
 def fused() -> None:
@@ -49,13 +47,13 @@ def fused() -> None:
         for group, scale in ((0, None), (GROUP, None), (0, torch.tensor([0.01]))):
             for _, options in dialects:
                 dialect = (options.get("offset", 0.0), options.get("wide", False))
-                got = fused_kernels.launch_norm_fp8(x, None, weight, 1e-5, *dialect, group, scale)
+                got = fp8_fused.launch_norm_fp8(x, None, weight, 1e-5, *dialect, group, scale)
                 check(got, rms_norm_fp8(x, weight, 1e-5, *dialect, group, scale), ("norm", width, group))
-                got = fused_kernels.launch_norm_fp8(x, residual, weight, 1e-5, *dialect, group, scale)
+                got = fp8_fused.launch_norm_fp8(x, residual, weight, 1e-5, *dialect, group, scale)
                 right = add_rms_norm_fp8(x, residual, weight, 1e-5, *dialect, group, scale)
                 check(got, right, ("add norm", width, group))
                 assert torch.equal(got[2], right[2])
-            got = fused_kernels.launch_gated_fp8(gate_up, "silu", group, scale)
+            got = fp8_fused.launch_gated_fp8(gate_up, "silu", group, scale)
             check(got, gated_activation_fp8(gate_up, "silu", group, scale), ("gated", width, group))
 
 
@@ -63,7 +61,7 @@ def parts() -> None:
     for width in (208, 1040, 2048):
         gate_up = torch.randn(3, 2 * width).half()
         for form in (gate_up, gate_up[:, None].expand(3, 2, 2 * width).transpose(0, 1), gate_up * 0):
-            got = part_kernels.launch_gated_parts(form, "silu")
+            got = fp8_per_token.launch_gated_parts(form, "silu")
             check(got, gated_activation_fp8(form, "silu", 0, None), ("gated parts", width))
 
 
@@ -89,7 +87,7 @@ def products() -> None:
 CHECKS = {"quant": quant, "fused": fused, "parts": parts, "products": products}
 
 if __name__ == "__main__":
-    kernels.empty_quantized = fused_kernels.empty_quantized = part_kernels.empty_quantized = kept_wide
+    fp8_quant.empty_quantized = fp8_fused.empty_quantized = fp8_per_token.empty_quantized = kept_wide
     for wanted in sys.argv[1:] or tuple(CHECKS):
         torch.manual_seed(0)  # where a sum ends next to a rounding edge, another order of it may round otherwise
         CHECKS[wanted]()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tests.ops.routing_cases import FORMS, arguments, dense
-from torchweave.ops.kernels.routing import launch_route
-from torchweave.ops.routing import route
+from torchweave.ops.kernels.moe.routing import launch_route
+from torchweave.ops.moe.routing import route
 
 DEFAULTS = {
     "num_groups": 1,

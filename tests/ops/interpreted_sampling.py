@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from tests.ops.sampling_cases import PARAMETERS, build
-from torchweave.ops.kernels.sampling import launch_sample
-from torchweave.ops.sampling import GREEDY_BELOW, sample
-from torchweave.ops.state import SlotState
+from torchweave.ops.kernels.sampling.sample import launch_sample
+from torchweave.ops.sampling.sample import GREEDY_BELOW, sample
+from torchweave.ops.slot_state import SlotState
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step
-from torchweave.ops.kernels import step as kernels
-from torchweave.ops.step import advance, prepare, prepare_decode
+from torchweave.ops.kernels import step_io
+from torchweave.ops.step_io import advance, prepare, prepare_decode
 
 
 def main() -> None:
@@ -22,19 +22,19 @@ def main() -> None:
         expected, got = (Outputs.empty(rows, tokens, tables=tables) for _ in range(2))
         prepare(state, *inputs, **expected.arguments(), block_size=BLOCK_SIZE)
         views = (twin.last_token, twin.position, twin.block_table)
-        kernels.launch_prepare(*views, *inputs, *got.arguments().values(), BLOCK_SIZE)
+        step_io.launch_prepare(*views, *inputs, *got.arguments().values(), BLOCK_SIZE)
         assert expected.lists() == got.lists()
 
         expected, got = (Outputs.empty(rows, rows, tables=tables) for _ in range(2))
         prepare_decode(state, step.slots, **expected.arguments(), block_size=BLOCK_SIZE)
-        kernels.launch_prepare_decode(*views, step.slots, *got.arguments().values(), BLOCK_SIZE)
+        step_io.launch_prepare_decode(*views, step.slots, *got.arguments().values(), BLOCK_SIZE)
         assert expected.lists() == got.lists()
 
         sampled = torch.from_numpy(generator.integers(0, 6, rows).astype(np.int32))
         emit = torch.from_numpy(generator.integers(0, 4, rows) > 0)
         out, other = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.int32)
         advance(sampled, step.slots, emit, state, out)
-        kernels.launch_advance(
+        step_io.launch_advance(
             sampled, step.slots, emit, twin.last_token, twin.position, twin.min_position, twin.stop_ids, other
         )
         assert out.tolist() == other.tolist()
@@ -43,11 +43,11 @@ def main() -> None:
     arena, pairs = torch.arange(700, dtype=torch.int32), torch.randperm(700, dtype=torch.int32)[:600]
     expected = arena.clone()
     expected[pairs[:300].long()] = pairs[300:]
-    kernels.launch_scatter(arena, pairs, 300)
+    step_io.launch_scatter(arena, pairs, 300)
     assert arena.equal(expected)
     for count in (1, 700, 1024, 2500):
         source, target = torch.randint(1 << 30, (count,), dtype=torch.int32), torch.zeros(count + 1, dtype=torch.int32)
-        kernels.launch_carry(source, target[:count])
+        step_io.launch_carry(source, target[:count])
         assert target.tolist() == [*source.tolist(), 0]
 
 

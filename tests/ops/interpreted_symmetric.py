@@ -16,13 +16,13 @@ from torch import Tensor
 
 from tests.ops.symmetric_cases import workspaces
 from torchweave.distributed.communicator import sum_of_ranks
-from torchweave.ops.collectives_fused import Norm, Normed, Quant, empty_normed, norm_of
-from torchweave.ops.fp4 import quantize_fp4, scale_for
-from torchweave.ops.fp8 import FP8, quantize
-from torchweave.ops.kernels import symmetric_norm, symmetric_reduce
-from torchweave.ops.kernels.symmetric_norm import launch_one_shot_norm
-from torchweave.ops.kernels.symmetric_reduce import launch_gather, launch_one_shot, launch_two_shot
-from torchweave.ops.symmetric import Layout, Programs, Workspace
+from torchweave.ops.collectives.all_reduce_norm import Norm, Normed, Quant, empty_normed, norm_of
+from torchweave.ops.collectives.symmetric_memory import Layout, Programs, Workspace
+from torchweave.ops.kernels.collectives import all_reduce, all_reduce_norm
+from torchweave.ops.kernels.collectives.all_reduce import launch_gather, launch_one_shot, launch_two_shot
+from torchweave.ops.kernels.collectives.all_reduce_norm import launch_one_shot_norm
+from torchweave.ops.quant.fp8 import FP8, quantize
+from torchweave.ops.quant.nvfp4 import quantize_fp4, scale_for
 
 LAYOUT_BYTES = 1 << 16
 PROGRAMS = 3
@@ -132,7 +132,7 @@ CHECKS = {
 }
 
 if __name__ == "__main__":
-    symmetric_norm.PROGRAMS = symmetric_reduce.PROGRAMS = Programs(PROGRAMS, PROGRAMS)
+    all_reduce_norm.PROGRAMS = all_reduce.PROGRAMS = Programs(PROGRAMS, PROGRAMS)
     for wanted in sys.argv[1:] or tuple(CHECKS):
         torch.manual_seed(0)
         CHECKS[wanted]()

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.ops.state import SlotState
+from torchweave.ops.slot_state import SlotState
 
 # temperature, top_k, top_p, min_p, steps still without stop ids, spread of the logits
 PARAMETERS = (

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.ops.state import SlotState
+from torchweave.ops.slot_state import SlotState
 
 BLOCK_SIZE = 4
 

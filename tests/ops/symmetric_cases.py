@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchweave.ops.symmetric import PROGRAMS, Layout, Workspace
+from torchweave.ops.collectives.symmetric_memory import PROGRAMS, Layout, Workspace
 
 
 def workspaces(layout: Layout) -> list[Workspace]:

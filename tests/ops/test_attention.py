@@ -9,14 +9,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.attention_cases import CASES, Case, build, in_fp8, reference
-from torchweave.ops.attention import (
+from torchweave.ops.attention.calls import carry_out
+from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES, keep, recall
+from torchweave.ops.attention.op import (
     LayerSpec,
     attention,
     available_backends,
     get_backend,
 )
-from torchweave.ops.attention_calls import carry_out
-from torchweave.ops.kv_format import FP8_DTYPES, keep, recall
 from torchweave.ops.registry import boundary_ops, define, op_info
 
 
@@ -155,7 +155,7 @@ def test_unknown_and_unavailable_backends_are_refused() -> None:
 
 def test_auto_takes_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_backend("auto", "cpu").name == "cpp"
-    monkeypatch.setattr("torchweave.ops.attention.has_compiler", lambda: False)
+    monkeypatch.setattr("torchweave.ops.attention.op.has_compiler", lambda: False)
     assert get_backend("auto", "cpu").name == "torch"
     with pytest.raises(ValueError, match=r"no C\+\+ compiler"):
         get_backend("cpp", "cpu")

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.ops.attention_cases import CASES, Built, Case, build, in_fp8
-from torchweave.ops.attention import LayerSpec, get_backend
-from torchweave.ops.attention_cpp import LONG_CONTEXT
+from torchweave.ops.attention.backends.cpp import LONG_CONTEXT
+from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
+from torchweave.ops.attention.op import LayerSpec, get_backend
 from torchweave.ops.kernels.cpp import has_compiler
-from torchweave.ops.kv_format import FP8_DTYPES
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
 

@@ -13,16 +13,16 @@ from tests.ops.interpreted import run_interpreted
 pytest.importorskip("triton")
 
 from tests.ops.cross_compile import compile_for_hopper, recorded
-from torchweave.ops import attention_triton
-from torchweave.ops.attention import LayerSpec
-from torchweave.ops.attention_fa3 import refusal
-from torchweave.ops.attention_triton import (
+from torchweave.ops.attention.backends import triton as attention_triton
+from torchweave.ops.attention.backends.fa3 import refusal
+from torchweave.ops.attention.backends.triton import (
     MAX_SPLITS,
     DecodeConfig,
     PrefillConfig,
     TritonBackend,
     default_decode_config,
 )
+from torchweave.ops.attention.op import LayerSpec
 from torchweave.ops.kernels import rope
 
 KERNELS = ("paged_decode", "paged_prefill", "write_kv")

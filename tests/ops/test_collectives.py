@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.collective_cases import mirrored
-from torchweave.ops.collectives import all_gather, all_reduce, reduce_scatter
+from torchweave.ops.collectives.op import all_gather, all_reduce, reduce_scatter
 
 
 def test_opcheck() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.collective_cases import mirrored
-from torchweave.ops.collectives_fused import (
+from torchweave.ops.collectives.all_reduce_norm import (
     all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_fp4,
     all_reduce_add_rms_norm_fp8,

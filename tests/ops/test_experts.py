@@ -9,9 +9,8 @@ import torch
 
 from tests.ops.experts_cases import FORMS, call_of, cases, expected
 from tests.ops.interpreted import run_interpreted
-from torchweave.ops import experts as ops
-from torchweave.ops.experts_eager import Call, dense
-from torchweave.ops.experts_gpu import (
+from torchweave.ops.moe import experts as ops
+from torchweave.ops.moe.fused_experts import (
     WORKSPACE_BYTES,
     Grouped,
     Rows,
@@ -21,6 +20,7 @@ from torchweave.ops.experts_gpu import (
     chunk_tokens,
     run,
 )
+from torchweave.ops.moe.reference import Call, dense
 
 QWEN3_30B = (128, 2048, 768)
 BF16 = torch.bfloat16
@@ -108,7 +108,8 @@ def test_kernels_build_for_hopper(form: str, tokens: tuple[int, ...]) -> None:
     """What each way launches, with weights read 16 bytes at a time."""
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels import experts_rows, experts_tiles
+    from torchweave.ops.kernels.moe import experts_gemv as experts_rows
+    from torchweave.ops.kernels.moe import experts_grouped_gemm as experts_tiles
 
     names = ("plan_kernel", "tiles_up_kernel", "tiles_down_kernel", "combine_kernel", "activate_kernel")
     for count in tokens:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.ops.interpreted import run_interpreted
-from torchweave.ops.fp4 import BLOCK, VALUES, dequantize_fp4, fp4_linear, fp4_quant, scale_for
-from torchweave.ops.fp8 import FP8
+from torchweave.ops.quant.fp8 import FP8
+from torchweave.ops.quant.nvfp4 import BLOCK, VALUES, dequantize_fp4, fp4_linear, fp4_quant, scale_for
 
 WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 """opcheck's utilities but for `test_schema`, which compares tensors by operations that FP8 does not have."""
@@ -77,7 +77,7 @@ def test_the_kernel_in_the_interpreter() -> None:
 def test_the_kernel_builds_for_hopper() -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels import fp4_quant as kernels
+    from torchweave.ops.kernels.quant import nvfp4_quant as kernels
 
     with recorded(kernels, "fp4_quant_kernel") as launches:
         kernels.launch_fp4_quant(torch.empty(2, 4096, dtype=torch.bfloat16), torch.empty(1))

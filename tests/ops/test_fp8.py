@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreted import run_interpreted
-from torchweave.ops.fp8 import FP8, GROUP, TINY, fp8_quant, scale_of, to_fp8
-from torchweave.ops.fp8_linear import MAX_TOKENS, Fp8Config, block_scales, choose, fp8_linear
+from torchweave.ops.quant.fp8 import FP8, GROUP, TINY, fp8_quant, scale_of, to_fp8
+from torchweave.ops.quant.fp8_linear import MAX_TOKENS, Fp8Config, block_scales, choose, fp8_linear
 
 SCHEMES = [(0, None), (GROUP, None), (0, torch.tensor([0.02]))]
 FINITE = torch.arange(256, dtype=torch.uint8)[torch.arange(256) % 128 != 127].view(FP8).float()
@@ -136,7 +136,7 @@ def test_kernels_in_the_interpreter() -> None:
 def test_products_build_for_hopper(config: Fp8Config, tokens: int, reads: str, blocks: bool) -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels import fp8_linear as kernels
+    from torchweave.ops.kernels.quant import fp8_linear as kernels
 
     outputs, width = 4096, 4096
     scales = (
@@ -154,7 +154,7 @@ def test_products_build_for_hopper(config: Fp8Config, tokens: int, reads: str, b
 def test_quant_builds_for_hopper(group: int, scale: Tensor | None) -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels import fp8_quant as kernels
+    from torchweave.ops.kernels.quant import fp8_quant as kernels
 
     with recorded(kernels, "quant_kernel") as launches:
         kernels.launch_quant(torch.empty(2, 4096, dtype=torch.bfloat16), group, scale)
@@ -165,7 +165,8 @@ def test_quant_builds_for_hopper(group: int, scale: Tensor | None) -> None:
 def test_activations_in_parts_build_for_hopper() -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels import fp8_fused, fp8_parts
+    from torchweave.ops.kernels.quant import fp8_fused
+    from torchweave.ops.kernels.quant import fp8_per_token as fp8_parts
 
     gate_up = torch.empty(1, 1, 2 * 14336, dtype=torch.bfloat16)
     with recorded(fp8_parts, "gated_part_kernel", "quant_part_kernel") as launches:

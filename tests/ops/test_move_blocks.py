@@ -10,7 +10,7 @@ from tests.ops.interpreted import run_interpreted
 pytest.importorskip("triton")
 
 from tests.ops.cross_compile import compile_for_hopper, recorded
-from torchweave.ops.kernels import move_blocks
+from torchweave.ops.kernels.attention import copy_blocks as move_blocks
 
 
 def test_interpreted_kernel_is_right() -> None:

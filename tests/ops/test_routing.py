@@ -9,7 +9,7 @@ import torch
 
 from tests.ops.interpreted import run_interpreted
 from tests.ops.routing_cases import FORMS, arguments
-from torchweave.ops.routing import route
+from torchweave.ops.moe.routing import route
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -37,7 +37,7 @@ def test_kernel_in_the_interpreter() -> None:
 def test_kernel_builds_for_hopper(form: str) -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels import routing
+    from torchweave.ops.kernels.moe import routing
 
     given = arguments(FORMS[form], 4, 128, 8, torch.bfloat16)
     weights, index = torch.empty(4, 8, dtype=given.pop("dtype", torch.float32)), torch.empty(4, 8, dtype=torch.int64)

@@ -8,9 +8,9 @@ import torch
 
 from tests.ops.interpreted import run_interpreted
 from tests.ops.sampling_cases import build
-from torchweave.ops.philox import gumbel, philox_4x32, random_words
-from torchweave.ops.sampling import filtered, logprobs, sample
-from torchweave.ops.state import SlotState
+from torchweave.ops.sampling.philox import gumbel, philox_4x32, random_words
+from torchweave.ops.sampling.sample import filtered, logprobs, sample
+from torchweave.ops.slot_state import SlotState
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_kernels_in_the_interpreter() -> None:
 def test_kernels_build_for_hopper(dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels import sampling as kernels
+    from torchweave.ops.kernels.sampling import sample as kernels
 
     logits, slots, state = build(128256, dtype)
     with recorded(kernels, "partial_kernel", "finish_kernel") as launches:

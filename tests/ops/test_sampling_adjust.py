@@ -14,7 +14,7 @@ from transformers import (
 
 from tests.ops.adjust_cases import build
 from tests.ops.interpreted import run_interpreted
-from torchweave.ops.sampling_adjust import (
+from torchweave.ops.sampling.logits_processors import (
     BARRED,
     HAS_BIAS,
     HAS_COUNTS,
@@ -27,7 +27,7 @@ from torchweave.ops.sampling_adjust import (
     redraw,
     rewind_reference,
 )
-from torchweave.ops.state import SlotState
+from torchweave.ops.slot_state import SlotState
 
 VOCAB = 50
 
@@ -167,7 +167,7 @@ def test_kernels_in_the_interpreter() -> None:
 def test_kernels_build_for_hopper(dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels import sampling_adjust as kernels
+    from torchweave.ops.kernels.sampling import logits_processors as kernels
 
     case = build(128_256, seed=0, dtype=dtype)
     places, changed = case.places(), torch.empty(8, 128_256)

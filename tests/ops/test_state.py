@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchweave.ops.state import SlotState
+from torchweave.ops.slot_state import SlotState
 
 
 def test_views_share_the_arena_at_their_offsets() -> None:

@@ -8,8 +8,8 @@ import torch
 
 from tests.ops.interpreted import run_interpreted
 from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step
-from torchweave.ops.state import SlotState
-from torchweave.ops.step import NOT_EMITTED, advance, prepare, prepare_decode
+from torchweave.ops.slot_state import SlotState
+from torchweave.ops.step_io import NOT_EMITTED, advance, prepare, prepare_decode
 
 
 def cache_slot(state: SlotState, slot: int, position: int) -> int:
@@ -148,7 +148,7 @@ def test_kernels_in_the_interpreter() -> None:
 def test_kernels_build_for_hopper() -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels import step as kernels
+    from torchweave.ops.kernels import step_io as kernels
 
     generator = np.random.default_rng(0)
     state = random_state(generator)

@@ -14,8 +14,8 @@ from tests.ops.collective_cases import Mirror
 from tests.ops.interpreted import run_interpreted
 from tests.ops.symmetric_cases import workspaces
 from torchweave.distributed.symmetric import Ranges, SymmetricCommunicator, ranges_for
-from torchweave.ops.collectives_fused import Norm, Quant, empty_normed
-from torchweave.ops.symmetric import SIZES, Layout, can_run
+from torchweave.ops.collectives.all_reduce_norm import Norm, Quant, empty_normed
+from torchweave.ops.collectives.symmetric_memory import SIZES, Layout, can_run
 
 RANGES = Ranges(slots=4096, gather=8192, one_shot=16384, norm=8192, two_shot=65536)
 
@@ -27,7 +27,8 @@ def test_T7_kernels_in_the_interpreter() -> None:
 def launches(size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Every kernel as it is launched on Hopper for rank 1 of `size`."""
     from tests.ops.cross_compile import recorded
-    from torchweave.ops.kernels import symmetric_norm, symmetric_reduce
+    from torchweave.ops.kernels.collectives import all_reduce as symmetric_reduce
+    from torchweave.ops.kernels.collectives import all_reduce_norm as symmetric_norm
 
     for module in (symmetric_norm, symmetric_reduce):
         monkeypatch.setattr(module, "takes_part", lambda device: True)

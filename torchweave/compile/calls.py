@@ -19,8 +19,8 @@ from torchweave.compile.ranks import group_of, schema_of
 from torchweave.compile.split import Piece, normalize
 from torchweave.compile.symbols import value
 from torchweave.distributed.alone import alone
+from torchweave.ops.collectives.user_buffers import made_shape
 from torchweave.ops.registry import cuda_kernel
-from torchweave.ops.userbuffers import made_shape
 
 _TOKENS = tuple(1 << power for power in range(13))
 """Up to 4096: kernels change with the size of their operand, at sizes further apart than these."""

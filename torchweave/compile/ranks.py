@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from torchweave.compile.symbols import free_symbols, value
-from torchweave.ops.collectives import group_size
+from torchweave.ops.collectives.op import group_size
 from torchweave.report import Report
 
 if TYPE_CHECKING:

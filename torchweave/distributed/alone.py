@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchweave.distributed.symmetric import SymmetricCommunicator
-from torchweave.ops.collectives import register_communicator, registered
-from torchweave.ops.collectives_fused import Norm
+from torchweave.ops.collectives.all_reduce_norm import Norm
+from torchweave.ops.collectives.op import register_communicator, registered
 
 
 class Nobody:

@@ -1,4 +1,4 @@
-"""Collectives over torch.distributed (NCCL on GPUs, gloo on CPUs), as `torchweave.ops.collectives` asks for them."""
+"""Collectives over torch.distributed (NCCL on GPUs, gloo on CPUs), as `torchweave.ops.collectives.op` asks for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchweave.ops.collectives_fused import Norm
+from torchweave.ops.collectives.all_reduce_norm import Norm
 
 # The names that torch 2.13 gives to what older ones call `..._into_tensor` and `..._tensor`.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -4,7 +4,8 @@ Every rank allocates the same memory and maps that of the others (`torch.distrib
 within a machine). It is done once, before the first CUDA graph is recorded: kernels find all they need in tensors that stay where
 they are. Multicast is not used.
 
-How ranks wait for each other, and why one meeting is enough: `torchweave.ops.symmetric`, and docs/decisions/0087.
+How ranks wait for each other, and why one meeting is enough: `torchweave.ops.collectives.symmetric_memory`, and
+docs/decisions/0087.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from torch import Tensor
 from torchweave.config.options import disable_multicast
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.world import World
-from torchweave.ops.collectives import Communicator, register_communicator
-from torchweave.ops.collectives_fused import Norm, Normed
-from torchweave.ops.symmetric import (
+from torchweave.ops.collectives.all_reduce_norm import Norm, Normed
+from torchweave.ops.collectives.op import Communicator, register_communicator
+from torchweave.ops.collectives.symmetric_memory import (
     PROGRAMS,
     SIZES,
     Layout,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, TCPStore
 
 from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.ops.collectives import communicator, register_communicator, registered
+from torchweave.ops.collectives.op import communicator, register_communicator, registered
 
 TENSOR, PIPELINE = "tp", "pp"
 """Names under which a graph knows its groups: the same on every rank, so that all ranks have the same graph."""

@@ -13,7 +13,7 @@ from torchweave.engine.active import Active
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.step import Adjust
 from torchweave.engine.structured import Constraint
-from torchweave.ops.sampling_adjust import (
+from torchweave.ops.sampling.logits_processors import (
     BARRED,
     FLAGS,
     HAS_BIAS,

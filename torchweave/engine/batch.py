@@ -31,7 +31,7 @@ from torchweave.engine.scoring import chunk_size, take_in
 from torchweave.engine.slots import Slots
 from torchweave.engine.step import Step, StepLogprobs, StepResult
 from torchweave.engine.structured import Grammars
-from torchweave.ops.state import MAX_STOP_IDS, SlotUpdates
+from torchweave.ops.slot_state import MAX_STOP_IDS, SlotUpdates
 
 Move = Literal["started", "paused", "answering"]
 

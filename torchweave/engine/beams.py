@@ -22,7 +22,7 @@ from torchweave.engine.request import Output
 from torchweave.engine.responses import NO_TOKENS, Response
 from torchweave.engine.slots import Slots
 from torchweave.engine.step import StepLogprobs
-from torchweave.ops.state import SlotUpdates
+from torchweave.ops.slot_state import SlotUpdates
 
 
 @dataclass

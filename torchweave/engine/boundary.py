@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchweave.ops.attention import AttentionBackend, AttentionMetadata, AttentionStep, KVLayer
-from torchweave.ops.attention_calls import carry_out_call
-from torchweave.ops.state import SlotState
+from torchweave.ops.attention.calls import carry_out_call
+from torchweave.ops.attention.op import AttentionBackend, AttentionMetadata, AttentionStep, KVLayer
+from torchweave.ops.slot_state import SlotState
 
 BEGIN = "begin"  # handed to the boundary once the step's metadata is in place, before the model runs
 

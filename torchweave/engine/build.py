@@ -34,9 +34,9 @@ from torchweave.engine.tune import tune_model
 from torchweave.engine.weaving import effective, forward_of, weave_model
 from torchweave.models.load import LoadedModel, load, model_facts
 from torchweave.models.parallel import Stage
-from torchweave.ops.attention import AttentionBackend, KVLayer, LayerSpec, get_backend
-from torchweave.ops.kv_format import FP8_DTYPES
-from torchweave.ops.state import SlotState
+from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
+from torchweave.ops.attention.op import AttentionBackend, KVLayer, LayerSpec, get_backend
+from torchweave.ops.slot_state import SlotState
 from torchweave.report import Report
 from torchweave.utils.openmp import release_workers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-from torchweave.ops.state import SlotState
+from torchweave.ops.slot_state import SlotState
 
 
 class Digest:

@@ -7,7 +7,7 @@ import platform
 import torch
 
 from torchweave.config import AttentionFacts, DeviceFacts, choose_device
-from torchweave.ops.attention import available_backends, get_backend
+from torchweave.ops.attention.op import available_backends, get_backend
 from torchweave.ops.kernels.cpp import NO_COMPILER, has_compiler
 
 # In the order of preference on each kind of device; figures in bench/results.

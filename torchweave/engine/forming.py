@@ -13,7 +13,7 @@ from torchweave.engine.limits import Limits
 from torchweave.engine.running import NO_SLOTS, Running
 from torchweave.engine.scoring import scored
 from torchweave.engine.step import Chunk, Scored, Step
-from torchweave.ops.state import SlotUpdates
+from torchweave.ops.slot_state import SlotUpdates
 
 GRANT_AHEAD = 16  # tokens: a sequence gets its next block this early, together with others that need one soon
 

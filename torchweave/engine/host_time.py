@@ -17,7 +17,7 @@ from torchweave.engine.request import SamplingParams
 from torchweave.engine.responses import Responses
 from torchweave.engine.scheduler import POLICIES
 from torchweave.engine.step import Step, StepResult
-from torchweave.ops.state import SlotState
+from torchweave.ops.slot_state import SlotState
 
 _BLOCK_SIZE = 64
 

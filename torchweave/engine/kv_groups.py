@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torchweave.ops.attention import LayerSpec
+from torchweave.ops.attention.op import LayerSpec
 
 MAX_GROUPS = 8  # each has a block table of its own, which every step reads
 

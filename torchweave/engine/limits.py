@@ -9,7 +9,7 @@ import numpy as np
 
 from torchweave.engine.kv_cache import KVCache
 from torchweave.engine.request import InferenceRequest, SamplingParams
-from torchweave.ops.sampling_adjust import LONGEST_WORD
+from torchweave.ops.sampling.logits_processors import LONGEST_WORD
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torchweave.config import Plan
 from torchweave.engine.forming import GRANT_AHEAD
 from torchweave.engine.kv_groups import Sight, longest_sequence, most_blocks
-from torchweave.ops.attention import LayerSpec
+from torchweave.ops.attention.op import LayerSpec
 
 _RESERVE = 256 << 20  # bytes left free on a GPU, for libraries that allocate on first use and for fragments
 GIB = 1 << 30

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchweave.engine.offload import Mover
-from torchweave.ops.attention import KVLayer
+from torchweave.ops.attention.op import KVLayer
 from torchweave.utils.cuda_streams import side_stream
 
 _CHUNK = 1 << 30  # bytes that are pinned at once: torch rounds what it pins up to a power of two
@@ -57,7 +57,7 @@ class StreamMover:
     """
 
     def __init__(self, tensors: Sequence[Tensor], num_bytes: int) -> None:
-        from torchweave.ops.kernels.move_blocks import WORD
+        from torchweave.ops.kernels.attention.copy_blocks import WORD
 
         parts = _by_block(tensors)
         self._device = tensors[0].device
@@ -89,7 +89,7 @@ class StreamMover:
         return self._move(blocks, places, to_host=False)
 
     def _move(self, blocks: np.ndarray, places: np.ndarray, to_host: bool) -> int:
-        from torchweave.ops.kernels.move_blocks import launch_move
+        from torchweave.ops.kernels.attention.copy_blocks import launch_move
 
         at = self._addresses[places // self._per_chunk] + places % self._per_chunk * self._place_bytes
         pairs = torch.from_numpy(np.stack([blocks, at], 1).astype(np.int64)).pin_memory()

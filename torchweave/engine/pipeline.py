@@ -22,9 +22,9 @@ from torchweave.distributed.world import World
 from torchweave.engine.redraw import Redraw
 from torchweave.engine.step import Adjust
 from torchweave.models.parallel import Stage
-from torchweave.ops.sampling import sample
-from torchweave.ops.sampling_adjust import ROW, SLOT
-from torchweave.ops.state import SlotState
+from torchweave.ops.sampling.logits_processors import ROW, SLOT
+from torchweave.ops.sampling.sample import sample
+from torchweave.ops.slot_state import SlotState
 
 
 class StageForward:

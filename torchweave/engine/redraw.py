@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from torchweave.engine.step import Adjust
-from torchweave.ops.sampling_adjust import NUM_FIELDS, AdjustState, redraw
-from torchweave.ops.state import SlotState
+from torchweave.ops.sampling.logits_processors import NUM_FIELDS, AdjustState, redraw
+from torchweave.ops.slot_state import SlotState
 
 
 class Redraw:

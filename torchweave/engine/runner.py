@@ -30,10 +30,10 @@ from torchweave.engine.movers import copy_blocks
 from torchweave.engine.pipeline import StageForward, StageRedraw
 from torchweave.engine.redraw import Redraw
 from torchweave.engine.step import Step, StepLogprobs, StepResult
-from torchweave.ops.attention import AttentionBackend, AttentionMetadata, KVLayer
-from torchweave.ops.sampling import logprobs, sample
-from torchweave.ops.state import SlotState
-from torchweave.ops.step import advance, carry, prepare, prepare_decode
+from torchweave.ops.attention.op import AttentionBackend, AttentionMetadata, KVLayer
+from torchweave.ops.sampling.sample import logprobs, sample
+from torchweave.ops.slot_state import SlotState
+from torchweave.ops.step_io import advance, carry, prepare, prepare_decode
 from torchweave.report import Report
 from torchweave.utils.cuda_streams import idle_within, side_stream
 from torchweave.utils.openmp import release_workers

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchweave.engine.request import TokenLogprobs
-from torchweave.ops.sampling_adjust import Join
+from torchweave.ops.sampling.logits_processors import Join
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Adjust:
     """Rows of a step whose logits are changed before their tokens are drawn.
 
     Attributes:
-        rows: int32 [NUM_FIELDS, K], a record a column; see `torchweave.ops.sampling_adjust`.
+        rows: int32 [NUM_FIELDS, K], a record a column; see `torchweave.ops.sampling.logits_processors`.
         joins: what the device has to be told first of requests that start.
         masks: int32 [M, ceil(V / 32)], tokens that a grammar allows, as bits; None where no row has a grammar.
     """

@@ -27,9 +27,9 @@ from torchweave.engine.runner import Runner
 from torchweave.engine.step import Adjust
 from torchweave.models.experts import launch_samples
 from torchweave.models.quantize import distinct
-from torchweave.ops.attention import AttentionBackend, LayerSpec
-from torchweave.ops.sampling_adjust import MASK, NUM_FIELDS
-from torchweave.ops.state import SlotState
+from torchweave.ops.attention.op import AttentionBackend, LayerSpec
+from torchweave.ops.sampling.logits_processors import MASK, NUM_FIELDS
+from torchweave.ops.slot_state import SlotState
 from torchweave.report import Report
 
 _TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)

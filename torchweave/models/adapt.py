@@ -23,7 +23,7 @@ from torchweave.models import attention, experts
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep, takes_rows
 from torchweave.models.hooks import hold_rope, hook_attention, silence_padding
-from torchweave.ops.attention import LayerSpec
+from torchweave.ops.attention.op import LayerSpec
 from torchweave.report import Report
 
 # Layers that keep a running state instead of keys and values, by the name that `config.layer_types` gives them.

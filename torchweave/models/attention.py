@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-import torchweave.ops.attention  # noqa: F401  (defines torchweave::attention)
+import torchweave.ops.attention.op  # noqa: F401  (defines torchweave::attention)
 
 NAME = "torchweave"
 """The attention implementation's name in transformers. No mask function has this name, so models build no masks."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from torchweave.ops.attention import LayerSpec
+    from torchweave.ops.attention.op import LayerSpec
 
 
 def takes_rows(model: PreTrainedModel) -> bool:

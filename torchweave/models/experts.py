@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-import torchweave.ops.experts  # noqa: F401  (defines torchweave::experts)
+import torchweave.ops.moe.experts  # noqa: F401  (defines torchweave::experts)
 from torchweave.models.attention import UnsupportedModel
 
 NAME = "torchweave"

@@ -26,7 +26,7 @@ from torchweave.models.hooks import freeze_rope
 from torchweave.models.parallel import Stage, divide, keep_stage
 from torchweave.models.quantized_checkpoint import scheme_for, stored_cache_dtype, stored_scheme, take_cache_scales
 from torchweave.models.resolve import Source, read_json, resolve
-from torchweave.ops.attention import LayerSpec
+from torchweave.ops.attention.op import LayerSpec
 from torchweave.report import Report
 from torchweave.tokenizer import Tokenizer, end_token
 

@@ -1,7 +1,7 @@
 """Linears in FP8: which of a model become so, how a weight is quantised as it is loaded, and the module that takes its place.
 
 A weight comes to the device in the model's dtype, is quantised there and forgotten, before the next one comes: no whole model in
-16 bits is ever on the device. Numerics: `torchweave.ops.fp8` and `torchweave.ops.fp8_linear`.
+16 bits is ever on the device. Numerics: `torchweave.ops.quant.fp8` and `torchweave.ops.quant.fp8_linear`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import torchweave.ops.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
+import torchweave.ops.quant.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
 from torchweave.models.weights import put
-from torchweave.ops.fp8 import FP8, GROUP, PER_TOKEN, scale_of, to_fp8
-from torchweave.ops.fp8_linear import block_scales, takes
+from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN, scale_of, to_fp8
+from torchweave.ops.quant.fp8_linear import block_scales, takes
 from torchweave.report import Report
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "block_sparse_moe_gate"})

@@ -25,7 +25,7 @@ from torchweave.models.cuts import Cut
 from torchweave.models.quantize import Scheme, scheme
 from torchweave.models.resolve import Source, read_json
 from torchweave.models.weights import Stored, targets
-from torchweave.ops.fp8 import GROUP
+from torchweave.ops.quant.fp8 import GROUP
 
 WEIGHT_SCALES = (".weight_scale", ".weight_scale_inv")
 INPUT_SCALES = (".input_scale", ".activation_scale")

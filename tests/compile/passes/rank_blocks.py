@@ -8,10 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import torchweave.ops.collectives_fused
-import torchweave.ops.fp8_linear
-import torchweave.ops.norm  # noqa: F401 (define the ops)
-from torchweave.ops.fp8 import PER_TOKEN, quantize
+from torchweave.ops.quant.fp8 import PER_TOKEN, quantize
 
 ops = torch.ops.torchweave
 EPS = 1e-5

@@ -17,7 +17,7 @@ from torchweave.compile.passes.aten.all_reduce_norm_quant import FP4, FP8
 from torchweave.compile.passes.aten.fused_linears import FusedLinears
 from torchweave.compile.passes.manager import run_pass
 from torchweave.compile.passes.testing import T, check, graph_of
-from torchweave.ops.fp8 import GROUP, PER_TOKEN
+from torchweave.ops.quant.fp8 import GROUP, PER_TOKEN
 
 ops = torch.ops.torchweave
 BF16 = torch.bfloat16

@@ -33,9 +33,9 @@ from torchweave.compile.tuning.table import Entry, Table
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.world import World
-from torchweave.ops.collectives import register_communicator
-from torchweave.ops.fp4 import dequantize_fp4
-from torchweave.ops.fp8 import GROUP, PER_TOKEN
+from torchweave.ops.collectives.op import register_communicator
+from torchweave.ops.quant.fp8 import GROUP, PER_TOKEN
+from torchweave.ops.quant.nvfp4 import dequantize_fp4
 from torchweave.report import Report
 
 ops = torch.ops.torchweave

@@ -14,7 +14,7 @@ from torchweave.models.parallel.apply import apply
 from torchweave.models.parallel.plan import ParallelPlan, plan_of
 from torchweave.models.parallel.roles import kind_of
 from torchweave.models.parallel.stages import Stage, keep_stage
-from torchweave.ops.attention import LayerSpec
+from torchweave.ops.attention.op import LayerSpec
 from torchweave.report import Report
 
 __all__ = ["ParallelPlan", "Stage", "divide", "keep_stage"]

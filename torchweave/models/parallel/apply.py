@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import torchweave.ops.collectives  # noqa: F401  (defines torchweave::all_reduce)
+import torchweave.ops.collectives.op  # noqa: F401  (defines torchweave::all_reduce)
 from torchweave.models.cuts import Heads
 from torchweave.models.parallel.fused import WIDTHS
 from torchweave.models.parallel.plan import ParallelPlan

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import torchweave.ops.stages  # noqa: F401  (defines torchweave::stage_input)
+import torchweave.ops.pipeline_marks  # noqa: F401  (defines torchweave::stage_input)
 from torchweave.models.adapt import layer_specs
 from torchweave.models.attention import UnsupportedModel
-from torchweave.ops.attention import LayerSpec
+from torchweave.ops.attention.op import LayerSpec
 from torchweave.report import Report
 
 T = TypeVar("T")

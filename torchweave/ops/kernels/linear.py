@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.activation import activate
-from torchweave.ops.kernels.dependent import enter, leave, options, takes_part
+from torchweave.ops.kernels.dependent_launch import enter, leave, options, takes_part
 from torchweave.ops.kernels.norm import scale_rows
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.dependent import enter, options, takes_part
+from torchweave.ops.kernels.dependent_launch import enter, options, takes_part
 from torchweave.ops.kernels.rows import rows_of
 
 

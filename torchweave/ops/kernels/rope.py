@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.dependent import enter, options, takes_part
-from torchweave.ops.kernels.kv_format import as_kept
+from torchweave.ops.kernels.attention.kv_cache_dtype import as_kept
+from torchweave.ops.kernels.dependent_launch import enter, options, takes_part
 from torchweave.ops.kernels.norm import scale_rows
 
 

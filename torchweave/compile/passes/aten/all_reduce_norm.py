@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import torchweave.ops.collectives_fused
+import torchweave.ops.collectives.all_reduce_norm
 import torchweave.ops.norm  # noqa: F401 (defines the ops)
 from torchweave.compile.passes.aten.add_rms_norm import where as of_one_kind
 from torchweave.compile.passes.matcher import Match

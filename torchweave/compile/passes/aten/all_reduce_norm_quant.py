@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import torchweave.ops.collectives_fused  # noqa: F401 (defines the ops)
+import torchweave.ops.collectives.all_reduce_norm  # noqa: F401 (defines the ops)
 from torchweave.compile.passes.pattern import Fusion
 
 ops = torch.ops.torchweave

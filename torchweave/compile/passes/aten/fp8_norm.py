@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import torchweave.ops.fp8_fused  # noqa: F401  (defines the ops)
+import torchweave.ops.quant.fp8_fused  # noqa: F401  (defines the ops)
 from torchweave.compile.passes.pattern import Fusion
 
 ops = torch.ops.torchweave

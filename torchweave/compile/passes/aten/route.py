@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import torchweave.ops.routing  # noqa: F401 (defines torchweave::route)
+import torchweave.ops.moe.routing  # noqa: F401 (defines torchweave::route)
 from torchweave.compile.graph import Faked
 from torchweave.compile.passes.base import PassResult
 from torchweave.compile.passes.matcher import Match

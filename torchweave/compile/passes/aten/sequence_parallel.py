@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import torchweave.ops.rows  # noqa: F401 (defines torchweave::own_rows)
+import torchweave.ops.collectives.sequence_parallel_norm  # noqa: F401 (defines torchweave::own_rows)
 from torchweave.compile.graph import Faked
 from torchweave.compile.passes.aten.userbuffers import next_collective, pays_from, shape_of_table, sum_of
 from torchweave.compile.passes.base import GraphPass, NearMiss, Need, Numerics, PassResult, Stage, TokenRange
@@ -30,8 +30,8 @@ from torchweave.compile.passes.rewrite import insert, same_kind
 from torchweave.compile.split import normalize
 from torchweave.compile.symbols import value
 from torchweave.compile.tuning.table import Table
-from torchweave.ops.collectives_fused import Norm, Quant
-from torchweave.ops.rows import Sharding, norm_by_rows
+from torchweave.ops.collectives.all_reduce_norm import Norm, Quant
+from torchweave.ops.collectives.sequence_parallel_norm import Sharding, norm_by_rows
 
 ops = torch.ops.torchweave
 _PLAIN = ops.all_reduce_add_rms_norm.default

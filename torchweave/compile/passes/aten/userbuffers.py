@@ -1,5 +1,5 @@
 """User buffers (SPEC T8) in three passes: a collective reads memory that all ranks see, its operand is made there, and the residual
-between two collectives stays divided among the ranks. See `torchweave.ops.userbuffers` for the ops.
+between two collectives stays divided among the ranks. See `torchweave.ops.collectives.user_buffers` for the ops.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import torchweave.ops.userbuffers  # noqa: F401 (defines the ops)
+import torchweave.ops.collectives.user_buffers  # noqa: F401 (defines the ops)
 from torchweave.compile.graph import Faked, same_geometry
 from torchweave.compile.passes.base import GraphPass, Mismatch, NearMiss, Need, Numerics, PassResult, Stage, TokenRange
 from torchweave.compile.passes.rewrite import erase

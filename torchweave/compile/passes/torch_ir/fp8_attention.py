@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import fx
 
-import torchweave.ops.attention  # noqa: F401  (defines torchweave::attention)
+import torchweave.ops.attention.op  # noqa: F401  (defines torchweave::attention)
 from torchweave.compile.graph import CapturedGraph, refresh
 from torchweave.compile.passes.base import GraphPass, NearMiss, PassResult
 from torchweave.compile.passes.torch_ir.merge_fp8_linears import QUANT, calls_of
 from torchweave.compile.symbols import value
-from torchweave.ops.fp8 import FP8, GROUP
+from torchweave.ops.quant.fp8 import FP8, GROUP
 
 _ATTENTION = torch.ops.torchweave.attention.default
 _VIEWS = frozenset({"unsqueeze", "squeeze", "reshape", "view", "flatten", "contiguous"})

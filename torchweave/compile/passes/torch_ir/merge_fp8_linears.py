@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from torch import fx
 
-import torchweave.ops.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
+import torchweave.ops.quant.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.mutation import storage
 from torchweave.compile.passes.base import GraphPass, NearMiss, PassResult
 from torchweave.compile.passes.torch_ir.stacking import Call, Stacked, barrier, stack, stretches
 from torchweave.compile.split import normalize
 from torchweave.compile.symbols import value
-from torchweave.ops.fp8 import GROUP
+from torchweave.ops.quant.fp8 import GROUP
 
 QUANT = torch.ops.torchweave.fp8_quant.default
 _LINEAR = torch.ops.torchweave.fp8_linear.default

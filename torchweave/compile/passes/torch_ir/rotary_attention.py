@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import torchweave.ops.attention  # noqa: F401 (defines torchweave::attention)
+import torchweave.ops.attention.op  # noqa: F401 (defines torchweave::attention)
 from torchweave.compile.graph import CapturedGraph
 from torchweave.compile.passes.base import GraphPass, NearMiss, PassResult
 from torchweave.compile.passes.matcher import Match, Nearly, Pattern

@@ -1,0 +1,112 @@
+"""FlashAttention 3 for steps with context rows, from the optional wheel `fa3-fwd` (Hopper, bf16); decode steps are Triton's.
+
+The wheel is built with the paged cache by bulk copies only: pages of 128 tokens, heads of 64 or 128, no window. It takes the
+paged kernel when it is told of long queries, so the longest query is given as at least 256; real lengths are on the device,
+and a step can be captured whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchweave.ops.attention.backends.triton import TritonBackend, TritonStep, turn_and_write, write
+from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, KVLayer, LayerSpec
+from torchweave.ops.rope import Rotary
+
+PAGE_SIZE = 128
+LONG_QUERY = 256
+
+
+def refusal(spec: LayerSpec, dtype: torch.dtype) -> str | None:
+    """Why FlashAttention 3, as the wheel builds it, cannot do a layer; None if it can."""
+    if dtype != torch.bfloat16:
+        return f"FlashAttention 3 is built for bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if spec.head_dim not in (64, 128) or spec.value_dim != spec.head_dim:
+        return f"FlashAttention 3 takes heads of 64 or 128, not {spec.head_dim} with values of {spec.value_dim}"
+    if spec.cache_dtype is not None:
+        return "FlashAttention 3 reads a cache in FP8 only with queries in FP8"
+    if spec.window or spec.chunk or spec.softcap or spec.sinks:
+        return "FlashAttention 3 is built without windows, chunks, soft caps and sinks"
+    return None
+
+
+class Fa3Backend(TritonBackend):
+    """Context and mixed steps by FlashAttention 3, decode steps by the Triton kernel, over one cache."""
+
+    name = "fa3"
+    block_size = PAGE_SIZE
+
+    def allocate(
+        self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> KVLayer:
+        """See `AttentionBackend.allocate`. What lies behind a sequence's end has weight 0 but is multiplied: it must be finite."""
+        reason = refusal(spec, dtype)
+        if reason is not None:
+            raise ValueError(f"attention_backend 'fa3' cannot run this model: {reason}; choose triton")
+        if block_size != PAGE_SIZE:
+            raise ValueError(f"attention_backend 'fa3' needs block_size {PAGE_SIZE}, not {block_size}")
+        layer = super().allocate(spec, num_blocks, block_size, dtype, device)
+        for tensor in layer.tensors:
+            tensor.zero_()
+        return layer
+
+    def begin(self, meta: AttentionMetadata) -> TritonStep | Fa3Step:
+        """See `AttentionBackend.begin`; gathers the rows' pages on the device, which a capture records."""
+        if meta.decode_only:
+            return super().begin(meta)
+        return Fa3Step(meta, meta.block_table.index_select(0, meta.slots.clamp(min=0)))
+
+
+@dataclass(frozen=True)
+class Fa3Step:
+    """A step with context rows; `pages` is int32 `[R, max_blocks_per_seq]`."""
+
+    meta: AttentionMetadata
+    pages: Tensor
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
+        """See `AttentionStep.forward`."""
+        write(k, v, cache, self.meta)
+        self._attend(q, out, cache, variant)
+
+    def forward_turning(
+        self, rotary: Rotary, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant
+    ) -> None:
+        """See `TurningStep.forward_turning`: by the kernel that writes the cache."""
+        q, _ = turn_and_write(rotary, q, k, v, cache, self.meta)
+        self._attend(q, out, cache, variant)
+
+    def _attend(self, q: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
+        meta, (scale, window, softcap, sinks, chunk) = self.meta, variant
+        assert not window and not softcap and sinks is None and not chunk, "refused when the backend was chosen"
+        out.zero_()  # padded tokens belong to no row, which leaves their results as they were
+        _fwd(q, cache, out, meta.query_start, meta.seq_lens, max(meta.num_tokens, LONG_QUERY), self.pages, scale)
+
+
+def _fwd(
+    q: Tensor,
+    cache: KVLayer,
+    out: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    max_query: int,
+    pages: Tensor,
+    scale: float,
+) -> None:
+    """The wheel's own op, since its Python functions cannot write into a given tensor. Arguments go by position."""
+    import fa3_fwd_interface  # noqa: F401 (registers the op)
+
+    torch.ops.fa3_fwd.fwd(
+        q, cache.k, cache.v, None, None, None, out,  # k_new, v_new, qv, out
+        query_start, None, None,  # of queries, keys, new keys
+        None, seq_lens,  # lengths in use: of queries, of keys
+        max_query, None,  # longest query, longest keys
+        pages, None, None,  # page table, batch index, left padding
+        None, None, None,  # rotary cosines, sines, lengths
+        None, None, None,  # scales of q, k, v
+        scale, True, -1, -1, 0, 0.0, True,  # causal, window left and right, chunk, softcap, rotary interleaved
+        None, 1, None, 0,  # scheduler metadata, splits, pack GQA, SM margin
+    )  # fmt: skip

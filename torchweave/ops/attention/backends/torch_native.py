@@ -1,0 +1,205 @@
+"""Paged attention in plain torch: the fast path on a CPU, and the reference of the kernels on any device.
+
+What a step costs on a CPU is mostly the number of torch calls. So rows are batched: all decode rows are one group, and
+context rows of similar length are padded into few groups. The indices of a group are built once per step with numpy; a layer
+then takes a fixed number of calls per group, whatever the number of rows:
+
+    index_copy k, v -> index_select k, v -> scaled_dot_product_attention -> copy into out
+
+Keys are gathered token by token, and places behind a row's length repeat the row's own first visible token: no row ever reads
+memory of another row or memory that was never written, so a NaN elsewhere cannot leak through a weight of zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchweave.ops.attention.kv_cache_dtype import keep, raw, recall
+from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, KVLayer, LayerSpec, attend
+
+MAX_GROUP_SCORES = 1 << 22
+"""Scores per head of a group of several context rows; bounds the mask and the padding of a group."""
+
+
+@dataclass
+class _Group:
+    """Rows that are attended together, padded to N queries and L keys.
+
+    Attributes:
+        block_rows: int `[rows, max_blocks]`, the block table of the rows.
+        tokens: `[rows, N]`, tokens of the step; places behind a row's end repeat its last token.
+        positions: `[rows, N]`, their positions in the sequence.
+        span: `(start, stop)` if the tokens are exactly that range in order, else None.
+    """
+
+    block_rows: np.ndarray
+    tokens: np.ndarray
+    positions: np.ndarray
+    span: tuple[int, int] | None
+    token_index: Tensor | None
+    views: dict[tuple[int, int, torch.dtype], tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+
+
+class TorchStep:
+    """One step of the torch backend; holds the indices that its layers share.
+
+    Rows of fewer than `at_least` tokens are left out: their keys and values are stored, their part of `out` is not written.
+    """
+
+    def __init__(self, meta: AttentionMetadata, at_least: int = 1) -> None:
+        self.device = meta.slot_mapping.device
+        host = _HostMetadata(meta)
+        padded = np.flatnonzero(host.slot_mapping < 0)
+        real = np.flatnonzero(host.slot_mapping >= 0)
+        self.padding = self._index(padded) if padded.size else None
+        self.written = self._index(real) if padded.size else None
+        self.slots = self._index(host.slot_mapping[real]) if padded.size else meta.slot_mapping
+        host.counts[host.counts < at_least] = 0
+        self.groups = [self._group(host, rows) for rows in _group_rows(host)]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
+        """See `AttentionStep.forward`."""
+        k_cache, v_cache = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
+        k, v = keep(k, k_cache.dtype, cache.k_scale), keep(v, v_cache.dtype, cache.v_scale)
+        written = self.written
+        for kept, new in ((raw(k_cache), raw(k)), (raw(v_cache), raw(v))):
+            kept.index_copy_(0, self.slots, new if written is None else new.index_select(0, written))
+        block_size = cache.k.shape[1]
+        for group in self.groups:
+            rows, queries = group.tokens.shape
+            index, bias = self._view(group, variant.window, variant.chunk, block_size, q.dtype)
+            queries_of = q[slice(*group.span)] if group.span is not None else q.index_select(0, group.token_index)
+            if index is None:
+                start, stop = group.span
+                keys, values = k[None, start:stop], v[None, start:stop]
+            else:
+                keys = raw(k_cache).index_select(0, index).view(k_cache.dtype).unflatten(0, (rows, -1))
+                values = raw(v_cache).index_select(0, index).view(v_cache.dtype).unflatten(0, (rows, -1))
+            keys, values = recall(keys, cache.k_scale, q.dtype), recall(values, cache.v_scale, q.dtype)
+            queries_of = queries_of.unflatten(0, (rows, queries))
+            result = attend(
+                queries_of, keys, values, bias, scale=variant.scale, softcap=variant.softcap, sinks=variant.sinks
+            )
+            if group.span is not None:
+                out[slice(*group.span)].view(result.shape).copy_(result)
+            else:
+                # A padded place holds its row's last token and computes the same result again.
+                out.index_copy_(0, group.token_index, result.flatten(2, 3).flatten(0, 1).to(out.dtype))
+        if self.padding is not None:
+            out.index_fill_(0, self.padding, 0)
+
+    def _index(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self.device)
+
+    def _group(self, host: _HostMetadata, rows: np.ndarray) -> _Group:
+        counts = host.counts[rows]
+        offsets = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
+        tokens = host.starts[rows][:, None] + offsets
+        positions = (host.seq_lens[rows] - counts)[:, None] + offsets
+        flat = tokens.ravel()
+        span = (int(flat[0]), int(flat[0]) + flat.size)
+        exact = np.array_equal(flat, np.arange(*span))
+        return _Group(
+            host.block_table[host.slots[rows]],
+            tokens,
+            positions,
+            span if exact else None,
+            None if exact else self._index(flat),
+        )
+
+    def _view(
+        self, group: _Group, window: int, chunk: int, block_size: int, dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Cache index of the group's keys and the mask, for layers with this window and chunk."""
+        key = (window, chunk, dtype)
+        if key not in group.views:
+            group.views[key] = self._make_view(group, window, chunk, block_size, dtype)
+        return group.views[key]
+
+    def _make_view(
+        self, group: _Group, window: int, chunk: int, block_size: int, dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor | None]:
+        positions = group.positions
+        lowest = np.zeros_like(positions)
+        if window:
+            lowest = np.maximum(lowest, positions - window + 1)
+        if chunk:
+            lowest = np.maximum(lowest, positions // chunk * chunk)
+        whole = len(positions) == 1 and positions[0, 0] == 0 and group.span is not None
+        if whole and not lowest.any():
+            return None, None  # one sequence from its beginning: the step's own keys are all there is
+        first, last = lowest[:, :1], positions[:, -1:]
+        key_positions = first + np.arange((last - first).max() + 1)
+        places = np.where(key_positions <= last, key_positions, first)
+        blocks = np.take_along_axis(group.block_rows, places // block_size, axis=1).astype(np.int64)
+        index = self._index((blocks * block_size + places % block_size).ravel())
+        seen = (key_positions[:, None] <= positions[:, :, None]) & (key_positions[:, None] >= lowest[:, :, None])
+        bias = np.where(seen, np.float32(0), np.float32(-np.inf))[:, None]
+        return index, torch.from_numpy(bias).to(self.device, dtype)
+
+
+class _HostMetadata:
+    """The metadata as numpy arrays: views of a CPU tensor, one copy each from a GPU."""
+
+    def __init__(self, meta: AttentionMetadata) -> None:
+        rows = meta.num_rows
+        self.slots = meta.slots[:rows].cpu().numpy()
+        self.seq_lens = meta.seq_lens[:rows].cpu().numpy().astype(np.int64)
+        self.block_table = meta.block_table.cpu().numpy()
+        self.slot_mapping = meta.slot_mapping[: meta.num_tokens].cpu().numpy()
+        if meta.decode_only:
+            self.starts = np.arange(rows)
+            self.counts = (self.slots >= 0).astype(np.int64)
+        else:
+            query_start = meta.query_start[: rows + 1].cpu().numpy().astype(np.int64)
+            self.starts = query_start[:-1]
+            self.counts = np.where(self.slots >= 0, np.diff(query_start), 0)
+
+
+def _group_rows(host: _HostMetadata) -> list[np.ndarray]:
+    """Rows by group: all decode rows, then context rows of similar size, padded to at most twice their scores."""
+    decode = np.flatnonzero(host.counts == 1)
+    groups = [decode] if decode.size else []
+    context = np.flatnonzero(host.counts > 1)
+    context = context[np.lexsort((host.seq_lens[context], host.counts[context]))]
+    members: list[int] = []
+    longest = exact = 0
+    for row in context.tolist():
+        count, length = int(host.counts[row]), int(host.seq_lens[row])
+        padded = (len(members) + 1) * count * max(longest, length)
+        if members and (padded > 2 * (exact + count * length) or padded > MAX_GROUP_SCORES):
+            groups.append(np.array(members))
+            members, longest, exact = [], 0, 0
+        members.append(row)
+        longest, exact = max(longest, length), exact + count * length
+    if members:
+        groups.append(np.array(members))
+    return groups
+
+
+class TorchBackend:
+    """Plain torch on any device. It reads the metadata on the host once per step, so it cannot be captured."""
+
+    name = "torch"
+    captures_mixed = False
+    block_size = 16
+
+    def allocate(
+        self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> KVLayer:
+        """See `AttentionBackend.allocate`."""
+        shape, kept = (num_blocks, block_size, spec.num_kv_heads), spec.cache_dtype or dtype
+        return KVLayer(
+            torch.zeros(*shape, spec.head_dim, dtype=kept, device=device),
+            torch.zeros(*shape, spec.value_dim, dtype=kept, device=device),
+            spec.k_scale,
+            spec.v_scale,
+        )
+
+    def begin(self, meta: AttentionMetadata) -> TorchStep:
+        """See `AttentionBackend.begin`."""
+        return TorchStep(meta)

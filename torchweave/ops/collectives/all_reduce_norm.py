@@ -1,0 +1,184 @@
+"""All-reduce with what follows it in a decoder layer: the residual add, the RMSNorm, and quantising for the next product.
+
+Each op is, to the bit, its parts one after the other: the sum over ranks is rounded to x's dtype, the residual is added and
+rounded, the norm rounds as its dialect says (`torchweave.ops.norm`), and that is quantised (`torchweave.ops.quant.fp8`,
+`.fp4`). Where
+the group's communicator has a kernel for all of it, and the size is one where it measured faster, that runs; else the parts do.
+
+An output that nobody reads is not computed: `keep_norm` and `keep_sum` say so, and it is an empty tensor of shape `[0]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchweave.ops.collectives.op import Communicator, communicator
+from torchweave.ops.norm import add_rms_norm, rms_norm, rms_norm_of_sum
+from torchweave.ops.quant.fp8 import empty_quantized, fp8_quant
+from torchweave.ops.quant.fp8_fused import add_rms_norm_fp8, rms_norm_fp8
+from torchweave.ops.quant.nvfp4 import empty_fp4, fp4_quant
+from torchweave.ops.registry import define
+
+
+@dataclass(frozen=True)
+class Quant:
+    """How a norm's output is quantised.
+
+    Attributes:
+        to: "fp8", by `group` and `scale` of `torchweave::fp8_quant`; "fp4", by `scale` of `torchweave::fp4_quant`.
+    """
+
+    to: Literal["fp8", "fp4"]
+    group: int = 0
+    scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What is done to a reduced x `[..., D]`.
+
+    Attributes:
+        residual: `[..., D]`, added to it first; none: nothing is.
+        weight, eps, offset, wide: as `torchweave::rms_norm`.
+        quant: how the norm is quantised, if it is.
+        keep_norm: whether the norm itself is wanted.
+        keep_sum: whether the sum before the norm is wanted (without a residual: the reduced x).
+    """
+
+    residual: Tensor | None
+    weight: Tensor | None
+    eps: float
+    offset: float = 0.0
+    wide: bool = False
+    quant: Quant | None = None
+    keep_norm: bool = True
+    keep_sum: bool = True
+
+
+class Normed(NamedTuple):
+    """The norm, the sum before it, and the quantised norm with its scales; None for what was not asked for."""
+
+    y: Tensor | None
+    total: Tensor | None
+    q: Tensor | None = None
+    s: Tensor | None = None
+
+
+def reduced_norm(ranks: Communicator, x: Tensor, norm: Norm) -> Normed:
+    """The norm of x summed over ranks, by one kernel where there is one for this size, else part by part."""
+    done = ranks.reduced_norm(x, norm)
+    return done if done is not None else norm_of(ranks.all_reduce(x), norm)
+
+
+def norm_of(x: Tensor, norm: Norm) -> Normed:
+    """What follows the sum over ranks, by the ops of one GPU; x is not kept by anyone else."""
+    dialect = (norm.weight, norm.eps, norm.offset, norm.wide)
+    quant = norm.quant
+    if quant is not None and quant.to == "fp8" and not norm.keep_norm:
+        if norm.residual is None:
+            return Normed(None, x, *rms_norm_fp8(x, *dialect, quant.group, quant.scale))
+        q, s, total = add_rms_norm_fp8(x, norm.residual, *dialect, quant.group, quant.scale)
+        return Normed(None, total, q, s)
+    if norm.residual is None:
+        y, total = rms_norm(x, *dialect), x
+    elif norm.keep_sum:
+        y, total = add_rms_norm(x, norm.residual, *dialect)
+    else:
+        y, total = rms_norm_of_sum(x, norm.residual, *dialect), None
+    if quant is None:
+        return Normed(y, total)
+    return Normed(y, total, *quantized(y, quant))
+
+
+def quantized(y: Tensor, quant: Quant) -> tuple[Tensor, Tensor]:
+    """q and s of y."""
+    if quant.to == "fp8":
+        return fp8_quant(y, quant.group, quant.scale)
+    assert quant.scale is not None, "FP4 has a scale for the tensor"
+    return fp4_quant(y, quant.scale)
+
+
+def empty_normed(x: Tensor, norm: Norm) -> Normed:
+    """Room for the results; the fakes' shapes."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if norm.keep_norm or norm.quant is None else None
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if norm.keep_sum else None
+    if norm.quant is None:
+        return Normed(y, total)
+    if norm.quant.to == "fp4":
+        return Normed(y, total, *empty_fp4(x))
+    return Normed(y, total, *empty_quantized(x, x.shape[-1], norm.quant.group, norm.quant.scale))
+
+
+def two_outputs(x: Tensor, normed: Normed, norm: Norm) -> tuple[Tensor, Tensor]:
+    """What an op without quantising returns."""
+    assert normed.y is not None
+    return normed.y, _or_empty(normed.total, norm.keep_sum, x)
+
+
+def four_outputs(x: Tensor, normed: Normed, norm: Norm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What an op with quantising returns."""
+    assert normed.q is not None and normed.s is not None
+    y, total = _or_empty(normed.y, norm.keep_norm, x), _or_empty(normed.total, norm.keep_sum, x)
+    return normed.q, normed.s, y, total
+
+
+def _or_empty(result: Tensor | None, kept: bool, x: Tensor) -> Tensor:
+    return result if kept and result is not None else torch.empty(0, dtype=x.dtype, device=x.device)
+
+
+def _fake(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool, keep_sum: bool,
+    group: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    norm = Norm(residual, weight, eps, offset, wide, keep_sum=keep_sum)
+    return two_outputs(x, empty_normed(x, norm), norm)
+
+
+@define("torchweave::all_reduce_add_rms_norm", fake=_fake)
+def all_reduce_add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool, keep_sum: bool,
+    group: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`y, total = add_rms_norm(all_reduce(x, group), residual, weight, eps, offset, wide)`; see `Norm`."""
+    norm = Norm(residual, weight, eps, offset, wide, keep_sum=keep_sum)
+    return two_outputs(x, reduced_norm(communicator(group), x.contiguous(), norm), norm)
+
+
+def _fake_fp8(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool,
+    quant_group: int, scale: Tensor | None, keep_norm: bool, keep_sum: bool, group: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    norm = Norm(residual, weight, eps, offset, wide, Quant("fp8", quant_group, scale), keep_norm, keep_sum)
+    return four_outputs(x, empty_normed(x, norm), norm)
+
+
+@define("torchweave::all_reduce_add_rms_norm_fp8", fake=_fake_fp8)
+def all_reduce_add_rms_norm_fp8(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool,
+    quant_group: int, scale: Tensor | None, keep_norm: bool, keep_sum: bool, group: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`(q, s, y, total)`: as `all_reduce_add_rms_norm`, and `q, s = fp8_quant(y, quant_group, scale)`."""
+    norm = Norm(residual, weight, eps, offset, wide, Quant("fp8", quant_group, scale), keep_norm, keep_sum)
+    return four_outputs(x, reduced_norm(communicator(group), x.contiguous(), norm), norm)
+
+
+def _fake_fp4(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool,
+    scale: Tensor, keep_norm: bool, keep_sum: bool, group: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    norm = Norm(residual, weight, eps, offset, wide, Quant("fp4", scale=scale), keep_norm, keep_sum)
+    return four_outputs(x, empty_normed(x, norm), norm)
+
+
+@define("torchweave::all_reduce_add_rms_norm_fp4", fake=_fake_fp4)
+def all_reduce_add_rms_norm_fp4(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool,
+    scale: Tensor, keep_norm: bool, keep_sum: bool, group: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`(q, s, y, total)`: as `all_reduce_add_rms_norm`, and `q, s = fp4_quant(y, scale)`."""
+    norm = Norm(residual, weight, eps, offset, wide, Quant("fp4", scale=scale), keep_norm, keep_sum)
+    return four_outputs(x, reduced_norm(communicator(group), x.contiguous(), norm), norm)

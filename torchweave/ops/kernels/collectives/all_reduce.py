@@ -1,0 +1,184 @@
+"""Triton: sums over ranks through memory that all ranks see: one-shot, two-shot, and the gathering of equal parts.
+
+Launches of a kind have as many programs whatever their size, the same on every rank, and each counts its own meetings in
+`counters`: so they agree on the number of the launch without a word from the host, and a CUDA graph can replay it. Sums are
+float32 in the order of the ranks.
+
+PHASES picks what is done (all bits in use; tests run one phase of every rank after the other, in one process):
+1 write this rank's operand where others see it, unless it is there; 2 meet; 4 read others' and add; 8 gather others' sums.
+MEETINGS is 2 where the memory of the operand has no other that takes turns with it: see
+`torchweave.ops.collectives.symmetric_memory`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchweave.ops.collectives.symmetric_memory import ALL_PHASES, PROGRAMS, Place, Workspace
+from torchweave.ops.kernels.collectives.barrier import as_pointer, meet, memories, words
+from torchweave.ops.kernels.dependent_launch import enter, options, takes_part
+
+
+@triton.jit
+def sum_of_ranks(places, at, element, mask, like, SIZE: tl.constexpr):
+    """float32 sum of `element` over the ranks' operands, which begin at byte `at` of each one's memory."""
+    total = tl.load(as_pointer(places[0] + at, like) + element, mask=mask, other=0.0).to(tl.float32)
+    for rank in tl.static_range(1, SIZE):
+        total += tl.load(as_pointer(places[rank] + at, like) + element, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["rank"])
+def one_shot_kernel(
+    x, out, table, counters, num, rank, flags_at, data_at, other_at,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGED: tl.constexpr, MEETINGS: tl.constexpr, PHASES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out [num] = the sum of x over ranks. STAGED: x is copied to `data_at` or `other_at` in turn; else it is at `data_at`."""
+    program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
+    first, column = program * BLOCK, tl.arange(0, BLOCK)
+    places, own = memories(table, SIZE), tl.load(table + rank)
+    theirs, mine, status, limit = words(table, flags_at, rank, SIZE)
+    enter(DEPENDENT)
+    number = tl.load(counters + program) + MEETINGS
+    at = tl.where(number % 2 == 0, data_at, other_at) if STAGED else data_at
+    if STAGED and PHASES & 1:
+        room = as_pointer(own + at, x)
+        for start in range(first, num, step):
+            element = start + column
+            tl.store(room + element, tl.load(x + element, mask=element < num), mask=element < num)
+    if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+        if first < num:
+            meet(theirs, mine, status, limit, number - MEETINGS + 1, SIZE)
+    if PHASES & 4:
+        for start in range(first, num, step):
+            element = start + column
+            total = sum_of_ranks(places, at, element, element < num, x, SIZE)
+            tl.store(out + element, total.to(out.dtype.element_ty), mask=element < num)
+        tl.store(counters + program, number)
+    if MEETINGS == 2 and PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+        if first < num:
+            meet(theirs, mine, status, limit, number, SIZE)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def gather_kernel(
+    x, out, table, counters, num, inner, rank, flags_at, data_at, other_at,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, MEETINGS: tl.constexpr, PHASES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out [num / inner, SIZE, inner] = x [num / inner, inner] of every rank, copied to `data_at` or `other_at` in turn."""
+    program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
+    first, column = program * BLOCK, tl.arange(0, BLOCK)
+    places, own = memories(table, SIZE), tl.load(table + rank)
+    theirs, mine, status, limit = words(table, flags_at, rank, SIZE)
+    enter(DEPENDENT)
+    number = tl.load(counters + program) + MEETINGS
+    at = tl.where(number % 2 == 0, data_at, other_at)
+    if PHASES & 1:
+        room = as_pointer(own + at, x)
+        for start in range(first, num, step):
+            element = start + column
+            tl.store(room + element, tl.load(x + element, mask=element < num), mask=element < num)
+    if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+        if first < num:
+            meet(theirs, mine, status, limit, number - MEETINGS + 1, SIZE)
+    if PHASES & 4:
+        for start in range(first, num, step):
+            element = start + column
+            target = element // inner * (SIZE * inner) + element % inner
+            for other in tl.static_range(SIZE):
+                value = tl.load(as_pointer(places[other] + at, x) + element, mask=element < num)
+                tl.store(out + target + other * inner, value, mask=element < num)
+        tl.store(counters + program, number)
+    if MEETINGS == 2 and PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+        if first < num:
+            meet(theirs, mine, status, limit, number, SIZE)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def two_shot_kernel(
+    x, out, table, counters, num, share, rank, flags_at, data_at, sums_at,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGED: tl.constexpr, PHASES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out [num] = the sum of x over ranks, of which every rank adds the `share` elements that begin at `rank * share`.
+
+    A program works on the same elements of every rank's share in all phases, so that it depends on the programs of its own number
+    only. STAGED: x is copied to `data_at`; else it is there.
+    """
+    program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
+    first, column = program * BLOCK, tl.arange(0, BLOCK)
+    places, own = memories(table, SIZE), tl.load(table + rank)
+    theirs, mine, status, limit = words(table, flags_at, rank, SIZE)
+    enter(DEPENDENT)
+    number = tl.load(counters + program) + 2
+    if STAGED and PHASES & 1:
+        room = as_pointer(own + data_at, x)
+        for other in range(SIZE):
+            for start in range(first, share, step):
+                element = other * share + start + column
+                mask = (start + column < share) & (element < num)
+                tl.store(room + element, tl.load(x + element, mask=mask), mask=mask)
+    if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+        if first < share:
+            meet(theirs, mine, status, limit, number - 1, SIZE)
+    if PHASES & 4:
+        sums = as_pointer(own + sums_at, x)
+        for start in range(first, share, step):
+            element = rank * share + start + column
+            mask = (start + column < share) & (element < num)
+            total = sum_of_ranks(places, data_at, element, mask, x, SIZE)
+            tl.store(sums + start + column, total.to(x.dtype.element_ty), mask=mask)
+    if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+        if first < share:
+            meet(theirs, mine, status, limit, number, SIZE)
+    if PHASES & 8:
+        for turn in range(SIZE):
+            other = (rank + turn) % SIZE  # so that ranks do not all read from the same one
+            sums = as_pointer(tl.load(table + other) + sums_at, x)
+            for start in range(first, share, step):
+                element = other * share + start + column
+                mask = (start + column < share) & (element < num)
+                tl.store(out + element, tl.load(sums + start + column, mask=mask), mask=mask)
+        tl.store(counters + program, number)
+
+
+def launch_one_shot(workspace: Workspace, x: Tensor, out: Tensor, place: Place, phases: int = ALL_PHASES) -> None:
+    """out = the sum of x over ranks; x and out contiguous, of one dtype, in whole 16 bytes; see `Workspace` for `place`."""
+    num, channel = x.numel(), place.channel
+    dependent = not channel and takes_part(x.device)  # large ones have little to gain
+    programs = PROGRAMS.data if channel else PROGRAMS.slots
+    block = 512 if num <= 512 * programs else 4096  # two kernels are built, not one for every size
+    one_shot_kernel[(programs,)](
+        x, out, workspace.table, workspace.counters[channel], num, workspace.rank, workspace.layout.flags(channel),
+        place.at, place.other_at,
+        SIZE=workspace.layout.size, BLOCK=block, STAGED=place.staged, MEETINGS=channel + 1, PHASES=phases, DEPENDENT=dependent,
+        num_warps=max(1, min(16, block // 256)), **options(dependent),
+    )  # fmt: skip
+
+
+def launch_gather(workspace: Workspace, x: Tensor, out: Tensor, inner: int, phases: int = ALL_PHASES) -> None:
+    """out [outer, size, inner] = x [outer, inner] of every rank; int32, contiguous, `inner` a multiple of 4."""
+    num, place = x.numel(), workspace.place_of(x)
+    channel = place.channel
+    dependent = not channel and takes_part(x.device)
+    programs = PROGRAMS.data if channel else PROGRAMS.slots
+    block = 256 if num <= 256 * programs else 2048
+    gather_kernel[(programs,)](
+        x, out, workspace.table, workspace.counters[channel], num, inner, workspace.rank, workspace.layout.flags(channel),
+        place.at, place.other_at,
+        SIZE=workspace.layout.size, BLOCK=block, MEETINGS=channel + 1, PHASES=phases, DEPENDENT=dependent,
+        num_warps=max(1, min(16, block // 128)), **options(dependent),
+    )  # fmt: skip
+
+
+def launch_two_shot(workspace: Workspace, x: Tensor, out: Tensor, place: Place, phases: int = ALL_PHASES) -> None:
+    """As `launch_one_shot`."""
+    num, dependent, layout = x.numel(), takes_part(x.device), workspace.layout
+    share = triton.cdiv(triton.cdiv(num, layout.size), 8) * 8
+    two_shot_kernel[(PROGRAMS.data,)](
+        x, out, workspace.table, workspace.counters[1], num, share, workspace.rank, layout.flags(1), place.at, layout.sums,
+        SIZE=layout.size, BLOCK=4096, STAGED=place.staged, PHASES=phases, DEPENDENT=dependent,
+        num_warps=16, **options(dependent),
+    )  # fmt: skip

@@ -1,0 +1,270 @@
+"""Triton kernels for routed experts with more tokens: pairs of token and expert are grouped by expert on the device.
+
+`plan_kernel` sorts the pairs: `rows` holds them grouped by expert, those of expert e between `ends[e - 1]` and `ends[e]`. Then a
+program owns rows of one expert's weight and multiplies them by all of its tokens on tensor cores, BLOCK_M at a time. Grids depend
+on sizes alone, never on where tokens went, and every sum has one order, so a CUDA graph replays them and repeats bit for bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchweave.ops.kernels.dependent_launch import enter, options
+from torchweave.ops.kernels.moe.experts_gemv import activated, activation
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def plan_kernel(
+    index, ends, rows, places, num_pairs, num_experts,
+    BLOCK: tl.constexpr, PLACES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A stable counting sort: program e finds the pairs of expert e; the last one those of other ranks' experts.
+
+    rows[place] = pair and, with PLACES, places[pair] = place.
+    """
+    mine = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    enter(DEPENDENT)
+    below = tl.zeros([BLOCK], tl.int32)
+    equal = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_pairs, BLOCK):
+        real = start + lane < num_pairs
+        expert = tl.minimum(tl.load(index + start + lane, mask=real, other=0), num_experts)
+        below += (real & (expert < mine)).to(tl.int32)
+        equal += (real & (expert == mine)).to(tl.int32)
+    place = tl.sum(below)
+    count = tl.sum(equal)
+    if mine < num_experts:
+        tl.store(ends + mine, place + count)
+    if count > 0:
+        for start in range(0, num_pairs, BLOCK):
+            pair = start + lane
+            real = pair < num_pairs
+            expert = tl.minimum(tl.load(index + pair, mask=real, other=0), num_experts)
+            found = (real & (expert == mine)).to(tl.int32)
+            at = place + tl.cumsum(found, 0) - 1
+            tl.store(rows + at, pair, mask=found == 1)
+            if PLACES:
+                tl.store(places + pair, at, mask=found == 1)
+            place += tl.sum(found)
+
+
+@triton.jit
+def _product(
+    weights, inputs, inside, real, k_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, BLOCK_M] in float32: rows of a weight, the long side, times rows of inputs."""
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    for start in range(0, WIDTH, BLOCK_K):
+        here = start + k
+        left = here < WIDTH
+        a = tl.load(weights[:, None] + here[None, :] * k_stride, mask=inside[:, None] & left[None, :], other=0.0)
+        b = tl.load(inputs[None, :] + here[:, None], mask=left[:, None] & real[None, :], other=0.0)
+        total = tl.dot(a, b, total)
+    return total
+
+
+@triton.jit
+def tiles_up_kernel(
+    x, up, bias, h, ends, rows, inner, x_stride, expert_stride, row_stride, k_stride,
+    WIDTH: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """h[place, I]: a program computes BLOCK_N activated columns of all pairs of one expert.
+
+    Gate and up rows stand in one tile of twice BLOCK_N rows, as they lie in the weight: two blocks, or alternating.
+    """
+    expert = tl.program_id(1).to(tl.int64)
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    r = tl.arange(0, ROWS)
+    first_column = tl.program_id(0) * BLOCK_N
+    if GATED and INTERLEAVED:
+        inside = first_column * 2 + r < inner * 2
+        weight_row = first_column * 2 + r
+    else:
+        inside = first_column + r % BLOCK_N < inner
+        weight_row = (r // BLOCK_N) * inner + first_column + r % BLOCK_N
+    enter(DEPENDENT)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    weights = up + expert * expert_stride + weight_row * row_stride
+    dtype = h.dtype.element_ty
+    column = first_column + tl.arange(0, BLOCK_N)
+    for start in range(begin, end, BLOCK_M):
+        place = start + tl.arange(0, BLOCK_M)
+        real = place < end
+        token = tl.load(rows + place, mask=real, other=0) // TOP
+        inputs = x + token.to(tl.int64) * x_stride
+        total = _product(weights, inputs, inside, real, k_stride, WIDTH, ROWS, BLOCK_M, BLOCK_K)
+        if HAS_BIAS:
+            biases = bias + expert * (inner * 2 if GATED else inner) + weight_row
+            total += tl.load(biases, mask=inside, other=0.0).to(tl.float32)[:, None]
+        total = total.to(dtype).to(tl.float32)
+        if GATED:
+            if INTERLEAVED:
+                pairs = tl.permute(tl.reshape(total, [BLOCK_N, 2, BLOCK_M]), [0, 2, 1])
+            else:
+                pairs = tl.permute(tl.reshape(total, [2, BLOCK_N, BLOCK_M]), [1, 2, 0])
+            gate, lift = tl.split(pairs)
+            result = activated(gate, lift, ACTIVATION, ALPHA, LIMIT, dtype)
+        else:
+            result = activation(total, ACTIVATION)
+        at = h + place.to(tl.int64)[None, :] * inner + column[:, None]
+        tl.store(at, result.to(dtype), mask=(column < inner)[:, None] & real[None, :])
+
+
+@triton.jit
+def tiles_down_kernel(
+    h, down, y, ends, rows, num_outputs, expert_stride, row_stride, k_stride,
+    INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """y[pair, N], unweighted: a program computes BLOCK_N columns of all pairs of one expert."""
+    expert = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < num_outputs
+    enter(DEPENDENT)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    weights = down + expert * expert_stride + n * row_stride
+    for start in range(begin, end, BLOCK_M):
+        place = start + tl.arange(0, BLOCK_M)
+        real = place < end
+        inputs = h + place.to(tl.int64) * INNER
+        total = _product(weights, inputs, inside, real, k_stride, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
+        pair = tl.load(rows + place, mask=real, other=0).to(tl.int64)
+        at = y + pair[None, :] * num_outputs + n[:, None]
+        tl.store(at, total.to(y.dtype.element_ty), mask=inside[:, None] & real[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    y, index, weight, places, bias, out, num_experts, num_outputs, y_stride, out_stride,
+    TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, PLACES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out[token] = sum_j weight[token, j] * (y[row of pair (token, j)] + bias of its expert), in float32, rounded once."""
+    token = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < num_outputs
+    j = tl.arange(0, TOP_BLOCK)
+    enter(DEPENDENT)
+    pair = token * TOP + j
+    expert = tl.load(index + pair, mask=j < TOP, other=num_experts)
+    chosen = expert < num_experts
+    share = tl.load(weight + pair, mask=chosen, other=0.0).to(tl.float32)
+    row = pair
+    if PLACES:
+        row = tl.load(places + pair, mask=chosen, other=0)
+    valid = chosen[:, None] & inside[None, :]
+    value = tl.load(y + row.to(tl.int64)[:, None] * y_stride + n[None, :], mask=valid, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        biases = bias + expert.to(tl.int64)[:, None] * num_outputs + n[None, :]
+        value += tl.load(biases, mask=valid, other=0.0).to(tl.float32)
+    result = tl.sum(value * share[:, None], axis=0)
+    tl.store(out + token.to(tl.int64) * out_stride + n, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activate_kernel(
+    z, index, rows, bias, h, num_experts, inner, z_stride,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """h[place, I] = activation of z[place, 2 I], the product of a grouped matmul; rows of other ranks' experts are skipped."""
+    place = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < inner
+    expert = tl.load(index + tl.load(rows + place)).to(tl.int64)
+    if expert < num_experts:
+        gate_at = column * 2 if GATED and INTERLEAVED else column
+        lift_at = column * 2 + 1 if INTERLEAVED else column + inner
+        dtype = h.dtype.element_ty
+        biases = bias + expert * (inner * 2 if GATED else inner)
+        gate = tl.load(z + place * z_stride + gate_at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            gate = (gate + tl.load(biases + gate_at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        if GATED:
+            lift = tl.load(z + place * z_stride + lift_at, mask=inside, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                lift = (
+                    (lift + tl.load(biases + lift_at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+                )
+            gate = activated(gate, lift, ACTIVATION, ALPHA, LIMIT, dtype)
+        else:
+            gate = activation(gate, ACTIVATION)
+        tl.store(h + place * inner + column, gate.to(dtype), mask=inside)
+
+
+def launch_plan(
+    index: Tensor, num_experts: int, ends: Tensor, rows: Tensor, places: Tensor | None, *, dependent: bool = False
+) -> None:
+    """index [T, k], ends int32 [E], rows and places int32 [T k]."""
+    pairs = index.numel()
+    block = min(4096, max(32, triton.next_power_of_2(pairs)))
+    plan_kernel[(num_experts + 1,)](
+        index, ends, rows, rows if places is None else places, pairs, num_experts, BLOCK=block,
+        PLACES=places is not None, DEPENDENT=dependent, num_warps=1 if block <= 128 else 4 if block <= 1024 else 8,
+        **options(dependent),
+    )  # fmt: skip
+
+
+def launch_tiles_up(
+    x: Tensor, up: Tensor, bias: Tensor | None, h: Tensor, ends: Tensor, rows: Tensor, top: int,
+    *, gated: bool, interleaved: bool, activation: str, alpha: float, limit: float,
+    block_m: int, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+) -> None:  # fmt: skip
+    """x [T, K], up as [E, 2 I or I, K] with any strides, h [T k, I] by place; rows of x and h contiguous."""
+    inner = h.shape[1]
+    tiles_up_kernel[(triton.cdiv(inner, block_n), up.shape[0])](
+        x, up, up if bias is None else bias, h, ends, rows, inner, x.stride(0), *up.stride(),
+        WIDTH=up.shape[2], TOP=top, GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
+        ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **options(dependent),
+    )  # fmt: skip
+
+
+def launch_tiles_down(
+    h: Tensor, down: Tensor, y: Tensor, ends: Tensor, rows: Tensor,
+    *, block_m: int, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+) -> None:  # fmt: skip
+    """h [T k, I] by place, down as [E, K, I] with any strides, y [T k, K] by pair."""
+    tiles_down_kernel[(triton.cdiv(down.shape[1], block_n), down.shape[0])](
+        h, down, y, ends, rows, down.shape[1], *down.stride(),
+        INNER=down.shape[2], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, DEPENDENT=dependent,
+        num_warps=num_warps, num_stages=depth, **options(dependent),
+    )  # fmt: skip
+
+
+def launch_combine(
+    y: Tensor, index: Tensor, weight: Tensor, num_experts: int, places: Tensor | None, bias: Tensor | None, out: Tensor,
+    *, dependent: bool = False,
+) -> None:  # fmt: skip
+    """y [T k, K] by place where `places` are given, else by pair; index and weight [T, k]; out [T, K]."""
+    tokens, top = index.shape
+    width = out.shape[1]
+    # Few tokens are spread over many programs; many tokens fill the device anyway.
+    block = min(256 if tokens <= 64 else 1024, triton.next_power_of_2(width))
+    combine_kernel[(tokens, triton.cdiv(width, block))](
+        y, index, weight, index if places is None else places, y if bias is None else bias, out, num_experts, width,
+        y.stride(0), out.stride(0), TOP=top, TOP_BLOCK=triton.next_power_of_2(top), PLACES=places is not None,
+        HAS_BIAS=bias is not None, BLOCK_N=block, DEPENDENT=dependent, num_warps=4, **options(dependent),
+    )  # fmt: skip
+
+
+def launch_activate(
+    z: Tensor, index: Tensor, rows: Tensor, num_experts: int, bias: Tensor | None, h: Tensor,
+    *, gated: bool, interleaved: bool, activation: str, alpha: float, limit: float,
+) -> None:  # fmt: skip
+    """z [T k, 2 I or I] and h [T k, I] by place."""
+    inner = h.shape[1]
+    block = min(1024, triton.next_power_of_2(inner))
+    activate_kernel[(h.shape[0], triton.cdiv(inner, block))](
+        z, index, rows, z if bias is None else bias, h, num_experts, inner, z.stride(0), GATED=gated,
+        INTERLEAVED=interleaved, HAS_BIAS=bias is not None, ACTIVATION=activation, ALPHA=alpha, LIMIT=limit,
+        BLOCK_N=block, num_warps=4,
+    )  # fmt: skip

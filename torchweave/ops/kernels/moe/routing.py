@@ -1,0 +1,94 @@
+"""Triton kernel that routes: scores, groups, choice and weights of a token in one launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchweave.ops.kernels.dependent_launch import enter, options
+
+
+@triton.jit
+def _best(score, free, lane, BLOCK: tl.constexpr):
+    """The first lane of the largest free score in each row; BLOCK where nothing is free or everything is NaN."""
+    best = tl.max(tl.where(free, score, float("-inf")), axis=1)
+    return tl.min(tl.where(free & (score == best[:, None]), lane, BLOCK), axis=1), best
+
+
+@triton.jit
+def route_kernel(
+    logits, bias, weights, index, logits_stride, num_experts,
+    GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr,
+    TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, FILL: tl.constexpr,
+    SCORE: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program a token. Experts lie in a tile of [groups, experts of a group]; of equal scores the first expert wins."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, GROUP_BLOCK)[:, None]
+    lane = tl.arange(0, SIZE_BLOCK)[None, :]
+    expert = row * SIZE + lane
+    real = (row < GROUPS) & (lane < SIZE)
+    enter(DEPENDENT)
+    score = tl.load(logits + token * logits_stride + expert, mask=real, other=float("-inf")).to(tl.float32)
+    if SCORE == "softmax":
+        share = tl.exp(score - tl.max(tl.max(score, axis=1), axis=0))
+        score = share / tl.sum(tl.sum(share, axis=1), axis=0)
+    elif SCORE == "sigmoid":
+        score = tl.sigmoid(score)
+    choice = score
+    if HAS_BIAS:
+        choice += tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
+    if GROUPS > 1:
+        first, value = _best(choice, real, lane, SIZE_BLOCK)
+        if GROUP_BEST == 2:
+            _, second = _best(choice, real & (lane != first[:, None]), lane, SIZE_BLOCK)
+            value += second
+        allowed = tl.zeros([GROUP_BLOCK], tl.int32)
+        group = tl.arange(0, GROUP_BLOCK)
+        for _ in tl.static_range(TOP_GROUPS):
+            at, _ = _best(value[None, :], ((allowed == 0) & (group < GROUPS))[None, :], group[None, :], GROUP_BLOCK)
+            allowed = tl.where(group == at, 1, allowed)
+        choice = tl.where(allowed[:, None] == 1, choice, FILL)
+    if not HAS_BIAS:
+        score = choice
+    free = real
+    slot = tl.arange(0, TOP_BLOCK)
+    chosen = tl.zeros([TOP_BLOCK], tl.int32)
+    value = tl.zeros([TOP_BLOCK], tl.float32)
+    for j in tl.static_range(TOP):
+        best = tl.max(tl.max(tl.where(free, choice, float("-inf")), axis=1), axis=0)
+        at = tl.min(tl.min(tl.where(free & (choice == best), expert, num_experts), axis=1), axis=0)
+        taken = expert == at
+        found = tl.sum(tl.sum(tl.where(taken & real, score, 0.0), axis=1), axis=0)
+        free = free & (expert != at)
+        chosen = tl.where(slot == j, at, chosen)
+        value = tl.where(slot == j, found, value)
+    used = slot < TOP
+    if SCORE == "chosen_softmax":
+        share = tl.where(used, tl.exp(value - tl.max(tl.where(used, value, float("-inf")), axis=0)), 0.0)
+        value = share / tl.sum(share, axis=0)
+    if RENORMALIZE:
+        value = value / (tl.sum(tl.where(used, value, 0.0), axis=0) + EPSILON)
+    value = value * SCALE
+    at = token * TOP + slot
+    tl.store(weights + at, value.to(weights.dtype.element_ty), mask=used)
+    tl.store(index + at, chosen.to(index.dtype.element_ty), mask=used)
+
+
+def launch_route(
+    logits: Tensor, bias: Tensor | None, weights: Tensor, index: Tensor,
+    *, score: str, num_groups: int, top_groups: int, group_best: int, fill: float, renormalize: bool, epsilon: float,
+    scale: float, dependent: bool = False,
+) -> None:  # fmt: skip
+    """logits [T, E] with contiguous rows, bias [E], weights and index [T, k]."""
+    experts, top = logits.shape[1], index.shape[1]
+    size = experts // num_groups
+    route_kernel[(logits.shape[0],)](
+        logits, logits if bias is None else bias, weights, index, logits.stride(0), experts,
+        GROUPS=num_groups, GROUP_BLOCK=triton.next_power_of_2(num_groups), SIZE=size,
+        SIZE_BLOCK=triton.next_power_of_2(size), TOP=top, TOP_BLOCK=triton.next_power_of_2(top), TOP_GROUPS=top_groups,
+        GROUP_BEST=group_best, FILL=fill, SCORE=score, HAS_BIAS=bias is not None, RENORMALIZE=renormalize, EPSILON=epsilon,
+        SCALE=scale, DEPENDENT=dependent, num_warps=1 if experts <= 256 else 4, **options(dependent),
+    )  # fmt: skip

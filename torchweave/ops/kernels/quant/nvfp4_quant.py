@@ -1,0 +1,81 @@
+"""Triton: numbers leave as NVFP4, two codes in a byte and an e4m3 scale for each 16. Kernels that end in FP4 share `store_fp4`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchweave.ops.kernels.dependent_launch import enter, options
+from torchweave.ops.kernels.quant.fp8_quant import depends, groups_of, warps_of
+from torchweave.ops.kernels.rows import rows_of
+from torchweave.ops.quant.nvfp4 import empty_fp4
+
+FP8_MAX: tl.constexpr = tl.constexpr(448.0)
+
+
+@triton.jit
+def round_e4m3(x):
+    """The numbers of e4m3 nearest to float32 x in [0, 448]: beside a large enough number, float32 has just their last place."""
+    exponent = tl.maximum(x.to(tl.int32, bitcast=True) >> 23, 121)
+    large = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
+    return (x + large) - large
+
+
+@triton.jit
+def code_e2m1(x):
+    """Sign and code of the number of e2m1 nearest to x."""
+    size = tl.abs(x)
+    code = (
+        (size > 0.25).to(tl.int32)
+        + (size >= 0.75).to(tl.int32)
+        + (size > 1.25).to(tl.int32)
+        + (size >= 1.75).to(tl.int32)
+    )
+    code += (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def store_fp4(values, first_group, q, s, scale, token, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Round float32 `values [ROWS, 128]`, zeros where the token has ended, into row `token` of q and s."""
+    one = tl.load(scale)
+    blocks = tl.reshape(values, [ROWS * 8, 16])
+    size = tl.div_rn(tl.max(tl.abs(blocks), 1), tl.full([ROWS * 8], 6.0, tl.float32))
+    share = round_e4m3(tl.minimum(tl.div_rn(size, tl.full([ROWS * 8], 1.0, tl.float32) * one), FP8_MAX))
+    divisor = tl.broadcast_to((share * one)[:, None], [ROWS * 8, 16])
+    divides = divisor > 0
+    code = code_e2m1(tl.where(divides, tl.div_rn(blocks, tl.where(divides, divisor, 1.0)), 0.0))
+    even, odd = tl.split(tl.reshape(code, [ROWS * 8, 8, 2]))
+    block = first_group * 8 + tl.arange(0, ROWS * 8)
+    row = token.to(tl.int64)
+    tl.store(s + row * (WIDTH // 16) + block, share.to(s.dtype.element_ty), mask=block < WIDTH // 16)
+    at = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(q + row * (WIDTH // 2) + at, (even | (odd << 4)).to(tl.uint8), mask=at < WIDTH // 2)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def fp4_quant_kernel(
+    x, q, s, scale, num_tokens, x_inner, x_outer_stride, x_inner_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid (T, parts): a program quantises `ROWS * 128` channels of a token of x, which is by `Rows`."""
+    token, first_group = tl.program_id(0), tl.program_id(1) * ROWS
+    column = (first_group + tl.arange(0, ROWS))[:, None] * 128 + tl.arange(0, 128)[None, :]
+    enter(DEPENDENT)
+    at = token.to(tl.int64) // x_inner * x_outer_stride + token % x_inner * x_inner_stride
+    values = tl.load(x + at + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    store_fp4(values, first_group, q, s, scale, token, WIDTH, ROWS)
+
+
+def launch_fp4_quant(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """As `fp4_quant`."""
+    rows, width = rows_of(x), x.shape[-1]
+    q, s = empty_fp4(x)
+    if rows.count:
+        part, dependent = min(groups_of(width), 8), depends(x)
+        fp4_quant_kernel[(rows.count, triton.cdiv(triton.cdiv(width, 128), part))](
+            rows.tensor, q, s, scale, rows.count, rows.inner, rows.outer_stride, rows.inner_stride,
+            WIDTH=width, ROWS=part, DEPENDENT=dependent, num_warps=warps_of(part), **options(dependent),
+        )  # fmt: skip
+    return q, s

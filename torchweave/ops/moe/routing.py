@@ -1,0 +1,96 @@
+"""`torchweave::route`: from a router's logits to the chosen experts and their weights, in one launch.
+
+Models write it as four to twenty operations (softmax, topk, gather, sum, divide, masks over groups), each of which is a launch at
+decode, where none of them has anything to do. The op is the common forms of these, with the same roundings at the same places;
+its eager reference is their arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweave.ops.registry import define
+
+SCORES = ("softmax", "sigmoid", "chosen_softmax")
+MAX_EXPERTS = 2048
+"""A program holds the scores of a token in registers; beyond this many experts torch's own operations run."""
+
+
+def _fake(
+    logits: Tensor, bias: Tensor | None, top_k: int, score: str, dtype: torch.dtype, *_: Any
+) -> tuple[Tensor, Tensor]:
+    tokens = logits.shape[0]
+    return logits.new_empty((tokens, top_k), dtype=dtype), logits.new_empty((tokens, top_k), dtype=torch.int64)
+
+
+@define("torchweave::route", fake=_fake)
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    score: str,
+    dtype: torch.dtype,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_best: int = 1,
+    fill: float = 0.0,
+    renormalize: bool = False,
+    epsilon: float = 0.0,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Weights `[T, k]` of `dtype` and experts `[T, k]` (int64) of logits `[T, E]`, the best expert first.
+
+    Args:
+        bias: `[E]`, added to the scores for the choice alone; weights stay without it.
+        top_k: k, experts of a token.
+        score: `softmax` or `sigmoid` of the logits in float32; `chosen_softmax`: the logits choose, and the softmax is over
+            the chosen ones.
+        num_groups: groups of neighbouring experts; with more than one, experts outside the `top_groups` best groups get `fill`
+            in the place of their score. A group is as good as the sum of its `group_best` best experts, 1 or 2.
+        renormalize: divide by the sum over the chosen, plus epsilon; then multiply by scale.
+
+    Of equal scores the kernel takes the expert with the smaller index. `torch.topk`, and so the reference, leaves that open.
+    """
+    assert score in SCORES, f"score {score!r}: expected one of {SCORES}"
+    if logits.is_cuda and logits.shape[1] <= MAX_EXPERTS and logits.stride(1) == 1:
+        from torchweave.ops.kernels.dependent_launch import takes_part
+        from torchweave.ops.kernels.moe.routing import launch_route
+
+        weights, index = _fake(logits, bias, top_k, score, dtype)
+        if logits.shape[0]:
+            launch_route(
+                logits, bias, weights, index, score=score, num_groups=num_groups, top_groups=top_groups, group_best=group_best,
+                fill=fill, renormalize=renormalize, epsilon=epsilon, scale=scale, dependent=takes_part(logits.device),
+            )  # fmt: skip
+        return weights, index
+    scores = _scores(logits, score)
+    choice = scores if bias is None else scores + bias
+    if num_groups > 1:
+        choice = _within_groups(choice, num_groups, top_groups, group_best, fill)
+    weights, index = torch.topk(choice, top_k, dim=-1)
+    if bias is not None:
+        weights = scores.gather(1, index)
+    if score == "chosen_softmax":
+        weights = torch.softmax(weights, dim=-1)
+    if renormalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + epsilon)
+    if scale != 1.0:
+        weights = weights * scale
+    return weights.to(dtype), index
+
+
+def _scores(logits: Tensor, score: str) -> Tensor:
+    if score == "softmax":
+        return torch.softmax(logits, dim=-1, dtype=torch.float32)
+    return logits.float().sigmoid() if score == "sigmoid" else logits.float()
+
+
+def _within_groups(choice: Tensor, num_groups: int, top_groups: int, group_best: int, fill: float) -> Tensor:
+    """The scores of the best groups, and `fill` in the others."""
+    grouped = choice.view(choice.shape[0], num_groups, -1)
+    best = grouped.topk(group_best, dim=-1)[0].sum(dim=-1)
+    allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, best.topk(top_groups, dim=-1)[1], True)
+    return grouped.masked_fill(~allowed[:, :, None], fill).view(choice.shape)

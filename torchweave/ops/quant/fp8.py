@@ -1,0 +1,98 @@
+"""FP8 activations: `torchweave::fp8_quant`, and the arithmetic that every fused form of it repeats.
+
+A number is stored as float8_e4m3fn `q` with a float32 scale `s`, and stands for `q * s`:
+
+    s = max(amax, TINY) / 448              over a token, or over 128 channels of a token; or given (static)
+    q = e4m3(clamp(x / s, -448, 448))      divided in float32, rounded once to nearest even; saturates, NaN stays NaN
+
+Scales come in three layouts, which `torchweave::fp8_linear` tells apart: static `[1]`; per token `[T, 1]`; per group `[G, T]`, G =
+ceil(K / 128), which is what cuBLAS reads and a decode step does not mind.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from torchweave.ops.registry import define
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+"""Largest finite number of e4m3fn."""
+TINY = 1e-10
+"""Least amax: a token of zeros (a padded one) has a scale too."""
+GROUP = 128
+"""Channels of an activation that share a scale, and side of a weight's block, in the block-wise scheme."""
+PER_TOKEN = 0
+"""`group` of one scale a token."""
+
+
+def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """x over a scale that broadcasts, rounded to e4m3."""
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def scale_of(amax: Tensor) -> Tensor:
+    """The scale under which the largest number becomes 448."""
+    return amax.float().clamp(min=TINY) / FP8_MAX
+
+
+def num_groups(width: int) -> int:
+    """Scales of a token in the block-wise scheme."""
+    return -(-width // GROUP)
+
+
+def quantize(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The scheme written in torch: x `[..., K]` -> q `[..., K]` and s, as `fp8_quant`. The oracle of every kernel."""
+    if scale is not None:
+        return to_fp8(x, scale).contiguous(), scale.clone()
+    width = x.shape[-1]
+    rows = x.reshape(-1, width).float()
+    if group == PER_TOKEN:
+        scale = scale_of(rows.abs().amax(1, keepdim=True))
+        return to_fp8(rows, scale).view(x.shape), scale
+    groups = torch.nn.functional.pad(rows, (0, -width % GROUP)).unflatten(1, (-1, GROUP))
+    scale = scale_of(groups.abs().amax(2))
+    q = to_fp8(groups, scale[:, :, None]).flatten(1)[:, :width]
+    return q.contiguous().view(x.shape), scale.t().contiguous()
+
+
+def empty_quantized(x: Tensor, width: int, group: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Room for the q and s of tokens `[..., width]`, as many as x `[..., .]` has.
+
+    Raises:
+        ValueError: a scheme that there is not.
+    """
+    if group not in (PER_TOKEN, GROUP) or (scale is not None and (group != PER_TOKEN or scale.shape != (1,))):
+        given = "" if scale is None else f" beside a given scale of shape {list(scale.shape)}"
+        raise ValueError(
+            f"group {group}{given}: expected 0 (a scale for each token), {GROUP}, or 0 and a scale of shape [1]."
+        )
+    tokens = math.prod(x.shape[:-1])
+    shape = (1,) if scale is not None else (tokens, 1) if group == PER_TOKEN else (num_groups(width), tokens)
+    q = torch.empty((*x.shape[:-1], width), dtype=FP8, device=x.device)
+    return q, torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def _fake(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return empty_quantized(x, x.shape[-1], group, scale)
+
+
+def _launch(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    from torchweave.ops.kernels.quant.fp8_quant import launch_quant
+
+    return launch_quant(x, group, scale)
+
+
+@define("torchweave::fp8_quant", fake=_fake, cuda=_launch)
+def fp8_quant(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantise: x `[..., K]` -> (q e4m3 `[..., K]` contiguous, s float32).
+
+    Args:
+        group: 0: a scale for each token, s `[T, 1]`; 128: for each 128 channels of a token, s `[ceil(K / 128), T]`.
+        scale: float32 `[1]`, measured beforehand: the only one, group is 0 and s is a copy of it.
+    """
+    empty_quantized(x[:0], x.shape[-1], group, scale)
+    return quantize(x, group, scale)

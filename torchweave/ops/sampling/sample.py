@@ -1,0 +1,103 @@
+"""Sampling on the device: greedy, and temperature with top-k, top-p and min-p, chosen per row by the slot's parameters.
+
+The filters apply in this order, all after temperature: keep the top_k most likely tokens; of these the smallest set of most likely
+ones whose probability, renormalised, reaches top_p; of these the ones with at least min_p times the largest probability. A token
+tied with the last one kept is kept. What is left is sampled by Gumbel-max with noise keyed by (seed, position, vocabulary index),
+so a request's tokens do not depend on the batch that it runs in. While the sampled token's position is below min_position, stop ids
+count as impossible.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchweave.ops.sampling.philox import gumbel, random_words
+from torchweave.ops.slot_state import SlotState
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: their reciprocal no longer tells logits apart from overflow."""
+
+
+def sample(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor | None = None) -> Tensor:
+    """Sample one token for each row. logits [N, V] float32, bfloat16 or float16; slots int32 [N] (-1 = padding: 0, unused).
+
+    Returns `out`, int32 [N]. Greedy takes the first index on ties, like torch.argmax. Fit for CUDA graphs; V < 2**31.
+    """
+    assert logits.dim() == 2 and logits.shape[0] == slots.numel(), (logits.shape, slots.shape)
+    out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device) if out is None else out
+    if state.device.type == "cuda":
+        from torchweave.ops.kernels.sampling.sample import launch_sample
+
+        launch_sample(logits, slots, state, out, GREEDY_BELOW)
+    else:
+        out.copy_(sample_reference(logits, slots, state))
+    return out
+
+
+def sample_reference(logits: Tensor, slots: Tensor, state: SlotState) -> Tensor:
+    """The same on the CPU, vectorised over rows; `state` is a CPU state. Returns int64 [N]."""
+    rows, host = slots.numpy(), state.host
+    real = rows >= 0
+    at = host["position"][rows] + 1
+    held = real & (at < host["min_position"][rows])
+    if held.any():
+        logits = _without_stop_ids(logits, held, host["stop_ids"][rows])
+    tokens = logits.argmax(dim=-1) * torch.from_numpy(real)
+    drawn = np.flatnonzero(real & (host["temperature"][rows] >= GREEDY_BELOW))
+    if drawn.size:
+        picked = torch.from_numpy(drawn)
+        tokens[picked] = _draw(logits[picked].float(), rows[drawn], at[drawn], state)
+    return tokens
+
+
+def _without_stop_ids(logits: Tensor, held: np.ndarray, stop_ids: np.ndarray) -> Tensor:
+    row, column = np.nonzero(held[:, None] & (stop_ids >= 0) & (stop_ids < logits.shape[1]))
+    logits = logits.clone()
+    logits[torch.from_numpy(row), torch.from_numpy(stop_ids[row, column]).long()] = -torch.inf
+    return logits
+
+
+def _draw(logits: Tensor, slots: np.ndarray, at: np.ndarray, state: SlotState) -> Tensor:
+    """Gumbel-max over the kept tokens of logits float32 [M, V], for rows with a temperature."""
+    host = state.host
+    inverse = torch.from_numpy(np.float32(1) / host["temperature"][slots])
+    kept = filtered(logits, inverse, *(torch.from_numpy(host[name][slots]) for name in ("top_k", "top_p", "min_p")))
+    noise = gumbel(random_words(host["seed_lo"][slots], host["seed_hi"][slots], at, logits.shape[1]))
+    return (kept * inverse[:, None] + torch.from_numpy(noise)).argmax(dim=-1)
+
+
+def filtered(logits: Tensor, inverse_temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """logits float32 [M, V] with -inf for every token that the filters (each [M]) drop."""
+    vocab_size = logits.shape[1]
+    limited = (top_k > 0) & (top_k < vocab_size)
+    nucleus = top_p < 1
+    largest = logits.amax(dim=-1, keepdim=True)
+    cutoff = torch.full_like(largest, -torch.inf)
+    if bool((limited | nucleus).any()):
+        ordered = logits.sort(dim=-1, descending=True).values
+        kth = ordered.gather(1, (top_k.long().clamp(1, vocab_size) - 1)[:, None])
+        cutoff = torch.where(limited[:, None], kth, cutoff)
+        if bool(nucleus.any()):
+            mass = ((ordered - largest) * inverse_temperature[:, None]).exp().double()
+            mass = mass.masked_fill(ordered < cutoff, 0).cumsum(dim=-1)
+            needed = top_p[:, None].double() * mass[:, -1:]
+            last = (mass < needed).sum(dim=-1, keepdim=True).clamp(max=vocab_size - 1)
+            edge = torch.where(nucleus[:, None], ordered.gather(1, last), cutoff)
+            cutoff = torch.maximum(cutoff, edge)
+    dropped = (logits < cutoff) | ((logits - largest) * inverse_temperature[:, None] < min_p.log()[:, None])
+    return logits.masked_fill(dropped, -torch.inf)
+
+
+def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities under the raw logits (no temperature, no filters), in float32.
+
+    logits [N, V], tokens [N] -> (of the tokens [N], the `top` largest [N, top], their ids int64 [N, top], rank of the token
+    int64 [N], 1 = the most likely; tied tokens share the better rank). Runs after the graph, on the rows that asked.
+    """
+    values = logits.float().log_softmax(dim=-1)
+    chosen = values.gather(1, tokens.long()[:, None])
+    best, ids = values.topk(min(top, values.shape[1]), dim=-1)
+    rank = (values > chosen).sum(dim=-1) + 1
+    return chosen[:, 0], best, ids, rank

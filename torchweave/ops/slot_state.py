@@ -1,0 +1,293 @@
+"""Request state that lives on the device, one row ("slot") per running request.
+
+Everything that a decode step needs to know about its requests is in ONE flat int32 tensor, the arena, whose named regions are
+contiguous views. A step reads and advances it without the host; whatever the host wants to change between steps (a request that
+joins or leaves, blocks granted, sampling parameters) is collected as (flat index, 32-bit value) pairs in `SlotUpdates` and put on
+the device by `SlotState.apply`: one kernel that reads them where the host wrote them, however many requests change.
+
+    arena:  last_token[S] | position[S] | ... | stop_ids[S, 8] | block_table[S, B] | slots[R]
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MAX_STOP_IDS = 8
+"""Stop ids per slot that the device checks; a request with more has the rest checked by the host."""
+
+SEED_BITS = 64
+_ALIGNMENT = 64  # int32 elements: each region starts on 256 bytes, so kernels may assume aligned vector loads
+
+# name, is float, value of an empty slot
+_SLOT_FIELDS: tuple[tuple[str, bool, float], ...] = (
+    ("last_token", False, 0),
+    ("position", False, 0),
+    ("temperature", True, 0.0),
+    ("top_k", False, 0),
+    ("top_p", True, 1.0),
+    ("min_p", True, 0.0),
+    ("seed_lo", False, 0),
+    ("seed_hi", False, 0),
+    ("min_position", False, 0),
+)
+
+_RECORD = struct.Struct(f"=3i3f2I{MAX_STOP_IDS}i")
+_RECORD_FIELDS = ("position", "min_position", "top_k", "temperature", "top_p", "min_p", "seed_lo", "seed_hi")
+
+IntArray = np.ndarray | Sequence[int] | int
+
+
+class SlotState:
+    """The arena and its views. S = max_batch slots, B = max_blocks_per_seq, R = max_rows, G = num_tables groups of layers.
+
+    last_token    int32 [S]     token that the slot's next decode step feeds
+    position      int32 [S]     position of the last token fed or, between steps, of `last_token`; the token that a step samples
+                                has position[slot] + 1 until `advance` makes it the new position[slot]
+    temperature   float32 [S]   0 = greedy
+    top_k         int32 [S]     <= 0 = all
+    top_p, min_p  float32 [S]   1 and 0 = off
+    seed_lo/hi    int32 [S]     the two halves of the 64-bit seed
+    min_position  int32 [S]     stop ids may not be sampled at positions below (prompt length + min_tokens; 0 = no bound)
+    stop_ids      int32 [S, 8]  -1 = unused
+    block_table   int32 [G * S, B]  cache block of each block_size tokens, group by group (`tables`); -1 = none
+    slots         int32 [R]     the running decode batch, -1 = padding
+    """
+
+    last_token: Tensor
+    position: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed_lo: Tensor
+    seed_hi: Tensor
+    min_position: Tensor
+    stop_ids: Tensor
+    block_table: Tensor
+    slots: Tensor
+
+    def __init__(
+        self,
+        max_batch: int,
+        max_blocks_per_seq: int,
+        max_rows: int | None = None,
+        device: str | torch.device = "cpu",
+        num_tables: int = 1,
+    ) -> None:
+        max_rows = max_batch if max_rows is None else max_rows
+        assert max_batch > 0 and max_blocks_per_seq > 0 and max_rows > 0 and num_tables > 0
+        self.num_tables = num_tables
+        self.max_batch, self.max_blocks_per_seq, self.max_rows = max_batch, max_blocks_per_seq, max_rows
+        self.device = torch.device(device)
+        self.shapes: dict[str, tuple[int, ...]] = {name: (max_batch,) for name, _, _ in _SLOT_FIELDS}
+        self.shapes["stop_ids"] = (max_batch, MAX_STOP_IDS)
+        self.shapes["block_table"] = (num_tables * max_batch, max_blocks_per_seq)
+        self.shapes["slots"] = (max_rows,)
+        self.layout: dict[str, int] = {}
+        """Flat offset of each region in the arena, in int32 elements."""
+        end = 0
+        for name, shape in self.shapes.items():
+            self.layout[name] = end
+            end += -(-int(np.prod(shape)) // _ALIGNMENT) * _ALIGNMENT
+        self.float_fields = frozenset(name for name, is_float, _ in _SLOT_FIELDS if is_float)
+
+        initial = np.full(end, -1, dtype=np.int32)  # the two-dimensional regions and `slots` start as "none"
+        for name, is_float, empty in _SLOT_FIELDS:
+            value = np.array(empty, dtype=np.float32 if is_float else np.int32).view(np.int32)
+            initial[self.layout[name] : self.layout[name] + max_batch] = value
+        self.arena = torch.from_numpy(initial).to(self.device)
+        self.host: dict[str, np.ndarray] = {}
+        """On the CPU only: the same regions as numpy views that share the arena's memory."""
+        for name in self.shapes:
+            view = self._view(name)
+            setattr(self, name, view)
+            if self.device.type == "cpu":
+                self.host[name] = view.numpy()
+        self._flat = self.arena.numpy() if self.device.type == "cpu" else np.empty(0, np.int32)
+        self._last_writer = np.empty(end, dtype=np.int32)
+        self._uploader = _Uploader(self.arena) if self.device.type == "cuda" else None
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """The block table `[S, B]` of each group of layers."""
+        return self.block_table.split(self.max_batch)
+
+    def _view(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        flat = self.arena[self.layout[name] : self.layout[name] + int(np.prod(shape))]
+        flat = flat.view(torch.float32) if name in self.float_fields else flat
+        return flat.view(shape)
+
+    def updates(self) -> SlotUpdates:
+        """A collector for changes of this state; make one and reuse it."""
+        return SlotUpdates(self)
+
+    def apply(self, updates: SlotUpdates) -> int:
+        """Write the collected changes, in the order of the current stream, and empty `updates`. Returns how many values."""
+        assert updates.state is self, "updates were collected for another state"
+        return self.write(*updates.take())
+
+    def write(self, indices: np.ndarray, values: np.ndarray) -> int:
+        """The same for what `SlotUpdates.take` returned: the changes of one step, as a value."""
+        if indices.size == 0:
+            return 0
+        if self._uploader is None:
+            self._flat[indices] = values  # a repeated index takes its last value
+            return indices.size
+        indices, values = self._deduplicate(indices, values)
+        self._uploader.scatter(indices, values)
+        return indices.size
+
+    def _deduplicate(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Keep the last write to each index: threads of a scatter kernel have no order."""
+        order = np.arange(indices.size, dtype=np.int32)
+        self._last_writer[indices] = order
+        last = self._last_writer[indices] == order
+        return indices[last], values[last]
+
+
+class SlotUpdates:
+    """Collects changes of a `SlotState` on the host. Of several writes to one place, the last one wins."""
+
+    def __init__(self, state: SlotState) -> None:
+        self.state = state
+        self._indices: list[np.ndarray] = []
+        self._values: list[np.ndarray] = []
+        stops = state.layout["stop_ids"] + np.arange(MAX_STOP_IDS)
+        places = np.concatenate([[state.layout[name] for name in _RECORD_FIELDS], stops])
+        strides = np.concatenate([np.ones(len(_RECORD_FIELDS)), np.full(MAX_STOP_IDS, MAX_STOP_IDS)])
+        self._places, self._strides = places.astype(np.int32), strides.astype(np.int32)
+
+    def __len__(self) -> int:
+        return sum(a.size for a in self._indices)
+
+    def set(self, name: str, slots: IntArray, values: object) -> None:
+        """Set field `name` of `slots` ([n] or one). `values` [n], or [n, width] for `stop_ids` and `block_table`; broadcasts.
+
+        Raises KeyError for an unknown field and IndexError for a slot out of range.
+        """
+        state = self.state
+        shape = state.shapes[name]
+        slots = np.asarray(slots, dtype=np.int32).reshape(-1)
+        _check_range(name, slots, shape[0])
+        dtype = np.float32 if name in state.float_fields else np.int32
+        if len(shape) == 1:
+            flat = slots + np.int32(state.layout[name])
+        else:
+            columns = np.arange(shape[1], dtype=np.int32)
+            flat = (slots[:, None] * np.int32(shape[1]) + columns) + np.int32(state.layout[name])
+        data = np.empty(flat.shape, dtype=dtype)
+        data[...] = values
+        self._add(flat.reshape(-1), data.reshape(-1).view(np.int32))
+
+    def set_request(
+        self,
+        slot: int,
+        *,
+        position: int,
+        min_position: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        seed: int,
+        stop_ids: Sequence[int],
+    ) -> None:
+        """All that a step has to know of the request that starts in `slot`: one record, since this is what a burst of requests
+        waits for. Of `stop_ids` the first `MAX_STOP_IDS` are kept; the caller checks the rest on the host."""
+        assert 0 <= slot < self.state.max_batch, f"slot {slot} is outside 0..{self.state.max_batch - 1}"
+        stops = (*stop_ids[:MAX_STOP_IDS], *(-1,) * (MAX_STOP_IDS - len(stop_ids)))
+        seed %= 1 << SEED_BITS
+        record = _RECORD.pack(
+            position, min_position, top_k, temperature, top_p, min_p, seed & 0xFFFFFFFF, seed >> 32, *stops
+        )
+        self._indices.append(self._places + self._strides * np.int32(slot))
+        self._values.append(np.frombuffer(record, np.int32))
+
+    def set_seed(self, slots: IntArray, seeds: IntArray) -> None:
+        """Set the 64-bit seed of `slots`; negative seeds are taken modulo 2**64."""
+        wide = np.array([int(seed) % (1 << SEED_BITS) for seed in np.atleast_1d(np.asarray(seeds, dtype=object))])
+        halves = wide.astype(np.uint64).view(np.uint32).reshape(-1, 2).view(np.int32)
+        self.set("seed_lo", slots, halves[:, 0])
+        self.set("seed_hi", slots, halves[:, 1])
+
+    def set_stop_ids(self, slot: int, stop_ids: Sequence[int]) -> None:
+        """Set the first `MAX_STOP_IDS` of `stop_ids`; the caller checks the rest on the host."""
+        row = np.full(MAX_STOP_IDS, -1, dtype=np.int32)
+        kept = list(stop_ids)[:MAX_STOP_IDS]
+        row[: len(kept)] = kept
+        self.set("stop_ids", slot, row)
+
+    def set_blocks(self, slots: IntArray, columns: IntArray, blocks: IntArray) -> None:
+        """Set block_table[slots, columns] = blocks; the three broadcast to one length. Row g * S + s is slot s in group g."""
+        state = self.state
+        slots, columns = np.asarray(slots, dtype=np.int32), np.asarray(columns, dtype=np.int32)
+        blocks = np.asarray(blocks, dtype=np.int32)
+        _check_range("block_table", slots, state.num_tables * state.max_batch)
+        _check_range("block_table column", columns, state.max_blocks_per_seq)
+        flat = slots * np.int32(state.max_blocks_per_seq) + columns + np.int32(state.layout["block_table"])
+        flat, blocks = np.broadcast_arrays(np.atleast_1d(flat), blocks)
+        self._add(flat, blocks)
+
+    def set_batch(self, slots: IntArray) -> None:
+        """Make `slots` the running decode batch, in this order; the rest of the region becomes padding (-1)."""
+        state = self.state
+        slots = np.asarray(slots, dtype=np.int32).reshape(-1)
+        _check_range("slots", slots, state.max_batch)
+        assert slots.size <= state.max_rows, f"{slots.size} rows do not fit in a batch of {state.max_rows}"
+        values = np.full(state.max_rows, -1, dtype=np.int32)
+        values[: slots.size] = slots
+        offset = state.layout["slots"]
+        self._add(np.arange(offset, offset + state.max_rows, dtype=np.int32), values)
+
+    def take(self) -> tuple[np.ndarray, np.ndarray]:
+        """The collected (flat indices, int32 values) in the order of the writes; the collector is empty afterwards."""
+        if not self._indices:
+            return np.empty(0, np.int32), np.empty(0, np.int32)
+        indices, values = np.concatenate(self._indices), np.concatenate(self._values)
+        self._indices.clear()
+        self._values.clear()
+        return indices, values
+
+    def _add(self, indices: np.ndarray, values: np.ndarray) -> None:
+        assert indices.shape == values.shape
+        if indices.size:
+            self._indices.append(indices)
+            self._values.append(values.copy())  # the caller may reuse its array before `apply`
+
+
+def _check_range(what: str, indices: np.ndarray, end: int) -> None:
+    if indices.size and (int(indices.min()) < 0 or int(indices.max()) >= end):
+        raise IndexError(f"{what}: index out of 0..{end - 1} in {indices.tolist()}")
+
+
+class _Uploader:
+    """Scatters pairs from a ring of pinned buffers: the host never rewrites one that a kernel may still read."""
+
+    def __init__(self, arena: Tensor, capacity: int = 8192, ring: int = 4) -> None:
+        self.arena, self.capacity, self.ring = arena, capacity, ring
+        self._pinned = [torch.empty(2 * capacity, dtype=torch.int32, pin_memory=True) for _ in range(ring)]
+        self._arrays = [buffer.numpy() for buffer in self._pinned]
+        self._read = [torch.cuda.Event() for _ in range(ring)]
+        self._next = 0
+
+    def scatter(self, indices: np.ndarray, values: np.ndarray) -> None:
+        """arena[indices] = values for distinct indices; more than `capacity` pairs go by several kernels."""
+        from torchweave.ops.kernels.step_io import launch_scatter
+
+        for start in range(0, indices.size, self.capacity):
+            part = slice(start, min(start + self.capacity, indices.size))
+            count = part.stop - part.start
+            turn = self._next
+            self._next = (turn + 1) % self.ring
+            self._read[turn].synchronize()  # returns at once for an event that was never recorded
+            array = self._arrays[turn]
+            array[:count] = indices[part]
+            array[count : 2 * count] = values[part]
+            launch_scatter(self.arena, self._pinned[turn], count)
+            self._read[turn].record()
