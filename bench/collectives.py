@@ -4,7 +4,7 @@
 
 Starts a process for each GPU. A CUDA graph holds many calls, each on an operand of its own; graphs are replayed in turn, and a time
 is the median over rounds of the slowest rank's, in microseconds a call. The table ends with the ranges that follow from it, as
-`torchweave.distributed.symmetric.Ranges`: up to which size of operand each way was the fastest.
+`torchweave.distributed.symmetric_memory.Ranges`: up to which size of operand each way was the fastest.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.distributed.symmetric import Ranges, SymmetricCommunicator, open_symmetric
-from torchweave.distributed.world import World, close_world, init_world, join_meeting_point, open_meeting_point
+from torchweave.distributed.process_groups import World, close_world, init_world, join_meeting_point, open_meeting_point
+from torchweave.distributed.symmetric_memory import Ranges, SymmetricCommunicator, open_symmetric
 from torchweave.ops.collectives.all_reduce_norm import Norm, Quant, norm_of
 
 CALLS, ROUNDS = 20, 15

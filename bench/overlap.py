@@ -29,8 +29,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.distributed.symmetric import Ranges, open_symmetric
-from torchweave.distributed.world import World, close_world, init_world, join_meeting_point, open_meeting_point
+from torchweave.distributed.process_groups import World, close_world, init_world, join_meeting_point, open_meeting_point
+from torchweave.distributed.symmetric_memory import Ranges, open_symmetric
 from torchweave.ops.collectives.all_reduce_norm import Norm, norm_of, reduced_norm
 
 HIDDEN, INNER = 4096, 14336

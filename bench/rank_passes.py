@@ -34,8 +34,8 @@ from torchweave.compile.passes.aten.userbuffers import shape_of_table
 from torchweave.compile.tuning.table import Entry
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.distributed.symmetric import connect
-from torchweave.distributed.world import World, close_world, init_world, join_meeting_point, open_meeting_point
+from torchweave.distributed.process_groups import World, close_world, init_world, join_meeting_point, open_meeting_point
+from torchweave.distributed.symmetric_memory import connect
 from torchweave.ops.collectives.op import register_communicator
 from torchweave.ops.quant.fp8 import PER_TOKEN, quantize
 from torchweave.ops.registry import define

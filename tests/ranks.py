@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
-from torchweave.distributed.world import World, close_world, init_world
+from torchweave.distributed.process_groups import World, close_world, init_world
 
 _TIMEOUT = 120.0
 

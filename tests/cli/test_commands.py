@@ -17,7 +17,7 @@ from torchweave.cli import generate
 from torchweave.cli.main import main
 from torchweave.cli.results import write_result
 from torchweave.compile.explanation.facts import schema
-from torchweave.distributed.crew import RankFailure
+from torchweave.distributed.worker_group import RankFailure
 from torchweave.engine.request import CompletionOutput
 from torchweave.models.baseline import Baseline
 from torchweave.models.resolve import resolve

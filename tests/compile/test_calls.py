@@ -19,8 +19,8 @@ from torchweave.compile.calls import Call, calls_of
 from torchweave.compile.kernel_orders import Order, orders
 from torchweave.compile.passes.testing import T, graph_of
 from torchweave.compile.split import Piece
-from torchweave.distributed.alone import Nobody, alone
-from torchweave.distributed.symmetric import Ranges, SymmetricCommunicator
+from torchweave.distributed.fake_collectives import Nobody, alone
+from torchweave.distributed.symmetric_memory import Ranges, SymmetricCommunicator
 from torchweave.ops.collectives.op import register_communicator, registered
 from torchweave.ops.collectives.symmetric_memory import Layout
 from torchweave.ops.linear_config import LinearConfig

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import time
 
-from torchweave.distributed import link as links
-from torchweave.distributed.crew import Crew
-from torchweave.distributed.follow import Follower
-from torchweave.distributed.link import Link
-from torchweave.distributed.local import WaitingRanks
+from torchweave.distributed import channel
+from torchweave.distributed.channel import Link
+from torchweave.distributed.launchers.local import WaitingRanks
+from torchweave.distributed.leader_connection import Follower
+from torchweave.distributed.worker_group import Crew
 
 WORK = "tests.distributed.light:work"
 
@@ -24,7 +24,7 @@ def work(link: Link, task: str) -> None:
     if task == "crash":
         sys.exit(3)
     follower.built({"rank": 1})
-    while (message := follower.messages.get())[0] != links.END:
+    while (message := follower.messages.get())[0] != channel.END:
         follower.digest(message[1])
         while task == "hang":  # as in a collective whose other rank is gone
             time.sleep(60)
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     members = WaitingRanks(WORK).give(["hang"])
     crew = Crew(members, rank_timeout=60.0)
     crew.wait_until_built()
-    crew.send(links.STEP)
+    crew.send(channel.STEP)
     crew.digests(10.0)
     print(members[0].name, flush=True)
     time.sleep(60)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tests.ops.fusion_cases import DIALECTS, norm64
 from tests.ranks import run_ranks
-from torchweave.distributed import symmetric
+from torchweave.distributed import symmetric_memory
 from torchweave.distributed.communicator import ProcessGroupCommunicator, sum_of_ranks
-from torchweave.distributed.world import World
+from torchweave.distributed.process_groups import World
 from torchweave.ops.collectives.all_reduce_norm import (
     all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_fp4,
@@ -101,10 +101,10 @@ def test_sums_are_rounded_once() -> None:
 
 def _again(world: World) -> tuple[str, str]:
     group = world.groups["tp"]
-    first = symmetric.agreed_refusal(group)
+    first = symmetric_memory.agreed_refusal(group)
     if world.rank == 1:  # its process had an engine before
-        symmetric._sharing.add(group.group_name)
-    return first, symmetric.agreed_refusal(group)
+        symmetric_memory._sharing.add(group.group_name)
+    return first, symmetric_memory.agreed_refusal(group)
 
 
 def test_ranks_agree_that_a_second_engine_of_a_process_leaves_sums_to_nccl():

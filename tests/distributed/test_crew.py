@@ -16,10 +16,10 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.distributed.light import WORK
-from torchweave.distributed import link as links
-from torchweave.distributed.crew import Crew, RankFailure
-from torchweave.distributed.local import LocalMember, WaitingRanks
-from torchweave.distributed.world import World
+from torchweave.distributed import channel
+from torchweave.distributed.launchers.local import LocalMember, WaitingRanks
+from torchweave.distributed.process_groups import World
+from torchweave.distributed.worker_group import Crew, RankFailure
 from torchweave.engine.lead import Lead
 
 LIMIT = 10.0
@@ -59,7 +59,7 @@ def test_every_rank_hears_the_same_and_ends_when_told():
     with crew_of("", "") as (crew, processes):
         crew.wait_until_joined()
         crew.wait_until_built()
-        crew.send(links.STEP, b"one")
+        crew.send(channel.STEP, b"one")
         assert crew.digests(LIMIT) == [b"one", b"one"]
         begin = time.monotonic()
         crew.close()
@@ -74,7 +74,7 @@ def test_ranks_that_wait_get_their_tasks_later_and_the_rest_end():
         assert is_gone(second)
     try:
         crew.wait_until_built()
-        crew.send(links.STEP, b"one")
+        crew.send(channel.STEP, b"one")
         assert crew.digests(LIMIT) == [b"one"] and Path(f"/proc/{first}").exists()
     finally:
         crew.close()
@@ -113,7 +113,7 @@ def test_a_killed_rank_takes_the_others_with_it():
         assert re.fullmatch(expected, str(wait_for_failure(crew)))
         assert all(map(is_gone, processes))
         with pytest.raises(RankFailure, match="Rank 1"):
-            crew.send(links.STEP, b"two")
+            crew.send(channel.STEP, b"two")
         end = time.monotonic() + LIMIT
         while not heard and time.monotonic() < end:
             time.sleep(0.01)

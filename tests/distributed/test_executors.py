@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.two_ranks import GREEDY, OPTIONS, agreed
-from torchweave.distributed.door import Door, enter
+from torchweave.distributed.rendezvous import Door, enter
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from torchweave.config.options import EngineConfig
-from torchweave.distributed import gpu
+from torchweave.distributed import gpu_context as gpu
 from torchweave.engine import waiting
 
 DRIVER = """
@@ -87,6 +87,8 @@ def test_each_rank_opens_the_gpu_that_it_will_have(
     started: list[int | None] = []
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setattr(waiting, "open_gpu", opened.append)
-    monkeypatch.setattr("torchweave.distributed.local._start", lambda rank, function, gpu: started.append(gpu))
+    monkeypatch.setattr(
+        "torchweave.distributed.launchers.local._start", lambda rank, function, gpu: started.append(gpu)
+    )
     waiting.waiting_ranks(EngineConfig("demo", **options), replica)
     assert opened == ([] if leader is None else [leader]) and started == others

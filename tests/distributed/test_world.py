@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from torchweave.distributed.pipeline import Pipeline
-from torchweave.distributed.world import World, abort_groups, init_world
+from torchweave.distributed.pipeline_transport import Pipeline
+from torchweave.distributed.process_groups import World, abort_groups, init_world
 
 
 def _look(world: World) -> tuple:
@@ -109,7 +109,7 @@ def test_joining_a_world_imports_nothing():
     code = """
 import sys
 import torchweave.engine.worker
-from torchweave.distributed.world import close_world, init_world, join_meeting_point, open_meeting_point
+from torchweave.distributed.process_groups import close_world, init_world, join_meeting_point, open_meeting_point
 store, address = open_meeting_point("127.0.0.1")
 before = set(sys.modules)
 close_world(init_world(0, 1, 1, "cpu", join_meeting_point(address)))

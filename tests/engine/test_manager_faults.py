@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.fake import expected
 from tests.engine.test_batch_manager import Harness
-from torchweave.distributed.crew import RankFailure
+from torchweave.distributed.worker_group import RankFailure
 from torchweave.engine.request import InferenceRequest, Output, SamplingParams
 
 

@@ -22,7 +22,7 @@ from torchweave.compile.explanation.facts import as_json, explain, schema
 from torchweave.config import DeviceFacts, ModelFacts, resolve
 from torchweave.config.options import EngineConfig
 from torchweave.config.validate import config_from
-from torchweave.distributed.world import World
+from torchweave.distributed.process_groups import World
 from torchweave.engine import weaving
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams

@@ -12,9 +12,9 @@ import pytest
 
 from tests.ops.collective_cases import Mirror
 from torchweave.config.options import EngineConfig, TorchCompileConfig
-from torchweave.distributed.crew import RankFailure
-from torchweave.distributed.link import Link
-from torchweave.distributed.world import TENSOR, World
+from torchweave.distributed.channel import Link
+from torchweave.distributed.process_groups import TENSOR, World
+from torchweave.distributed.worker_group import RankFailure
 from torchweave.engine import worker
 from torchweave.engine.lead import LeadRunner
 from torchweave.ops.collectives.op import register_communicator

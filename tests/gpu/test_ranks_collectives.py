@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.ops.fusion_cases import DIALECTS
 from tests.ranks import run_ranks
 from torchweave.distributed.communicator import sum_of_ranks
-from torchweave.distributed.symmetric import Ranges, SymmetricCommunicator, connect, open_symmetric
-from torchweave.distributed.world import World
+from torchweave.distributed.process_groups import World
+from torchweave.distributed.symmetric_memory import Ranges, SymmetricCommunicator, connect, open_symmetric
 from torchweave.ops.collectives.all_reduce_norm import Norm, Quant, norm_of, quantized
 from torchweave.ops.collectives.op import all_reduce, communicator, register_communicator
 from torchweave.report import Report

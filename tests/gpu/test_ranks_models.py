@@ -12,7 +12,7 @@ from tests.models.paged import paged_tokens
 from tests.models.test_parallel import prompts
 from tests.ranks import run_ranks
 from torchweave import LLM, SamplingParams
-from torchweave.distributed.world import World
+from torchweave.distributed.process_groups import World
 from torchweave.models import load, zoo
 
 pytestmark = [

@@ -11,8 +11,8 @@ from tests.ranks import run_ranks
 from torchweave.compile import Woven, weave
 from torchweave.compile.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
-from torchweave.distributed.symmetric import connect
-from torchweave.distributed.world import World
+from torchweave.distributed.process_groups import World
+from torchweave.distributed.symmetric_memory import connect
 from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,7 @@ from tests.ops.collective_cases import mirrored
 from tests.ranks import run_ranks
 from torchweave.compile.capture import capture
 from torchweave.compile.split import Piece, split
-from torchweave.distributed.world import World
+from torchweave.distributed.process_groups import World
 from torchweave.models import LoadedModel, UnsupportedModel, load, zoo
 from torchweave.models.cuts import Cut, Heads, even, padded
 from torchweave.models.parallel import roles

@@ -11,7 +11,7 @@ import torch
 
 from tests.ops.collective_cases import mirrored
 from torchweave.config.options import TorchCompileConfig
-from torchweave.distributed.world import World
+from torchweave.distributed.process_groups import World
 from torchweave.engine.verify import verify
 from torchweave.engine.weaving import weave_model
 from torchweave.models import LoadedModel, UnsupportedModel, load, zoo

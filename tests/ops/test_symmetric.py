@@ -13,7 +13,7 @@ import torch
 from tests.ops.collective_cases import Mirror
 from tests.ops.interpreted import run_interpreted
 from tests.ops.symmetric_cases import workspaces
-from torchweave.distributed.symmetric import Ranges, SymmetricCommunicator, ranges_for
+from torchweave.distributed.symmetric_memory import Ranges, SymmetricCommunicator, ranges_for
 from torchweave.ops.collectives.all_reduce_norm import Norm, Quant, empty_normed
 from torchweave.ops.collectives.symmetric_memory import SIZES, Layout, can_run
 
@@ -132,7 +132,7 @@ def communicator(rank: int = 0) -> SymmetricCommunicator:
 
 
 def test_ranges_pick_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchweave.distributed import symmetric
+    from torchweave.distributed import symmetric_memory as symmetric
 
     monkeypatch.setattr(symmetric, "gather", lambda workspace, x, dim: "gather")
     for name in ("one_shot", "two_shot"):

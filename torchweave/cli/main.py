@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _of_a_rank(error: RuntimeError) -> bool:
     """Whether another process of the engine ended, which its sentence says, and not where this one was at that moment."""
-    from torchweave.distributed.crew import RankFailure  # with what it imports, for a fault alone
+    from torchweave.distributed.worker_group import RankFailure  # with what it imports, for a fault alone
 
     return isinstance(error, RankFailure) or isinstance(error.__cause__, RankFailure)
 

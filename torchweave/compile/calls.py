@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torchweave.compile.ranks import group_of, schema_of
 from torchweave.compile.split import Piece, normalize
 from torchweave.compile.symbols import value
-from torchweave.distributed.alone import alone
+from torchweave.distributed.fake_collectives import alone
 from torchweave.ops.collectives.user_buffers import made_shape
 from torchweave.ops.registry import cuda_kernel
 

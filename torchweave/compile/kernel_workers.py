@@ -1,7 +1,7 @@
 """Processes that build Triton kernels: to build one takes up to some seconds, and its Python would take turns with that of weaving.
 
 One process imports what it needs and forks another for each kernel. It is a command, not of `multiprocessing`, for the reason given
-in `torchweave.distributed.local`.
+in `torchweave.distributed.launchers.local`.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from torchweave.compile.graphs import Forward, GraphPool
 from torchweave.compile.tuning.table import Table
 from torchweave.config import ModelFacts, Plan, resolve
 from torchweave.config.options import EngineConfig
-from torchweave.distributed.symmetric import connect
-from torchweave.distributed.world import World
+from torchweave.distributed.process_groups import World
+from torchweave.distributed.symmetric_memory import connect
 from torchweave.engine import warm_up
 from torchweave.engine.batch import Batch
 from torchweave.engine.facts import device_facts

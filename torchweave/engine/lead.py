@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchweave.distributed import link as links
-from torchweave.distributed.crew import Crew, RankFailure
-from torchweave.distributed.world import MeetingPoint, World, close_world
+from torchweave.distributed import channel
+from torchweave.distributed.process_groups import MeetingPoint, World, close_world
+from torchweave.distributed.worker_group import Crew, RankFailure
 from torchweave.engine.digest import Digest
 from torchweave.engine.runner import Handle, Runner
 from torchweave.engine.step import Step, StepResult
@@ -43,7 +43,7 @@ class LeadRunner:
     def launch(self, step: Step) -> Handle:
         message = encode(step)
         self._digest.add(message)
-        self._crew.send(links.STEP, message)
+        self._crew.send(channel.STEP, message)
         try:
             return self._runner.launch(step)
         except Exception as error:
@@ -69,7 +69,7 @@ class LeadRunner:
         return self._runner.memory_in_use()
 
     def rest(self) -> None:
-        self._crew.send(links.REST)
+        self._crew.send(channel.REST)
         self._runner.rest()
         if self._digest.wanted:
             self.digests = [self._digest.take(), *self._crew.digests(_DIGEST_SECONDS)]

@@ -25,7 +25,7 @@ from torchweave.report import Report
 from torchweave.utils import gc
 
 if TYPE_CHECKING:
-    from torchweave.distributed.local import WaitingRanks
+    from torchweave.distributed.launchers.local import WaitingRanks
     from torchweave.engine.batch_manager import BatchManager
     from torchweave.engine.build import Engine
     from torchweave.models.load import LoadedModel

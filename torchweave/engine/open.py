@@ -9,10 +9,10 @@ import torch
 
 from torchweave.compile.inductor import inductor_imported
 from torchweave.config.options import EngineConfig, launched_by_torchrun
-from torchweave.distributed import on_ray, torchrun
-from torchweave.distributed.crew import Crew, RankFailure
-from torchweave.distributed.local import WaitingRanks
-from torchweave.distributed.world import MeetingPoint, abort_groups, init_world, open_meeting_point
+from torchweave.distributed.launchers import ray, torchrun
+from torchweave.distributed.launchers.local import WaitingRanks
+from torchweave.distributed.process_groups import MeetingPoint, abort_groups, init_world, open_meeting_point
+from torchweave.distributed.worker_group import Crew, RankFailure
 from torchweave.engine.build import Engine, build, planned
 from torchweave.engine.lead import Lead, LeadRunner
 from torchweave.engine.waiting import WORK
@@ -109,12 +109,12 @@ def _join_torchrun(config: EngineConfig, device: str) -> Lead:
 
 def _start_on_ray(config: EngineConfig, device: str) -> Lead:
     """Actors of a Ray cluster."""
-    places = on_ray.reserve(config.num_ranks, on_gpus=device != "cpu")
+    places = ray.reserve(config.num_ranks, on_gpus=device != "cpu")
     try:
         store, address = open_meeting_point(places.host)
         theirs = "cpu" if device == "cpu" else "cuda:0"  # Ray shows an actor no other GPU
         tasks = [Task(config, rank, theirs, address) for rank in range(1, config.num_ranks)]
-        crew = on_ray.start_on_ray(places, WORK, tasks, config.rank_timeout)
+        crew = ray.start_on_ray(places, WORK, tasks, config.rank_timeout)
         return replace(lead_of(config, crew, places.device, store), release=places.release)
     except BaseException:
         places.release()

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from torchweave.compile.graphs import Boundary
 from torchweave.compile.woven import Woven
-from torchweave.distributed.pipeline import Pipeline
-from torchweave.distributed.world import World
+from torchweave.distributed.pipeline_transport import Pipeline
+from torchweave.distributed.process_groups import World
 from torchweave.engine.redraw import Redraw
 from torchweave.engine.step import Adjust
 from torchweave.models.parallel import Stage

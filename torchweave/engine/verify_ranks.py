@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from torchweave.config.options import EngineConfig
-from torchweave.distributed.world import World, close_world, init_world, join_meeting_point, open_meeting_point
+from torchweave.distributed.process_groups import World, close_world, init_world, join_meeting_point, open_meeting_point
 from torchweave.engine.build import build
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.models import load

@@ -9,8 +9,8 @@ import os
 
 from torchweave.config.options import EngineConfig
 from torchweave.config.validate import check_names, check_numbers
-from torchweave.distributed.gpu import open_gpu
-from torchweave.distributed.local import WaitingRanks
+from torchweave.distributed.gpu_context import open_gpu
+from torchweave.distributed.launchers.local import WaitingRanks
 
 WORK = "torchweave.engine.worker:work"
 

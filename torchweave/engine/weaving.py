@@ -20,7 +20,7 @@ from torchweave.compile.inductor import inductor_ending
 from torchweave.compile.woven import Woven
 from torchweave.config import Plan
 from torchweave.config.options import TorchCompileConfig
-from torchweave.distributed.world import World
+from torchweave.distributed.process_groups import World
 from torchweave.engine.pipeline import StageForward
 from torchweave.engine.tune import tune_model
 from torchweave.models.parallel import Stage

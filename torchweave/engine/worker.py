@@ -18,10 +18,10 @@ import torch
 
 from torchweave.compile.inductor import inductor_imported
 from torchweave.config.options import EngineConfig
-from torchweave.distributed import link as links
-from torchweave.distributed.follow import Follower
-from torchweave.distributed.link import Link
-from torchweave.distributed.world import MeetingPoint, World, close_world, init_world, join_meeting_point
+from torchweave.distributed import channel
+from torchweave.distributed.channel import Link
+from torchweave.distributed.leader_connection import Follower
+from torchweave.distributed.process_groups import MeetingPoint, World, close_world, init_world, join_meeting_point
 from torchweave.engine.build import build
 from torchweave.engine.digest import Digest
 from torchweave.engine.runner import Runner
@@ -115,7 +115,7 @@ def _carry_out(runner: Runner, follower: Follower, world: World) -> None:
 
     while True:
         kind, payload = follower.messages.get()
-        if kind == links.STEP:
+        if kind == channel.STEP:
             digest.add(payload)
             in_flight.append(runner.launch(decode(payload)))
             if len(in_flight) > runner.plan.run_ahead:
@@ -123,7 +123,7 @@ def _carry_out(runner: Runner, follower: Follower, world: World) -> None:
             continue
         while in_flight:
             collect()
-        if kind == links.END:
+        if kind == channel.END:
             return
         if digest.wanted:
             follower.digest(digest.take())

@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from torchweave.config import ModelFacts
-from torchweave.distributed.world import World
+from torchweave.distributed.process_groups import World
 from torchweave.models import experts, weights
 from torchweave.models.adapt import adapt, refuse_by_config, vocab_size
 from torchweave.models.attention import UnsupportedModel

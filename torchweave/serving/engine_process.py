@@ -20,7 +20,7 @@ from torchweave.compile.dump import open_dump
 from torchweave.compile.explanation.facts import as_json, explain
 from torchweave.compile.explanation.page import keep_explanation
 from torchweave.config.options import EngineConfig
-from torchweave.distributed.local import WaitingRanks
+from torchweave.distributed.launchers.local import WaitingRanks
 from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.build import Engine
 from torchweave.engine.open import open_engine

@@ -32,7 +32,7 @@ from torchweave.compile.passes.testing import T, check, graph_of
 from torchweave.compile.tuning.table import Entry, Table
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.distributed.world import World
+from torchweave.distributed.process_groups import World
 from torchweave.ops.collectives.op import register_communicator
 from torchweave.ops.quant.fp8 import GROUP, PER_TOKEN
 from torchweave.ops.quant.nvfp4 import dequantize_fp4

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from torchweave.distributed.world import World
+from torchweave.distributed.process_groups import World
 from torchweave.models import experts
 from torchweave.models.adapt import layer_specs
 from torchweave.models.attention import UnsupportedModel

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from torchweave.distributed.symmetric import SymmetricCommunicator
+from torchweave.distributed.symmetric_memory import SymmetricCommunicator
 from torchweave.ops.collectives.all_reduce_norm import Norm
 from torchweave.ops.collectives.op import register_communicator, registered
 

@@ -10,9 +10,9 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from torchweave.distributed.crew import Crew, RankFailure
-from torchweave.distributed.door import Door, RemoteMember, enter
-from torchweave.distributed.local import named
+from torchweave.distributed.launchers.local import named
+from torchweave.distributed.rendezvous import Door, RemoteMember, enter
+from torchweave.distributed.worker_group import Crew, RankFailure
 
 _PLACE_SECONDS = 60.0  # for the cluster to find room, once it says that it has as much in all
 _JOIN_SECONDS = 300.0  # for the actors to start and connect: each imports torch

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-from torchweave.distributed.link import Link
+from torchweave.distributed.channel import Link
 
 _HANDSHAKE_SECONDS = 5.0
 _LOOK_SECONDS = 0.5

@@ -20,9 +20,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from torchweave.distributed import link as links
-from torchweave.distributed.gpu import open_gpu
-from torchweave.distributed.link import Link
+from torchweave.distributed import channel
+from torchweave.distributed.channel import Link
+from torchweave.distributed.gpu_context import open_gpu
 from torchweave.utils import gc
 
 _START = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {function!r}, {gpu})"
@@ -82,7 +82,7 @@ class WaitingRanks:
             self._start(len(tasks))
             for member, task in zip(self._members, tasks, strict=False):
                 with contextlib.suppress(OSError):  # it has ended, which whoever listens to it will hear
-                    member.link.send(links.TASK, pickle.dumps(task))
+                    member.link.send(channel.TASK, pickle.dumps(task))
             given = self._members[: len(tasks)]
             self._members = self._members[len(tasks) :]
         return given
@@ -122,7 +122,7 @@ def main(fd: int, function: str, gpu: int | None) -> None:
         kind, payload = link.receive()
     except (EOFError, OSError):  # the leader has ended, or needs no ranks
         os._exit(1)
-    assert kind == links.TASK
+    assert kind == channel.TASK
     run(link, pickle.loads(payload))
 
 

@@ -9,9 +9,9 @@ from torch.distributed import Store
 from torch.distributed.rendezvous import rendezvous
 
 from torchweave.config.options import Launched
-from torchweave.distributed.crew import Crew
-from torchweave.distributed.door import Door, RemoteMember, enter
-from torchweave.distributed.link import Link
+from torchweave.distributed.channel import Link
+from torchweave.distributed.rendezvous import Door, RemoteMember, enter
+from torchweave.distributed.worker_group import Crew
 
 _WHERE = "torchweave/leader"
 _SECONDS = 300.0  # scripts may do other things first

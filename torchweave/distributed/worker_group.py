@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any, NoReturn, Protocol
 
-from torchweave.distributed import link as links
-from torchweave.distributed.link import Link
+from torchweave.distributed import channel
+from torchweave.distributed.channel import Link
 
 _END_SECONDS = 5.0  # for a rank to end by itself
 _ECHO_SECONDS = 3.0  # in which the reason of another rank's end arrives, once the leader has felt it
@@ -164,7 +164,7 @@ class Crew:
                 return False
             self._closing = True
         for link in self._links:
-            link.try_send(links.END)
+            link.try_send(channel.END)
         return True
 
     def close(self) -> None:
@@ -190,13 +190,13 @@ class Crew:
         numbers = {link: number for number, link in enumerate(self._links)}
         beaten = 0.0
         while self.failure is None and not self._closing:
-            for link in wait(list(numbers), links.BEAT):
+            for link in wait(list(numbers), channel.BEAT):
                 self._hear(numbers[link])  # type: ignore[index]
             now = time.monotonic()
-            if now - beaten >= links.BEAT:
+            if now - beaten >= channel.BEAT:
                 beaten = now
                 for link in self._links:
-                    link.try_send(links.ALIVE)
+                    link.try_send(channel.ALIVE)
                 self._look_for_silence(now)
 
     def _hear(self, number: int) -> None:
@@ -208,21 +208,21 @@ class Crew:
             self.fail(RankFailure(f"{member.name} has ended unexpectedly{f' ({how})' if how else ''}"))
             return
         self._heard[number] = time.monotonic()
-        if kind == links.FAILED:
+        if kind == channel.FAILED:
             asked, sentence = pickle.loads(payload)
             self.fail(RankFailure(sentence if asked else f"{member.name} failed: {sentence}", asked))
             return
         with self._changed:
-            if kind == links.JOINED:
+            if kind == channel.JOINED:
                 self._joined.add(number)
-            elif kind == links.BUILT:
+            elif kind == channel.BUILT:
                 self.built[number] = pickle.loads(payload)
-            elif kind == links.DIGEST:
+            elif kind == channel.DIGEST:
                 self._digests[number] = payload
             self._changed.notify_all()
 
     def _look_for_silence(self, now: float) -> None:
-        limit = self._timeout if len(self.built) == len(self._members) else max(self._timeout, links.BUILD_SILENCE)
+        limit = self._timeout if len(self.built) == len(self._members) else max(self._timeout, channel.BUILD_SILENCE)
         for number, heard in enumerate(self._heard):
             if now - heard > limit:
                 self.fail(RankFailure(f"{self._members[number].name} has not answered for {limit:g} s"))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchweave.distributed.world import BEFORE, BEHIND, PIPELINE, World
+from torchweave.distributed.process_groups import BEFORE, BEHIND, PIPELINE, World
 
 
 class Pipeline:

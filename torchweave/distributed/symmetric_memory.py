@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchweave.config.options import disable_multicast
 from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.distributed.world import World
+from torchweave.distributed.process_groups import World
 from torchweave.ops.collectives.all_reduce_norm import Norm, Normed
 from torchweave.ops.collectives.op import Communicator, register_communicator
 from torchweave.ops.collectives.symmetric_memory import (

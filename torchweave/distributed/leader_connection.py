@@ -9,8 +9,8 @@ import threading
 import time
 from typing import Any
 
-from torchweave.distributed import link as links
-from torchweave.distributed.link import Link
+from torchweave.distributed import channel
+from torchweave.distributed.channel import Link
 
 Message = tuple[bytes, bytes]
 
@@ -35,38 +35,38 @@ class Follower:
 
     def joined(self) -> None:
         """Tell that this rank is about to join the world."""
-        self._link.send(links.JOINED)
+        self._link.send(channel.JOINED)
 
     def built(self, facts: dict[str, Any]) -> None:
         """Tell that this rank has built its engine."""
-        self._link.send(links.BUILT, pickle.dumps(facts))
+        self._link.send(channel.BUILT, pickle.dumps(facts))
 
     def digest(self, digest: bytes) -> None:
         """Tell what this rank has come to."""
-        self._link.send(links.DIGEST, digest)
+        self._link.send(channel.DIGEST, digest)
 
     def failed(self, sentence: str, asked: bool) -> None:
         """Tell why this rank cannot go on; `asked`: because of what was asked."""
-        self._link.send(links.FAILED, pickle.dumps((asked, sentence)))
+        self._link.send(channel.FAILED, pickle.dumps((asked, sentence)))
 
     def _listen(self) -> None:
         heard, beaten = time.monotonic(), 0.0
         while True:
             try:
-                while self._link.poll(links.BEAT):
+                while self._link.poll(channel.BEAT):
                     kind, payload = self._link.receive()
                     heard = time.monotonic()
-                    if kind != links.ALIVE:
-                        self._led |= kind == links.STEP
+                    if kind != channel.ALIVE:
+                        self._led |= kind == channel.STEP
                         self.messages.put((kind, payload))
-                    if kind == links.END:
+                    if kind == channel.END:
                         return
-                    if heard - beaten >= links.BEAT:
-                        self._link.try_send(links.ALIVE)
+                    if heard - beaten >= channel.BEAT:
+                        self._link.try_send(channel.ALIVE)
                         beaten = heard
             except (EOFError, OSError):
                 os._exit(1)
             beaten = time.monotonic()
-            self._link.try_send(links.ALIVE)
-            if beaten - heard > (self._timeout if self._led else max(self._timeout, links.BUILD_SILENCE)):
+            self._link.try_send(channel.ALIVE)
+            if beaten - heard > (self._timeout if self._led else max(self._timeout, channel.BUILD_SILENCE)):
                 os._exit(1)
