@@ -24,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.compile import weave
 from torchweave.compile.cache import CompileCache
 from torchweave.config.options import TorchCompileConfig
-from torchweave.models import load, zoo
+from torchweave.models import load
 from torchweave.ops.registry import boundary_ops
 from torchweave.report import Report
+from torchweave.verify import zoo
 
 DYNAMIC = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
 

@@ -29,9 +29,10 @@ from torchweave.compile.passes.manager import PassManager
 from torchweave.compile.pieces import build_fx
 from torchweave.compile.split import Piece, split
 from torchweave.compile.symbols import shapes_mode
-from torchweave.models import load, zoo
+from torchweave.models import load
 from torchweave.ops.registry import boundary_ops
 from torchweave.report import Report
+from torchweave.verify import zoo
 
 TOKENS, ROUNDS, CALLS = 7, 60, 10
 

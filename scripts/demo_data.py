@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
+import demo_tasks as tasks
 import numpy as np
 import torch
 from demo_folder import ASSISTANT, BOS, CHARACTERS, END, EOS, PAD, SPECIALS, SYSTEM, USER, VOCABULARY
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
-
-from torchweave.models import tasks
 
 # While a document is text, a special token is one character beyond ASCII: `bytes.translate` then encodes at memory speed.
 MARK = {token: chr(0x80 + index) for index, token in enumerate(SPECIALS)}

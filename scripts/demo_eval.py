@@ -7,11 +7,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import demo_tasks as tasks
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
-
-from torchweave.models import tasks
 
 # A question alone as typed, alone in the chat template, and after one to three other questions of a conversation.
 FORMS = ("plain", "chat", "dialogue")

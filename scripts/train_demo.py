@@ -2,7 +2,7 @@
 
     python scripts/train_demo.py --out torchweave/models/demo --draft-out torchweave/models/demo_draft --seconds 300
 
-The text is made by `torchweave/models/tasks.py`; nothing is read or downloaded. The saved folders are then loaded again and
+The text is made by `scripts/demo_tasks.py`; nothing is read or downloaded. The saved folders are then loaded again and
 graded on held-out questions. Exit code 1 when `demo` misses a required accuracy, 0 else.
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+import demo_tasks as tasks
 import torch
 from demo_eval import evaluate, missed, score
 from demo_folder import save_folder
@@ -32,7 +33,6 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import __version__ as transformers_version
 
-from torchweave.models import tasks
 from torchweave.report import Report
 
 PRESETS = {

@@ -15,7 +15,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from torchweave.models.zoo import build, specimen
+    from torchweave.verify.zoo import build, specimen
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     build(specimen("llama")).save_pretrained(folder)

@@ -19,8 +19,8 @@ from torchweave.cli.results import write_result
 from torchweave.compile.explanation.facts import schema
 from torchweave.distributed.worker_group import RankFailure
 from torchweave.engine.request import CompletionOutput
-from torchweave.models.baseline import Baseline
 from torchweave.models.resolve import resolve
+from torchweave.verify.hf_baseline import Baseline
 
 Lines = pytest.MonkeyPatch
 
@@ -146,7 +146,7 @@ def test_S9_explain_shows_the_plan_and_what_was_built(
 def test_S9_explain_names_the_near_misses_of_a_model_that_fuses_in_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    from torchweave.models.zoo import build, specimen
+    from torchweave.verify.zoo import build, specimen
 
     build(specimen("cohere2")).save_pretrained(tmp_path / "model")
     options = ["--quiet", "--cpu_kv_cache_gib", "0.02", "-cc.enable_inductor=false", "-cc.no_compile_cache"]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from torchweave.cli.benchmarks.roofline import decode_bytes
-from torchweave.models import load, zoo
+from torchweave.models import load
+from torchweave.verify import zoo
 
 
 def fake_llm(name: str) -> Any:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torchweave.models
 from torchweave import LLM, SamplingParams
 from torchweave.engine.request import RequestOutput
-from torchweave.models import zoo
+from torchweave.verify import zoo
 
 PLAIN = {"enable_inductor": False, "compile_cache": False}
 SETTINGS: list[dict[str, Any]] = [

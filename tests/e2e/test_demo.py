@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import demo_tasks as tasks
 import pytest
 import torch
 
 import torchweave
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.engine.request import CompletionOutput
-from torchweave.models import tasks
 from torchweave.report import Report
 
 MODELS = Path(torchweave.__file__).parent / "models"

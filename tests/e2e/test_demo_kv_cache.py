@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import demo_tasks as tasks
 import pytest
 
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.config.options import KVCacheDType
-from torchweave.models import tasks
 from torchweave.report import Report
 
 NUM_QUESTIONS = 25  # of each task

@@ -25,8 +25,9 @@ from torchweave.engine.active import Active
 from torchweave.engine.adjustments import Adjustments
 from torchweave.engine.request import InferenceRequest
 from torchweave.engine.step import Adjust
-from torchweave.models import load, zoo
+from torchweave.models import load
 from torchweave.report import Report
+from torchweave.verify import zoo
 
 NUM_TOKENS = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -9,8 +9,9 @@ import pytest
 
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig, TorchCompileConfig
-from torchweave.models import load, zoo
+from torchweave.models import load
 from torchweave.report import Report
+from torchweave.verify import zoo
 
 NUM_TOKENS = 16
 GROUPS = {"gemma3": 6, "gpt_oss": 2, "mistral": 1, "qwen2-sliding": 3}

@@ -349,7 +349,7 @@ def test_a_failing_device_is_told_to_every_caller(fresh: LLM, monkeypatch: pytes
 
 
 def test_a_model_without_a_tokenizer_answers_in_tokens() -> None:
-    from torchweave.models import zoo
+    from torchweave.verify import zoo
 
     loaded = load(zoo.specimen("llama").config().to_dict(), load_format="dummy")
     with start(loaded, TorchCompileConfig(enable_fullgraph=False)) as llm:

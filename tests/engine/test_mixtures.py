@@ -8,9 +8,10 @@ import pytest
 
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig, TorchCompileConfig
-from torchweave.engine.verify import prompts
-from torchweave.models import load, zoo
+from torchweave.models import load
 from torchweave.report import Report
+from torchweave.verify import zoo
+from torchweave.verify.verify import prompts
 
 NUM_TOKENS = 6
 # Steps of the router that join the op, once for each distinct piece with experts; shared experts stay visible beside it.

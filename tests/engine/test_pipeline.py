@@ -26,8 +26,8 @@ from torchweave.distributed.process_groups import World
 from torchweave.engine import weaving
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
-from torchweave.models import zoo
 from torchweave.report import Report
+from torchweave.verify import zoo
 
 PLAIN = {"enable_inductor": False, "debug": True, "compile_cache": False}
 

@@ -16,8 +16,9 @@ from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine import scoring
 from torchweave.engine.request import InferenceRequest, RequestOutput
-from torchweave.models import load, zoo
+from torchweave.models import load
 from torchweave.report import Report
+from torchweave.verify import zoo
 
 PROMPTS = [np.random.default_rng(n).integers(3, zoo.VOCAB, 5 + 17 * n).tolist() for n in range(4)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=3)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from torchweave.engine import verify as module
-from torchweave.engine.verify import table, verify
 from torchweave.report import Report
+from torchweave.verify import verify as module
+from torchweave.verify.verify import table, verify
 
 
 def test_architectures_pass_through_the_whole_engine() -> None:

@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchweave.engine.buffers import StepBuffers
 from torchweave.engine.warm_up import _LENGTHS, _TOKENS, StandIn, draw_again
-from torchweave.models import load, zoo
+from torchweave.models import load
 from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerSpec, Rotary
 from torchweave.ops.slot_state import SlotState
+from torchweave.verify import zoo
 
 CPU = torch.device("cpu")
 

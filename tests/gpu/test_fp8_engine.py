@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import demo_tasks as tasks
 import pytest
 
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.config.options import Quantization
-from torchweave.models import tasks
 from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import demo_tasks as tasks
 import numpy as np
 import pytest
 import torch
@@ -15,9 +16,10 @@ from tests.ops.attention_cases import CASES, TURNING, build, in_fp8
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig
 from torchweave.engine.movers import StreamMover
-from torchweave.models import load, tasks, zoo
+from torchweave.models import load
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
 from torchweave.report import Report
+from torchweave.verify import zoo
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,8 @@ import torch
 
 from tests.models.paged import paged_tokens
 from tests.models.test_zoo import prompts
-from torchweave.models import load, zoo
+from torchweave.models import load
+from torchweave.verify import zoo
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from tests.gpu.test_engine import build
 from torchweave import LLM
 from torchweave.config.options import TorchCompileConfig
 from torchweave.engine.request import SamplingParams
-from torchweave.models import zoo
+from torchweave.verify import zoo
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,8 @@ from tests.models.test_parallel import prompts
 from tests.ranks import run_ranks
 from torchweave import LLM, SamplingParams
 from torchweave.distributed.process_groups import World
-from torchweave.models import load, zoo
+from torchweave.models import load
+from torchweave.verify import zoo
 
 pytestmark = [
     pytest.mark.gpu,

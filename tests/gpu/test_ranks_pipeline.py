@@ -13,7 +13,7 @@ from tests.engine.pipeline_cases import agreed, asked, assert_alike
 from tests.gpu.ranks_engine import check_life, options
 from tests.models.test_parallel import prompts
 from torchweave import LLM, SamplingParams
-from torchweave.models import zoo
+from torchweave.verify import zoo
 
 pytestmark = [
     pytest.mark.gpu,

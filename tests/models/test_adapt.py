@@ -12,13 +12,14 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from tests.models.paged import paged_tokens
-from torchweave.models import UnsupportedModel, load, zoo
+from torchweave.models import UnsupportedModel, load
 from torchweave.models.adapt import adapt, install
 from torchweave.models.attention import attend
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.hooks import freeze_rope
 from torchweave.models.load import build_on_meta
 from torchweave.report import Report
+from torchweave.verify import zoo
 
 
 def examined(name: str) -> list[Any]:

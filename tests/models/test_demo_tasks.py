@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import random
 import re
-import sys
 from hashlib import sha256
-from pathlib import Path
-
-import numpy as np
-import pytest
-
-from torchweave.models import tasks
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import demo_data
+import demo_tasks as tasks
+import numpy as np
+import pytest
 from demo_eval import missed
 from demo_folder import BOS, EOS, VOCABULARY, build_tokenizer
 from demo_training import learning_rate

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 import torchweave.models
 from transformers.utils import import_utils
-from torchweave.models.listing import models_of
+from torchweave.models.model_listing import models_of
 
 lists = import_utils.define_import_structure.cache_info().misses
 folder = Path(import_utils.__file__).parents[1] / "models"

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from torchweave.models import load, zoo
+from torchweave.models import load
 from torchweave.models.load import build_on_meta, model_facts, read_config
 from torchweave.models.resolve import SHAPES, resolve
 from torchweave.report import Report
+from torchweave.verify import zoo
 
 
 def save(name: str, folder: Path, **options: Any) -> Any:

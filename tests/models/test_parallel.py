@@ -21,11 +21,12 @@ from tests.ranks import run_ranks
 from torchweave.compile.capture import capture
 from torchweave.compile.split import Piece, split
 from torchweave.distributed.process_groups import World
-from torchweave.models import LoadedModel, UnsupportedModel, load, zoo
-from torchweave.models.cuts import Cut, Heads, even, padded
-from torchweave.models.parallel import roles
-from torchweave.models.quantize import Fp8Linear
+from torchweave.models import LoadedModel, UnsupportedModel, load
+from torchweave.models.parallel import linear_roles as roles
+from torchweave.models.weights.quantize import Fp8Linear
+from torchweave.models.weights.shards import Cut, Heads, even, padded
 from torchweave.report import Report
+from torchweave.verify import zoo
 
 # Grouped heads and experts by width or number; packed heads of other classes; norms over all heads; tied vocabularies.
 NAMES = ("llama-tied", "gpt2", "olmo2", "gpt_oss")

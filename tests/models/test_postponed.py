@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchweave.models.postponed import postponed
+from torchweave.models.lazy_imports import postponed
 
 PACKAGES = {
     "sklearn/__init__.py": "",
@@ -41,7 +41,7 @@ import sys
 from importlib import metadata
 read = metadata.packages_distributions
 import torchweave.models
-from torchweave.models.postponed import FUNCTIONS
+from torchweave.models.lazy_imports import FUNCTIONS
 assert not {"sklearn", "scipy", *FUNCTIONS} & set(sys.modules), "imported for nothing"
 assert metadata.packages_distributions is read
 from transformers.utils import is_scipy_available, is_sklearn_available, is_torch_available
@@ -55,7 +55,7 @@ def test_a_function_is_imported_when_it_is_called(tmp_path: Path) -> None:
     run(
         """
 import sys
-from torchweave.models.postponed import postponed
+from torchweave.models.lazy_imports import postponed
 with postponed():
     from curves import roc_curve
 assert "sklearn" not in sys.modules and "sklearn.metrics" not in sys.modules
@@ -87,7 +87,7 @@ def test_whoever_needs_more_of_a_module_gets_it_as_ever(tmp_path: Path) -> None:
     run(
         """
 import sys
-from torchweave.models.postponed import postponed
+from torchweave.models.lazy_imports import postponed
 with postponed():
     import other
     assert other.minimize(3) == -3 and other.linear_sum_assignment(5) == ("assigned", 5)

@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from torchweave.models import load, weights, zoo
+from torchweave.models import load
 from torchweave.models.load import model_facts
-from torchweave.models.quantize import DUMMY_INPUT_SCALE, Fp8Linear, Quantizer, Scheme, quantize_weight, scheme
+from torchweave.models.weights import read as weights
+from torchweave.models.weights.quantize import DUMMY_INPUT_SCALE, Fp8Linear, Quantizer, Scheme, quantize_weight, scheme
 from torchweave.ops.quant.fp8 import FP8, GROUP
 from torchweave.report import Report
+from torchweave.verify import zoo
 
 IDS = torch.arange(3, 33)
 ONLINE = ("fp8", "fp8_per_channel", "fp8_per_block")
@@ -116,7 +118,7 @@ def test_no_whole_model_is_ever_on_the_device(monkeypatch: pytest.MonkeyPatch) -
             linears = [model.get_submodule(each) for each in self.linears]
             wide.append(sum(not each.weight.is_meta and each.weight.dtype != FP8 for each in linears))
 
-    monkeypatch.setattr(sys.modules["torchweave.models.filling"], "Quantizer", Spy)
+    monkeypatch.setattr(sys.modules["torchweave.models.weights.materialize"], "Quantizer", Spy)
     load("demo", quantization="fp8")
     assert len(wide) > 35 and max(wide) == 0
 

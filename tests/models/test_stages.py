@@ -12,12 +12,13 @@ import torch
 from tests.ops.collective_cases import mirrored
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.process_groups import World
-from torchweave.engine.verify import verify
 from torchweave.engine.weaving import weave_model
-from torchweave.models import LoadedModel, UnsupportedModel, load, zoo
-from torchweave.models.parallel import stages
-from torchweave.models.parallel.stages import share
+from torchweave.models import LoadedModel, UnsupportedModel, load
+from torchweave.models.parallel import pipeline_stages as stages
+from torchweave.models.parallel.pipeline_stages import share
 from torchweave.report import Report
+from torchweave.verify import zoo
+from torchweave.verify.verify import verify
 
 # Tied and untied vocabularies; norms of heads; windows in some layers, in groups of blocks that cross stages; experts.
 NAMES = ("llama-tied", "qwen3", "gemma2", "mixtral")

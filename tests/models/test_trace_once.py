@@ -10,10 +10,10 @@ import torch
 from tests.compile.canonical import canonical
 from torchweave.compile.capture import capture
 from torchweave.compile.split import Piece, split
-from torchweave.models import zoo
 from torchweave.models.adapt import install
 from torchweave.models.decoder import DecoderStep
 from torchweave.report import Report
+from torchweave.verify import zoo
 
 INPUTS = {
     "input_ids": torch.zeros(23, dtype=torch.int64),

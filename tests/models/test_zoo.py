@@ -11,10 +11,11 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.models.paged import paged_tokens
-from torchweave.models import DecoderStep, UnsupportedModel, experts, load, zoo
+from torchweave.models import DecoderStep, UnsupportedModel, experts, load
 from torchweave.models.adapt import adapt, install, refuse_by_config
 from torchweave.models.load import build_on_meta
 from torchweave.report import Report
+from torchweave.verify import zoo
 
 
 def prompts() -> list[list[int]]:

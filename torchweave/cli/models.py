@@ -68,7 +68,7 @@ def _sizes(text: str) -> list[int]:
 
 def _list(as_json: bool) -> int:
     from torchweave.models.resolve import BUILT_IN, SHAPES
-    from torchweave.models.zoo import SPECIMENS
+    from torchweave.verify.zoo import SPECIMENS
 
     found = {
         "built_in": sorted(BUILT_IN),
@@ -99,7 +99,7 @@ def _verify(
 ) -> int:
     if bool(names) == everything:
         raise ValueError("name the architectures to verify, or give --all (`torchweave models list` shows them)")
-    from torchweave.engine.verify import table, verify
+    from torchweave.verify.verify import table, verify
 
     report = Report(show=False if quiet else None)
     result: dict[str, Any] = verify(None if everything else list(names), report, ranks, stages)

@@ -26,7 +26,7 @@ from torchweave.engine.redraw import Redraw
 from torchweave.engine.runner import Runner
 from torchweave.engine.step import Adjust
 from torchweave.models.experts import launch_samples
-from torchweave.models.quantize import distinct
+from torchweave.models.weights.quantize import distinct
 from torchweave.ops.attention.op import AttentionBackend, LayerSpec
 from torchweave.ops.sampling.logits_processors import MASK, NUM_FIELDS
 from torchweave.ops.slot_state import SlotState

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchweave.models.listing import import_models
-from torchweave.models.postponed import postponed
+from torchweave.models.lazy_imports import postponed
+from torchweave.models.model_listing import import_models
 
 with postponed():
     import_models()  # before anything else of transformers is imported

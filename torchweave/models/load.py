@@ -17,15 +17,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from torchweave.config import ModelFacts
 from torchweave.distributed.process_groups import World
-from torchweave.models import experts, weights
+from torchweave.models import experts
 from torchweave.models.adapt import adapt, refuse_by_config, vocab_size
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep
-from torchweave.models.filling import Filling, fill, fill_dummy
 from torchweave.models.hooks import freeze_rope
 from torchweave.models.parallel import Stage, divide, keep_stage
-from torchweave.models.quantized_checkpoint import scheme_for, stored_cache_dtype, stored_scheme, take_cache_scales
 from torchweave.models.resolve import Source, read_json, resolve
+from torchweave.models.weights import read as weights
+from torchweave.models.weights.materialize import Filling, fill, fill_dummy
+from torchweave.models.weights.quantized_checkpoint import (
+    scheme_for,
+    stored_cache_dtype,
+    stored_scheme,
+    take_cache_scales,
+)
 from torchweave.ops.attention.op import LayerSpec
 from torchweave.report import Report
 from torchweave.tokenizer import Tokenizer, end_token

@@ -13,8 +13,9 @@ from torchweave.compile import Woven, weave
 from torchweave.compile.forward import call_as_is
 from torchweave.compile.passes.manager import default_passes
 from torchweave.config.options import TorchCompileConfig
-from torchweave.models import load, zoo
+from torchweave.models import load
 from torchweave.report import Report
+from torchweave.verify import zoo
 
 DYNAMIC = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
 BOUNDARY = {"torchweave::attention"}

@@ -27,8 +27,9 @@ from torchweave.compile.passes.base import PassResult
 from torchweave.compile.passes.manager import run_pass
 from torchweave.compile.passes.torch_ir.rotary_attention import ATTENTION, RotaryAttention
 from torchweave.config.options import DynamicShapes, TorchCompileConfig
-from torchweave.models import load, zoo
+from torchweave.models import load
 from torchweave.report import Report
+from torchweave.verify import zoo
 
 PASS = RotaryAttention(devices=("cpu",))
 FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)

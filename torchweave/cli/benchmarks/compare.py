@@ -32,8 +32,8 @@ def compare(
     Raises:
         ValueError: requests that are longer than the model's context.
     """
-    from torchweave.models.baseline import Baseline
     from torchweave.utils.openmp import release_workers
+    from torchweave.verify.hf_baseline import Baseline
 
     work = Workload(llm, seed)
     if why := work.too_long(input_len[1] + output_len):

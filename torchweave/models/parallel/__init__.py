@@ -11,9 +11,9 @@ from torchweave.models import experts
 from torchweave.models.adapt import layer_specs
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.parallel.apply import apply
-from torchweave.models.parallel.plan import ParallelPlan, plan_of
-from torchweave.models.parallel.roles import kind_of
-from torchweave.models.parallel.stages import Stage, keep_stage
+from torchweave.models.parallel.linear_roles import kind_of
+from torchweave.models.parallel.pipeline_stages import Stage, keep_stage
+from torchweave.models.parallel.tp_plan import ParallelPlan, plan_of
 from torchweave.ops.attention.op import LayerSpec
 from torchweave.report import Report
 

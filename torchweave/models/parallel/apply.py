@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import torchweave.ops.collectives.op  # noqa: F401  (defines torchweave::all_reduce)
-from torchweave.models.cuts import Heads
-from torchweave.models.parallel.fused import WIDTHS
-from torchweave.models.parallel.plan import ParallelPlan
-from torchweave.models.parallel.roles import is_linear, is_transposed
-from torchweave.models.weights import put
+from torchweave.models.parallel.fused_qkv import WIDTHS
+from torchweave.models.parallel.linear_roles import is_linear, is_transposed
+from torchweave.models.parallel.tp_plan import ParallelPlan
+from torchweave.models.weights.read import put
+from torchweave.models.weights.shards import Heads
 
 _QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads")

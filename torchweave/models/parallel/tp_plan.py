@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.cuts import Cut, Heads, Range, Ranges, even, padded
 from torchweave.models.experts import is_block, runs_as_op
-from torchweave.models.parallel.fused import FUSED, layout_of
-from torchweave.models.parallel.roles import KV, PACKED, Role, attentions, is_transposed, kind_of, roles
+from torchweave.models.parallel.fused_qkv import FUSED, layout_of
+from torchweave.models.parallel.linear_roles import KV, PACKED, Role, attentions, is_transposed, kind_of, roles
+from torchweave.models.weights.shards import Cut, Heads, Range, Ranges, even, padded
 from torchweave.ops.attention.op import LayerSpec
 
 _NORMS = frozenset({"q_norm", "k_norm", "attn_sub_norm", "ffn_sub_norm"})

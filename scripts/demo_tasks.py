@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from torchweave.models.words import ANIMALS, COLORS, NAMES, OBJECTS, PLACES, THINGS, WORDS
+from demo_words import ANIMALS, COLORS, NAMES, OBJECTS, PLACES, THINGS, WORDS
 
 HELD_OUT_ONE_IN = 32
 REQUIRED_ACCURACY = {

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torchweave.models.cuts import Cut
-from torchweave.models.weights import Stored, conversions, rename, targets
+from torchweave.models.weights.read import Stored, conversions, rename, targets
+from torchweave.models.weights.shards import Cut
 
 _EXPERT = re.compile(r"\.(\d+)\.")
 

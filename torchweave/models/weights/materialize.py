@@ -11,16 +11,22 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from torchweave.models import weights
 from torchweave.models.adapt import install
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.merging import Merger, Merging, check_merges, merging_of
 from torchweave.models.parallel import ParallelPlan
 from torchweave.models.parallel.apply import apply, place_offsets
-from torchweave.models.parallel.stages import Stage, leave_out_others
-from torchweave.models.quantize import Quantizer, Scheme
-from torchweave.models.quantized_checkpoint import check_dtypes, check_scales, cut_scales, stored_scheme, take_scales
+from torchweave.models.parallel.pipeline_stages import Stage, leave_out_others
 from torchweave.models.resolve import Source
+from torchweave.models.weights import read as weights
+from torchweave.models.weights.merge_experts import Merger, Merging, check_merges, merging_of
+from torchweave.models.weights.quantize import Quantizer, Scheme
+from torchweave.models.weights.quantized_checkpoint import (
+    check_dtypes,
+    check_scales,
+    cut_scales,
+    stored_scheme,
+    take_scales,
+)
 from torchweave.report import Report
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import torchweave.ops.quant.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
-from torchweave.models.weights import put
+from torchweave.models.weights.read import put
 from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN, scale_of, to_fp8
 from torchweave.ops.quant.fp8_linear import block_scales, takes
 from torchweave.report import Report

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchweave.models.cuts import Heads, Range
+from torchweave.models.weights.shards import Heads, Range
 
 Layout = Callable[[Any, Heads, int], tuple[Range, ...] | None]
 """(attention, heads, rows of the projection) -> this rank's rows; None: these heads cannot be divided so."""

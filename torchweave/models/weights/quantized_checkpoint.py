@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.cuts import Cut
-from torchweave.models.quantize import Scheme, scheme
 from torchweave.models.resolve import Source, read_json
-from torchweave.models.weights import Stored, targets
+from torchweave.models.weights.quantize import Scheme, scheme
+from torchweave.models.weights.read import Stored, targets
+from torchweave.models.weights.shards import Cut
 from torchweave.ops.quant.fp8 import GROUP
 
 WEIGHT_SCALES = (".weight_scale", ".weight_scale_inv")

@@ -18,9 +18,10 @@ import torch
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
-from torchweave.engine.verify_ranks import Answer, Ranks, answer_of
-from torchweave.models import load, zoo
+from torchweave.models import load
 from torchweave.report import Report
+from torchweave.verify import zoo
+from torchweave.verify.ranks import Answer, Ranks, answer_of
 
 PROMPT_LENGTHS = (3, 70, 21, 40)
 NUM_TOKENS = 16

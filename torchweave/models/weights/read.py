@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchweave.models.cuts import Cut
 from torchweave.models.resolve import read_json
+from torchweave.models.weights.shards import Cut
 from torchweave.report import Report
 
 _WHOLE: Mapping[str, Cut] = {}

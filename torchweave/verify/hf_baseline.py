@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from torchweave.models.filling import quiet_transformers
 from torchweave.models.load import read_config
 from torchweave.models.resolve import resolve
+from torchweave.models.weights.materialize import quiet_transformers
 
 
 class Baseline:
