@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.compile import weave
-from torchweave.compile.cache import CompileCache
+from torchweave.compiler import weave
+from torchweave.compiler.cache.store import CompileCache
 from torchweave.config.options import TorchCompileConfig
 from torchweave.models import load
 from torchweave.ops.registry import boundary_ops

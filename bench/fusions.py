@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.compile import weave
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.passes.manager import default_passes
-from torchweave.compile.tuning.measure import Call, GraphClock
+from torchweave.compiler import weave
+from torchweave.compiler.passes.manager import default_passes
+from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.tuning.measure import Call, GraphClock
 from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.attention.backends.triton import TritonBackend
 from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerSpec

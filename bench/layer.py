@@ -23,7 +23,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.linear import SUBJECTS, kind
-from torchweave.compile.tuning.measure import GraphClock
+from torchweave.compiler.tuning.measure import GraphClock
 from torchweave.ops.attention.backends.triton import DecodeConfig, TritonBackend
 from torchweave.ops.attention.calls import carry_out
 from torchweave.ops.attention.op import AttentionMetadata, KVLayer, LayerSpec

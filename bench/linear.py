@@ -4,7 +4,7 @@
     python bench/linear.py --read bench/results/linear*_h100_202611.json --table torchweave/compile/tuning/tables/KIND.json
 
 Each candidate is one CUDA graph that runs on as many distinct weights as make 256 MB, so that every weight comes from memory and
-not from a cache; the graphs of all candidates of a line are replayed in turn (torchweave/compile/tuning/measure.py). The first
+not from a cache; the graphs of all candidates of a line are replayed in turn (torchweave/compiler/tuning/measure.py). The first
 is the product by cuBLAS with kernels of their own around it, against which every other is checked and measured; beyond
 FUSED_TOKENS products stand alone. With `dependent`, consecutive calls are dependent launches of one another. The JSON holds every
 candidate; the table the best of a kind.
@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.compile.tuning.linears import FUSED_TOKENS, TOKENS, LinearShape, candidates, cold_weights
-from torchweave.compile.tuning.measure import Call, GraphClock, Timing
-from torchweave.compile.tuning.table import Entry, Table
-from torchweave.compile.tuning.tuner import answer
+from torchweave.compiler.tuning.linears import FUSED_TOKENS, TOKENS, LinearShape, candidates, cold_weights
+from torchweave.compiler.tuning.measure import Call, GraphClock, Timing
+from torchweave.compiler.tuning.table import Entry, Table
+from torchweave.compiler.tuning.tuner import answer
 from torchweave.ops.linear import run, run_apart
 from torchweave.ops.linear_config import LinearConfig
 

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.compile.capture import capture
-from torchweave.compile.lower import as_piece, lower
-from torchweave.compile.passes.manager import PassManager
-from torchweave.compile.pieces import build_fx
-from torchweave.compile.split import Piece, split
-from torchweave.compile.symbols import shapes_mode
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.codegen.lower import as_piece, lower
+from torchweave.compiler.codegen.pieces import build_fx
+from torchweave.compiler.ir.symbols import shapes_mode
+from torchweave.compiler.partition.split import Piece, split
+from torchweave.compiler.passes.manager import PassManager
 from torchweave.models import load
 from torchweave.ops.registry import boundary_ops
 from torchweave.report import Report

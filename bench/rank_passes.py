@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.compile import Woven, weave
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.passes.aten.userbuffers import shape_of_table
-from torchweave.compile.tuning.table import Entry
+from torchweave.compiler import Woven, weave
+from torchweave.compiler.passes.aten.userbuffers import shape_of_table
+from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.tuning.table import Entry
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.process_groups import World, close_world, init_world, join_meeting_point, open_meeting_point

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.compile.passes.aten.reinplace import Reinplace
-from torchweave.compile.passes.testing import T, graph_of
-from torchweave.compile.symbols import shapes_mode
+from torchweave.compiler.ir.symbols import shapes_mode
+from torchweave.compiler.passes.aten.reinplace import Reinplace
+from torchweave.compiler.passes.testing import T, graph_of
 
 TOKENS, ROUNDS, CALLS = (1, 8, 32, 128, 512), 30, 20
 

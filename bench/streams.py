@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import torchweave.ops.moe.experts  # noqa: F401  (defines torchweave::experts)
-from torchweave.compile import weave
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.graphs import GraphPool, record
+from torchweave.compiler import weave
+from torchweave.compiler.runtime.cuda_graphs import GraphPool, record
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 

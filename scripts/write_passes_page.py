@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchweave.compile.passes.base import Pass, document
-from torchweave.compile.passes.manager import default_passes
+from torchweave.compiler.passes.base import Pass, document
+from torchweave.compiler.passes.manager import default_passes
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-TABLES = ROOT / "torchweave" / "compile" / "tuning" / "tables"
+TABLES = ROOT / "torchweave" / "compiler" / "tuning" / "tables"
 
 OPS = {"small_linears": "linear"}
 """The op that a pass puts in, where tables name that."""
@@ -62,7 +62,7 @@ import torch
 from torch import Tensor
 
 import torchweave
-from torchweave.compile import Fusion, default_passes
+from torchweave.compiler import Fusion, default_passes
 
 aten = torch.ops.aten
 
@@ -94,15 +94,15 @@ assert event["matches"] == 1
 ```
 
 In an importable module, the config names it: `passes: ["my_passes:SCALE_ONCE"]`. What is no pattern is a class with a name and a
-method: derive it from `torchweave.compile.GraphPass`. A pass that leaves other inputs or outputs of the graph, or writes to an
+method: derive it from `torchweave.compiler.GraphPass`. A pass that leaves other inputs or outputs of the graph, or writes to an
 input that it did not write to, is refused by its name. Test it alone, on five lines, as the stack's own passes are:
 
 ```python
 import torch
 from torch import Tensor
 
-from torchweave.compile import Fusion
-from torchweave.compile.passes.testing import T, check
+from torchweave.compiler import Fusion
+from torchweave.compiler.passes.testing import T, check
 
 aten = torch.ops.aten
 

@@ -99,7 +99,7 @@ def test_strings_that_name_modules_resolve():
 
 def test_lazy_exports_resolve():
     import torchweave
-    import torchweave.compile as compiler
+    import torchweave.compiler as compiler
 
     for package, names in ((torchweave, torchweave.__all__), (compiler, compiler.LAZY_EXPORTS)):
         assert names
@@ -169,8 +169,8 @@ def test_the_reference_names_every_option():
 
 
 def test_the_page_of_passes_is_current_and_whole():
-    from torchweave.compile.passes.base import document
-    from torchweave.compile.passes.manager import default_passes
+    from torchweave.compiler.passes.base import document
+    from torchweave.compiler.passes.manager import default_passes
 
     page = (ROOT / "docs" / "passes.md").read_text(encoding="utf-8")
     assert page == script("write_passes_page").page(), "run scripts/write_passes_page.py"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchweave.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from torchweave.compile import compile as compile
+    from torchweave.compiler.api import compile as compile
     from torchweave.config.options import CudaGraphConfig as CudaGraphConfig
     from torchweave.config.options import EngineConfig as EngineConfig
     from torchweave.config.options import TorchCompileConfig as TorchCompileConfig
@@ -32,7 +32,7 @@ LAZY_EXPORTS = {
     "EngineConfig": "torchweave.config.options",
     "TorchCompileConfig": "torchweave.config.options",
     "CudaGraphConfig": "torchweave.config.options",
-    "compile": "torchweave.compile",
+    "compile": "torchweave.compiler.api",
 }
 
 __all__ = [

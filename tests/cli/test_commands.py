@@ -16,7 +16,7 @@ import torch
 from torchweave.cli import generate
 from torchweave.cli.main import main
 from torchweave.cli.results import write_result
-from torchweave.compile.explanation.facts import schema
+from torchweave.compiler.explain.facts import schema
 from torchweave.distributed.worker_group import RankFailure
 from torchweave.engine.request import CompletionOutput
 from torchweave.models.resolve import resolve

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchweave.compile.graph import CapturedGraph, Constant
-from torchweave.compile.symbols import value
+from torchweave.compiler.ir.graph import CapturedGraph, Constant
+from torchweave.compiler.ir.symbols import value
 
 _SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
 

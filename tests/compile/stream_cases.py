@@ -13,9 +13,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchweave.ops.moe.experts  # noqa: F401  (defines torchweave::experts)
-from torchweave.compile.capture import capture
-from torchweave.compile.graph import CapturedGraph
-from torchweave.compile.split import Piece, digest, split
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.ir.graph import CapturedGraph
+from torchweave.compiler.partition.split import Piece, digest, split
 
 TOKENS, WIDTH = 4, 8
 

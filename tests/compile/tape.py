@@ -35,7 +35,7 @@ class _Tape(TorchDispatchMode):
 
 
 class TapePool:
-    """Implements `torchweave.compile.graphs.Recorder` on tapes; `alive` counts tensors handed to `by_address`."""
+    """Implements `torchweave.compiler.runtime.cuda_graphs.Recorder` on tapes; `alive` counts tensors handed to `by_address`."""
 
     def __init__(self) -> None:
         self.tape: _Tape | None = None

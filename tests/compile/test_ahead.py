@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweave.compile.ahead import Job, KernelsAhead, jobs_of
-from torchweave.compile.passes.testing import T, graph_of
-from torchweave.compile.split import Piece
+from torchweave.compiler.partition.split import Piece
+from torchweave.compiler.passes.testing import T, graph_of
+from torchweave.compiler.precompile.precompile import Job, KernelsAhead, jobs_of
 from torchweave.ops.linear import fused_linear, linear
 from torchweave.ops.linear_config import LinearConfig
 
@@ -76,10 +76,12 @@ def test_each_is_built_by_the_workers_once_and_launched_when_it_is_there(monkeyp
 
     monkeypatch.setattr(Job, "launch", launch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr("torchweave.compile.ahead.orders", look)
-    monkeypatch.setattr("torchweave.compile.ahead.missing", lambda orders: orders)
-    monkeypatch.setattr("torchweave.compile.ahead.KernelWorkers", lambda: workers)
-    monkeypatch.setattr("torchweave.compile.ahead._log.warning", lambda text, *args: told.append(text % args))
+    monkeypatch.setattr("torchweave.compiler.precompile.precompile.orders", look)
+    monkeypatch.setattr("torchweave.compiler.precompile.precompile.missing", lambda orders: orders)
+    monkeypatch.setattr("torchweave.compiler.precompile.precompile.KernelWorkers", lambda: workers)
+    monkeypatch.setattr(
+        "torchweave.compiler.precompile.precompile._log.warning", lambda text, *args: told.append(text % args)
+    )
     with KernelsAhead(torch.device("cuda")) as ahead:
         ahead.see(piece())
         ahead.see(piece())

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchweave.compile import CompileCache, GraphPass, PassResult, TraceError, weave
-from torchweave.compile.passes.base import Stage
-from torchweave.compile.symbols import value
+from torchweave.compiler import CompileCache, GraphPass, PassResult, TraceError, weave
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.passes.base import Stage
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 

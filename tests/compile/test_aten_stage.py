@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-import torchweave.compile.lower as lower_module
+import torchweave.compiler.codegen.lower as lower_module
 from tests.compile.test_fusion import FUSION, alone, first
 from tests.compile.toy import BOUNDARY, DYNAMIC, SIZES, example, step, toy
-from torchweave.compile import weave
-from torchweave.compile.build import PieceBuilder, token_ranges, within
-from torchweave.compile.cache import CompileCache
-from torchweave.compile.capture import capture
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.passes.base import GraphPass, PassResult
-from torchweave.compile.passes.manager import PassManager, default_passes, run_pass
-from torchweave.compile.passes.pattern import Fusion
-from torchweave.compile.passes.testing import T, graph_of
+from torchweave.compiler import weave
+from torchweave.compiler.cache.store import CompileCache
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.codegen.build import PieceBuilder, token_ranges, within
+from torchweave.compiler.passes.base import GraphPass, PassResult
+from torchweave.compiler.passes.manager import PassManager, default_passes, run_pass
+from torchweave.compiler.passes.pattern import Fusion
+from torchweave.compiler.passes.testing import T, graph_of
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -253,7 +253,7 @@ def test_V8_ranges_come_from_the_cache_without_lowering(tmp_path: Path, monkeypa
     fusion = Fusion("scaled_add", alone, first, token_range=(None, 7))
     report = Report(show=False)
     woven_small(TorchCompileConfig(), report, CompileCache(tmp_path / "cache", report), passes=[fusion])
-    monkeypatch.setattr("torchweave.compile.build.lowering", None)
+    monkeypatch.setattr("torchweave.compiler.codegen.build.lowering", None)
     warm = Report(show=False)
     woven = woven_small(TorchCompileConfig(), warm, CompileCache(tmp_path / "cache", warm), passes=[fusion])
     assert [each["tokens"] for each in matched(warm)] == [each["tokens"] for each in matched(report)] == [[1, 7]]
@@ -270,7 +270,7 @@ def test_V9_a_piece_is_traced_once_whatever_its_ranges_and_they_share_no_graph(m
         traced.append(trace_once(*args))
         return traced[-1]
 
-    monkeypatch.setattr("torchweave.compile.lower.trace", trace)
+    monkeypatch.setattr("torchweave.compiler.codegen.lower.trace", trace)
     fusion, report = Fusion("scaled_add", alone, first, token_range=(None, 7)), Report(show=False)
     woven = woven_small(FX, report, passes=[fusion])
     assert report.select("piece")[0]["variants"][0]["tokens"] == [1, 7]

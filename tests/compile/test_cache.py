@@ -22,9 +22,9 @@ from torch._inductor.async_compile import AsyncCompile
 import torchweave
 from tests.compile import toy as toy_module
 from tests.compile.toy import BOUNDARY, DYNAMIC, example, step, toy
-from torchweave.compile import CompileCache, factors, open_cache, weave
-from torchweave.compile.cache import FORMAT, MAGIC, read_entry
-from torchweave.compile.factors import (
+from torchweave.compiler import CompileCache, open_cache, weave
+from torchweave.compiler.cache import keys as factors
+from torchweave.compiler.cache.keys import (
     MISSING,
     OWN_FOLDERS,
     describe_module,
@@ -34,8 +34,9 @@ from torchweave.compile.factors import (
     piece_factors,
     source_digests,
 )
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.inductor import inductor_waking
+from torchweave.compiler.cache.store import FORMAT, MAGIC, read_entry
+from torchweave.compiler.codegen.inductor import inductor_waking
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -326,8 +327,8 @@ def test_S8_an_edited_source_of_the_package_counts(tmp_path: Path, monkeypatch: 
 def test_every_own_source_that_tracing_runs_is_hashed() -> None:
     package = Path(torchweave.__file__).parent
     assert all(any((package / folder).rglob("*.py")) for folder in OWN_FOLDERS)
-    with pytest.raises(ImportError, match=r"torchweave\.compile\.no_such_module is part of torchweave"):
-        source_digests(["torchweave.compile.no_such_module"])
+    with pytest.raises(ImportError, match=r"torchweave\.compiler\.no_such_module is part of torchweave"):
+        source_digests(["torchweave.compiler.no_such_module"])
     assert source_digests(["no_such_package"]) == {"no_such_package": MISSING}
 
 
@@ -380,7 +381,7 @@ def test_V2_a_warm_start_skips_dynamo_and_gives_the_same_pieces(
 ) -> None:
     cache = CompileCache(tmp_path / "cache", Report(show=False))
     cold = _weave(cache, Report(show=False))
-    monkeypatch.setattr("torchweave.compile.backend.capture", lambda *args: pytest.fail("Dynamo ran"))
+    monkeypatch.setattr("torchweave.compiler.backend.capture", lambda *args: pytest.fail("Dynamo ran"))
     report, module = Report(show=False), toy(seed=7)
     warm = _weave(cache, report, module)
     assert report.select("capture")[0]["source"] == "cache" and not report.select("warning")
@@ -404,9 +405,9 @@ def test_inductors_processes_start_while_the_model_is_captured_and_not_when_it_i
         raise InterruptedError
 
     monkeypatch.setattr(
-        "torchweave.compile.backend.inductor_waking", lambda device: nullcontext(woken.append(device.type))
+        "torchweave.compiler.backend.inductor_waking", lambda device: nullcontext(woken.append(device.type))
     )
-    monkeypatch.setattr("torchweave.compile.backend.build_pieces", stop)
+    monkeypatch.setattr("torchweave.compiler.backend.build_pieces", stop)
     for _ in range(2):
         with pytest.raises(InterruptedError):
             weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, cache=CompileCache(tmp_path, Report(show=False)))
@@ -456,8 +457,8 @@ def test_a_graph_that_cannot_be_written_down_is_woven_all_the_same(tmp_path: Pat
 _PROCESS = """
 import sys, torch
 from tests.compile.toy import *
-from torchweave.compile import CompileCache, weave
-from torchweave.compile.forward import call_as_is
+from torchweave.compiler import CompileCache, weave
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.report import Report
 report, module = Report(show=False), toy(layers=2, hidden=32)
 want = module(*step(9, 4))

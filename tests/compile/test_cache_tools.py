@@ -16,10 +16,10 @@ import pytest
 
 from tests.compile.toy import BOUNDARY, DYNAMIC, example, toy
 from torchweave.cli.main import main
-from torchweave.compile import CompileCache, weave
-from torchweave.compile import cache as cache_module
-from torchweave.compile.cache import CODE_FOLDER, FORMAT, MAGIC, READABLE_FOLDER, UNFINISHED, key_of
-from torchweave.compile.cache_tools import export, find, import_archive, summaries, to_prune
+from torchweave.compiler import CompileCache, weave
+from torchweave.compiler.cache import store
+from torchweave.compiler.cache.maintenance import export, find, import_archive, summaries, to_prune
+from torchweave.compiler.cache.store import CODE_FOLDER, FORMAT, MAGIC, READABLE_FOLDER, UNFINISHED, key_of
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -77,9 +77,9 @@ def test_V2_killed_at_any_write_leaves_no_half_entry(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", lambda *_, **__: None)
         if moment == "write":
-            patch.setattr(cache_module.os, "fdopen", Half)
+            patch.setattr(store.os, "fdopen", Half)
         else:
-            patch.setattr(cache_module.tempfile if moment == "mkstemp" else cache_module.os, moment, killed)
+            patch.setattr(store.tempfile if moment == "mkstemp" else store.os, moment, killed)
         with pytest.raises(Killed):
             cache.store("piece", {"a": 1}, b"payload" * 100)
     after = CompileCache(tmp_path / "cache", Report(show=False))

@@ -14,11 +14,11 @@ pytest.importorskip("triton")
 from tests.ops.collective_cases import Mirror, mirrored
 from tests.ops.hopper import Hopper, hopper
 from tests.ops.symmetric_cases import workspaces
-from torchweave.compile.ahead import KernelsAhead, jobs_of
-from torchweave.compile.calls import Call, calls_of
-from torchweave.compile.kernel_orders import Order, orders
-from torchweave.compile.passes.testing import T, graph_of
-from torchweave.compile.split import Piece
+from torchweave.compiler.partition.split import Piece
+from torchweave.compiler.passes.testing import T, graph_of
+from torchweave.compiler.precompile.kernel_jobs import Order, orders
+from torchweave.compiler.precompile.launches import Call, calls_of
+from torchweave.compiler.precompile.precompile import KernelsAhead, jobs_of
 from torchweave.distributed.fake_collectives import Nobody, alone
 from torchweave.distributed.symmetric_memory import Ranges, SymmetricCommunicator
 from torchweave.ops.collectives.op import register_communicator, registered
@@ -171,9 +171,9 @@ def test_they_are_built_once_and_loaded_without_a_launch(
 
     launch = Call.launch
     monkeypatch.setattr(Call, "launch", lambda self, device: launch(self, torch.device("cpu")))
-    monkeypatch.setattr("torchweave.compile.ahead.jobs_of", lambda node: ())
-    monkeypatch.setattr("torchweave.compile.ahead.KernelWorkers", Workers)
-    monkeypatch.setattr("torchweave.compile.ahead.missing", lambda wanted: wanted)
+    monkeypatch.setattr("torchweave.compiler.precompile.precompile.jobs_of", lambda node: ())
+    monkeypatch.setattr("torchweave.compiler.precompile.precompile.KernelWorkers", Workers)
+    monkeypatch.setattr("torchweave.compiler.precompile.precompile.missing", lambda wanted: wanted)
     monkeypatch.setattr(Order, "load", lambda self: loaded.append(self))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     with KernelsAhead(torch.device("cuda")) as ahead:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.compile.toy import DYNAMIC, example, toy
-from torchweave.compile import CompileCache, weave
-from torchweave.compile.capture import capture
-from torchweave.compile.errors import InvariantError, TraceError
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.graph import Constant, Input
-from torchweave.compile.persist import dump_graph, load_graph
-from torchweave.compile.sources import SourceError, resolve
+from torchweave.compiler import CompileCache, weave
+from torchweave.compiler.cache.serialize import dump_graph, load_graph
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.capture.sources import SourceError, resolve
+from torchweave.compiler.errors import InvariantError, TraceError
+from torchweave.compiler.ir.graph import Constant, Input
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from torchweave.compile import CompileCache, weave
-from torchweave.compile.cache import CODE_FOLDER
-from torchweave.compile.code_folder import CodeFolder
-from torchweave.compile.forward import call_as_is
+from torchweave.compiler import CompileCache, weave
+from torchweave.compiler.cache.store import CODE_FOLDER
+from torchweave.compiler.codegen.inductor_cache_dir import CodeFolder
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 

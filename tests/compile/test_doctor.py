@@ -14,9 +14,9 @@ from torch import nn
 from tests.compile import doctor_zoo
 from tests.compile.doctor_zoo import clean, graph_breaks, performance, recompiles, trace_failures
 from torchweave.cli import main
-from torchweave.compile.doctor.examine import examine
-from torchweave.compile.doctor.finding import Finding, settle
-from torchweave.compile.doctor.subject import InputSpec, find
+from torchweave.doctor.examine import examine
+from torchweave.doctor.finding import Finding, settle
+from torchweave.doctor.subject import InputSpec, find
 
 ZOO = Path(doctor_zoo.__file__).parent
 FAMILIES = {

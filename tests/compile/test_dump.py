@@ -11,8 +11,8 @@ import torch
 
 import torchweave
 from tests.compile.toy import DYNAMIC, example, toy
-from torchweave.compile.cache import CompileCache
-from torchweave.compile.dump import open_dump
+from torchweave.compiler.cache.store import CompileCache
+from torchweave.compiler.dump import open_dump
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -50,7 +50,7 @@ def test_V6_a_second_dump_leaves_nothing_of_the_first(tmp_path: Path) -> None:
 
 
 def test_V6_a_piece_from_the_cache_is_dumped_with_its_code(tmp_path: Path) -> None:
-    from torchweave.compile import weave
+    from torchweave.compiler import weave
 
     for start in ("cold", "warm"):
         report, texts = Report(show=False), {}

@@ -15,10 +15,10 @@ import torch
 import torchweave
 from tests.compile.doctor_zoo.performance import LinearsThatDoNotMerge
 from tests.compile.toy import BOUNDARY, DYNAMIC, example, toy
-from torchweave.compile import weave
-from torchweave.compile.cache import CompileCache
-from torchweave.compile.explanation.facts import Facts, as_json, explain, schema
-from torchweave.compile.explanation.page import _repeat, page, seconds_text, size_text
+from torchweave.compiler import weave
+from torchweave.compiler.cache.store import CompileCache
+from torchweave.compiler.explain.facts import Facts, as_json, explain, schema
+from torchweave.compiler.explain.page import _repeat, page, seconds_text, size_text
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from tests.compile.canonical import canonical
 from tests.compile.toy import DYNAMIC, example, toy
-from torchweave.compile.capture import capture
-from torchweave.compile.fakes import FakeRuns, geometry
-from torchweave.compile.graph import CapturedGraph, run_fake
-from torchweave.compile.mutation import storage
-from torchweave.compile.persist import dump_graph, load_graph
-from torchweave.compile.symbols import value
+from torchweave.compiler.cache.serialize import dump_graph, load_graph
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.ir.fake_tensors import FakeRuns, geometry
+from torchweave.compiler.ir.graph import CapturedGraph, run_fake
+from torchweave.compiler.ir.mutation import storage
+from torchweave.compiler.ir.symbols import value
 
 MODE: Any = "backed_size_oblivious"
 

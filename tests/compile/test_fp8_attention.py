@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchweave.compile import weave
-from torchweave.compile.capture import capture
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.passes.base import PassResult
-from torchweave.compile.passes.torch_ir.fp8_attention import Fp8Attention
+from torchweave.compiler import weave
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.passes.base import PassResult
+from torchweave.compiler.passes.torch_ir.fp8_attention import Fp8Attention
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.attention.op import attention
 from torchweave.ops.quant.fp8 import FP8, GROUP, fp8_quant

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, randn
 
 import torchweave.ops.quant.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
-from torchweave.compile.passes.aten import fp8_activation, fp8_norm
-from torchweave.compile.passes.testing import T, check
+from torchweave.compiler.passes.aten import fp8_activation, fp8_norm
+from torchweave.compiler.passes.testing import T, check
 from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN
 from torchweave.ops.quant.fp8_linear import block_scales
 

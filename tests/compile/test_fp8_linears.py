@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchweave.compile import weave
-from torchweave.compile.capture import capture
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.passes.base import PassResult
-from torchweave.compile.passes.manager import default_passes
-from torchweave.compile.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
+from torchweave.compiler import weave
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.passes.base import PassResult
+from torchweave.compiler.passes.manager import default_passes
+from torchweave.compiler.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.quant.fp8 import FP8, GROUP
 from torchweave.ops.quant.fp8_linear import block_scales, fp8_linear

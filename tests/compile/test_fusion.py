@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweave.compile.passes.matcher import Pattern
-from torchweave.compile.passes.pattern import Fusion
-from torchweave.compile.passes.testing import T, check, graph_of
+from torchweave.compiler.passes.matcher import Pattern
+from torchweave.compiler.passes.pattern import Fusion
+from torchweave.compiler.passes.testing import T, check, graph_of
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 from torch.compiler._cache import CacheArtifactManager
 
-from torchweave.compile.generated import dump_code, lean, load_code
+from torchweave.compiler.codegen.inductor_artifact import dump_code, lean, load_code
 
 CODE = """\
 # AOT ID: ['0_inference']

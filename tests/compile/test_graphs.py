@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tests.compile.tape import TapePool
 from tests.compile.toy import BOUNDARY, DYNAMIC, example, step, toy
-from torchweave.compile import InvariantError, broken, weave
-from torchweave.compile.forward import Boundary, Forward, call_as_is
-from torchweave.compile.graphs import record
+from torchweave.compiler import InvariantError, broken, weave
+from torchweave.compiler.runtime.cuda_graphs import record
+from torchweave.compiler.runtime.forward import Boundary, Forward, call_as_is
 from torchweave.config.options import TorchCompileConfig
 
 

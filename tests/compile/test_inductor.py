@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch._inductor import async_compile, config
 
-from torchweave.compile.inductor import inductor_ending, inductor_waking, loaded_here
+from torchweave.compiler.codegen.inductor import inductor_ending, inductor_waking, loaded_here
 
 IMPORTS = """
 import sys
 import torch
-from torchweave.compile.inductor import inductor_imported, inductor_waking
+from torchweave.compiler.codegen.inductor import inductor_imported, inductor_waking
 with {}:
     pass
 import torch._inductor.compile_fx

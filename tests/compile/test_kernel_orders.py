@@ -22,8 +22,8 @@ from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from tests.ops import hopper as hoppers  # noqa: E402
-from torchweave.compile.kernel_orders import missing, orders, wait_for  # noqa: E402
-from torchweave.compile.kernel_workers import KernelWorkers  # noqa: E402
+from torchweave.compiler.precompile.kernel_jobs import missing, orders, wait_for  # noqa: E402
+from torchweave.compiler.precompile.workers import KernelWorkers  # noqa: E402
 from torchweave.ops.kernels import step_io as step  # noqa: E402
 from torchweave.ops.kernels.sampling import sample as sampling  # noqa: E402
 from torchweave.ops.sampling.sample import GREEDY_BELOW  # noqa: E402

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.compile.toy import BOUNDARY, DYNAMIC, example, step
-from torchweave.compile import broken, weave
-from torchweave.compile.forward import call_as_is
+from torchweave.compiler import broken, weave
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.compile.toy import BOUNDARY, DYNAMIC, SIZES, attention, example, step, toy
-from torchweave.compile.capture import capture
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.graph import CapturedGraph
-from torchweave.compile.lower import NotLowered, lower
-from torchweave.compile.pieces import build_fx, build_inductor
-from torchweave.compile.split import Piece, split
-from torchweave.compile.symbols import shapes_mode, value
-from torchweave.compile.woven import Woven
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.codegen.lower import NotLowered, lower
+from torchweave.compiler.codegen.pieces import build_fx, build_inductor
+from torchweave.compiler.ir.graph import CapturedGraph
+from torchweave.compiler.ir.symbols import shapes_mode, value
+from torchweave.compiler.partition.split import Piece, split
+from torchweave.compiler.runtime.compiled_graph import Woven
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import DynamicShapes, TorchCompileConfig
 from torchweave.report import Report
 

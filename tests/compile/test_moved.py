@@ -13,11 +13,11 @@ from torch._inductor.triton_bundler import StaticallyLaunchedAutotuner, TritonBu
 from torch._subclasses import FakeTensor
 
 from tests.compile.toy import DYNAMIC, example, toy
-from torchweave.compile.capture import capture
-from torchweave.compile.graph import CapturedGraph
-from torchweave.compile.moved import moved, on_device
-from torchweave.compile.persist import dump_graph, load_graph
-from torchweave.compile.symbols import value
+from torchweave.compiler.cache.retarget_device import moved, on_device
+from torchweave.compiler.cache.serialize import dump_graph, load_graph
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.ir.graph import CapturedGraph
+from torchweave.compiler.ir.symbols import value
 
 
 def test_V2_code_for_one_gpu_is_code_for_another_of_its_kind() -> None:
@@ -36,7 +36,7 @@ def test_V2_code_for_one_gpu_is_code_for_another_of_its_kind() -> None:
 
 def on_gpu(graph: CapturedGraph, index: int) -> CapturedGraph:
     """The same graph as if it had been captured on a GPU."""
-    from torchweave.compile.moved import rename_device
+    from torchweave.compiler.cache.retarget_device import rename_device
 
     device = torch.device("cuda", index)
     for node in graph.graph.nodes:

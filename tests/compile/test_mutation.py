@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchweave.compile import InvariantError, weave
-from torchweave.compile.capture import capture
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.mutation import written
+from torchweave.compiler import InvariantError, weave
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.ir.mutation import written
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 
 FX = TorchCompileConfig(enable_inductor=False)

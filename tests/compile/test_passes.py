@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.compile.toy import BOUNDARY, DYNAMIC, SIZES, attention, example, step, toy
-from torchweave.compile import GraphPass, PassResult, weave
-from torchweave.compile.capture import capture
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.graph import CapturedGraph
-from torchweave.compile.passes.base import Pass
-from torchweave.compile.passes.manager import PassManager, default_passes
-from torchweave.compile.passes.torch_ir.merge_linears import LINEAR, MergeLinears
+from torchweave.compiler import GraphPass, PassResult, weave
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.ir.graph import CapturedGraph
+from torchweave.compiler.passes.base import Pass
+from torchweave.compiler.passes.manager import PassManager, default_passes
+from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR, MergeLinears
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 

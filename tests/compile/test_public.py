@@ -1,4 +1,4 @@
-"""`torchweave.compile` is a package and a function, whichever way it was reached first."""
+"""`torchweave.compile` is the public function, whatever was imported first; `torchweave.compiler` is the package."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
     "first",
     [
         "import torchweave",
-        "import torchweave.compile",
+        "import torchweave.compiler",
         "from torchweave import compile",
-        "import torchweave.compile.backend",
+        "import torchweave.compiler.backend",
     ],
 )
 def test_callable_whatever_was_imported_first(first: str) -> None:
     code = f"""
 {first}
 import torchweave
-assert callable(torchweave.compile) and torchweave.compile is torchweave.compile
+assert callable(torchweave.compile)
 from torchweave import compile
 assert compile is torchweave.compile
-from torchweave.compile import TraceError, broken, open_cache, weave
-from torchweave.compile.graphs import GraphPool
+from torchweave.compiler import TraceError, broken, open_cache, weave
+from torchweave.compiler.runtime.cuda_graphs import GraphPool
 assert callable(broken) and callable(weave)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.compile.stream_cases import accumulate, random_piece
-from torchweave.compile import GraphPass, PassResult, weave
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.lower import NotLowered, lower
-from torchweave.compile.passes.aten.reinplace import V1, V2, Prover, Reinplace
-from torchweave.compile.passes.manager import default_passes
-from torchweave.compile.passes.testing import T, check, graph_of
-from torchweave.compile.split import Piece
+from torchweave.compiler import GraphPass, PassResult, weave
+from torchweave.compiler.codegen.lower import NotLowered, lower
+from torchweave.compiler.partition.split import Piece
+from torchweave.compiler.passes.aten.reinplace import V1, V2, Prover, Reinplace
+from torchweave.compiler.passes.manager import default_passes
+from torchweave.compiler.passes.testing import T, check, graph_of
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 

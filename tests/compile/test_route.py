@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchweave.compile.passes.aten.route import FUSION
-from torchweave.compile.passes.testing import T, check, graph_of
-from torchweave.compile.symbols import shapes_mode
+from torchweave.compiler.ir.symbols import shapes_mode
+from torchweave.compiler.passes.aten.route import FUSION
+from torchweave.compiler.passes.testing import T, check, graph_of
 
 E, K = 16, 4
 ROUTE = torch.ops.torchweave.route.default

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compile.toy import BOUNDARY, DYNAMIC, Toy, example, step
-from torchweave.compile import CompileCache, Woven, weave
-from torchweave.compile.cache import key_of
-from torchweave.compile.capture import capture
-from torchweave.compile.factors import piece_factors
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.graph import CapturedGraph
-from torchweave.compile.passes.base import PassResult
-from torchweave.compile.passes.manager import default_passes
-from torchweave.compile.passes.torch_ir.merge_linears import LINEAR, MergeLinears
-from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
+from torchweave.compiler import CompileCache, Woven, weave
+from torchweave.compiler.cache.keys import piece_factors
+from torchweave.compiler.cache.store import key_of
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.ir.graph import CapturedGraph
+from torchweave.compiler.passes.base import PassResult
+from torchweave.compiler.passes.manager import default_passes
+from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR, MergeLinears
+from torchweave.compiler.passes.torch_ir.small_linears import SmallLinears
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import DynamicShapes, TorchCompileConfig
 from torchweave.ops.linear import linear
 from torchweave.report import Report
@@ -309,6 +309,6 @@ def test_opcheck_on_views(form: str) -> None:
 
 
 def test_importing_the_pass_imports_no_kernels() -> None:
-    code = "import sys, torchweave.compile.passes.manager; print('triton' in sys.modules)"
+    code = "import sys, torchweave.compiler.passes.manager; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False"

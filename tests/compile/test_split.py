@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.compile.toy import BOUNDARY, DYNAMIC, Toy, attention, example, step, toy
-from torchweave.compile import weave
-from torchweave.compile.errors import InvariantError, TraceError
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.split import normalize
+from torchweave.compiler import weave
+from torchweave.compiler.errors import InvariantError, TraceError
+from torchweave.compiler.partition.split import normalize
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 

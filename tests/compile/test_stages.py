@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import torchweave.ops.pipeline_marks  # noqa: F401  (defines the marks)
-from torchweave.compile.backend import weave
-from torchweave.compile.capture import capture
-from torchweave.compile.errors import TraceError
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.graph import CapturedGraph
-from torchweave.compile.stages import cut_to_stage
+from torchweave.compiler.backend import weave
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.errors import TraceError
+from torchweave.compiler.ir.graph import CapturedGraph
+from torchweave.compiler.partition.pipeline_stages import cut_to_stage
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 
 INPUTS = {"ids": torch.zeros(23, dtype=torch.int64), "positions": torch.arange(23)}

@@ -20,19 +20,19 @@ from tests.compile.toy import BOUNDARY, SIZES, step, toy
 from tests.compile.toy import DYNAMIC as TOY_DYNAMIC
 from tests.compile.toy import example as toy_example
 from tests.ops.collective_cases import mirrored
-from torchweave.compile import CompileCache, weave
-from torchweave.compile.aliasing import NotUnderstood, memory_of, op_name
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.pieces import build_fx
-from torchweave.compile.ranks import group_of
-from torchweave.compile.split import Piece
-from torchweave.compile.streams.build import Split, StreamBuilder, join, plan
-from torchweave.compile.streams.cost import Costs, key_of
-from torchweave.compile.streams.hazards import hazards
-from torchweave.compile.streams.lanes import CheckedLanes, Race
-from torchweave.compile.streams.program import program
-from torchweave.compile.streams.schedule import priorities, schedule
-from torchweave.compile.streams.simulate import simulate
+from torchweave.compiler import CompileCache, weave
+from torchweave.compiler.codegen.pieces import build_fx
+from torchweave.compiler.ir.aliasing import NotUnderstood, memory_of, op_name
+from torchweave.compiler.partition.collectives import group_of
+from torchweave.compiler.partition.split import Piece
+from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.streams.backends import CheckedLanes, Race
+from torchweave.compiler.streams.build import Split, StreamBuilder, join, plan
+from torchweave.compiler.streams.cost import Costs, key_of
+from torchweave.compiler.streams.hazards import hazards
+from torchweave.compiler.streams.program import program
+from torchweave.compiler.streams.schedule import priorities, schedule
+from torchweave.compiler.streams.simulate import simulate
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 

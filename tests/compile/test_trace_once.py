@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from tests.compile.canonical import canonical
 from tests.compile.toy import BOUNDARY, DYNAMIC, Layer, example, step, toy
-from torchweave.compile import weave
-from torchweave.compile.capture import capture
-from torchweave.compile.forward import call_as_is
+from torchweave.compiler import weave
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -248,7 +248,7 @@ def test_X2_a_forward_that_cannot_be_traced_is_refused_as_ever() -> None:
     def branch(block: Any, y: Tensor) -> Tensor:
         return y if y.sum() > 0 else y + 1
 
-    from torchweave.compile.errors import TraceError
+    from torchweave.compiler.errors import TraceError
 
     with pytest.raises(TraceError, match="data-dependent branching"):
         capture(_stack(branch), {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, MODE)
@@ -410,7 +410,7 @@ def test_X2_a_layer_that_counts_its_list_is_shown_all_of_it() -> None:
 
 
 def test_X2_a_list_is_whole_again_when_tracing_fails() -> None:
-    from torchweave.compile.errors import TraceError
+    from torchweave.compiler.errors import TraceError
 
     def call(self: Any, x: Tensor) -> Tensor:
         for block in self.blocks:

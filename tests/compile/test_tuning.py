@@ -12,20 +12,21 @@ from torch import nn
 
 from tests.compile.test_small_linears import decoder
 from tests.compile.toy import BOUNDARY, DYNAMIC, example, step
-from torchweave.compile import CompileCache, Woven, weave
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.passes.aten import gated_activation, raise_rms_norm
-from torchweave.compile.passes.aten.fused_linears import FusedLinears
-from torchweave.compile.passes.base import GraphPass, Pass, PassResult
-from torchweave.compile.passes.manager import PassManager
-from torchweave.compile.passes.torch_ir.merge_linears import MergeLinears
-from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
-from torchweave.compile.tuning import kept, pieces
-from torchweave.compile.tuning.linears import LinearShape, candidates, letters
-from torchweave.compile.tuning.measure import Call, Timing, copies_for, timing_of
-from torchweave.compile.tuning.run import Module, tune_module
-from torchweave.compile.tuning.table import DamagedTable, Entry, Table, device_kind, merged, shipped
-from torchweave.compile.tuning.tuner import Question, decide, tune
+from torchweave.compiler import CompileCache, Woven, weave
+from torchweave.compiler.passes.aten import gated_activation, raise_rms_norm
+from torchweave.compiler.passes.aten.fused_linears import FusedLinears
+from torchweave.compiler.passes.base import GraphPass, Pass, PassResult
+from torchweave.compiler.passes.manager import PassManager
+from torchweave.compiler.passes.torch_ir.merge_linears import MergeLinears
+from torchweave.compiler.passes.torch_ir.small_linears import SmallLinears
+from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.tuning import pieces
+from torchweave.compiler.tuning import table_store as kept
+from torchweave.compiler.tuning.linears import LinearShape, candidates, letters
+from torchweave.compiler.tuning.measure import Call, Timing, copies_for, timing_of
+from torchweave.compiler.tuning.table import DamagedTable, Entry, Table, device_kind, merged, shipped
+from torchweave.compiler.tuning.tune import Module, tune_module
+from torchweave.compiler.tuning.tuner import Question, decide, tune
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.build import tune as tune_engine
 from torchweave.ops.linear import Around

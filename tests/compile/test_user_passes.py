@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 
 import torchweave
-from torchweave.compile import Fusion, GraphPass, PassResult, weave
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.passes.identity import stage_factors
-from torchweave.compile.passes.load import load_pass
-from torchweave.compile.passes.manager import PassManager
-from torchweave.compile.symbols import value
+from torchweave.compiler import Fusion, GraphPass, PassResult, weave
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.passes.cache_keys import stage_factors
+from torchweave.compiler.passes.load import load_pass
+from torchweave.compiler.passes.manager import PassManager
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 OWN_PASS = """
 import torch
 from torch import Tensor
-from torchweave.compile import Fusion
+from torchweave.compiler import Fusion
 
 aten = torch.ops.aten
 
@@ -66,7 +66,7 @@ def test_S1_a_pass_of_ones_own_by_config(own_module: str) -> None:
 
 def test_S1_a_pass_of_ones_own_as_an_argument(own_module: str) -> None:
     report = Report(show=False)
-    passes = [*torchweave.compile.default_passes(), load_pass(f"{own_module}:SCALE_ONCE")]
+    passes = [*torchweave.compiler.default_passes(), load_pass(f"{own_module}:SCALE_ONCE")]
     config = TorchCompileConfig(enable_inductor=False, compile_cache=False, enabled_passes=("scale_once",))
     compiled = torchweave.compile(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config, report, passes=passes)
     assert [each["matches"] for each in report.select("pass") if each["name"] == "scale_once"] == [1]
@@ -81,7 +81,7 @@ def test_S1_a_pass_of_ones_own_as_an_argument(own_module: str) -> None:
         ("no_such_module:X", "cannot be imported"),
         ("my_passes:NOTHING", "module my_passes has nothing called NOTHING"),
         ("my_passes:NOT_A_PASS", "is no pass, it has no name, stage"),
-        ("torchweave.compile:Fusion", "cannot be made without arguments"),
+        ("torchweave.compiler:Fusion", "cannot be made without arguments"),
     ],
 )
 def test_S1_a_bad_name_is_one_sentence(own_module: str, name: str, why: str) -> None:

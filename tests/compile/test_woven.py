@@ -13,9 +13,9 @@ from torch._inductor.exc import InductorError, LoweringException
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.compile.toy import BOUNDARY, DYNAMIC, SIZES, example, step, toy
-from torchweave.compile import CompileCache, TraceError, broken, weave
-from torchweave.compile.assumptions import HIGHEST
-from torchweave.compile.forward import call_as_is
+from torchweave.compiler import CompileCache, TraceError, broken, weave
+from torchweave.compiler.ir.size_ranges import HIGHEST
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 

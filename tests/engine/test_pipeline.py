@@ -17,8 +17,8 @@ import torch
 
 from tests.engine.pipeline_cases import agreed, asked, assert_alike
 from tests.engine.test_ranks import LIMIT, LONG, OPTIONS, answers, gone
-from torchweave.compile.errors import TraceError
-from torchweave.compile.explanation.facts import as_json, explain, schema
+from torchweave.compiler.errors import TraceError
+from torchweave.compiler.explain.facts import as_json, explain, schema
 from torchweave.config import DeviceFacts, ModelFacts, resolve
 from torchweave.config.options import EngineConfig
 from torchweave.config.validate import config_from

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchweave.compile.cache import CompileCache
+from torchweave.compiler.cache.store import CompileCache
 from torchweave.engine.weaving import Turns
 from torchweave.report import Report
 

@@ -66,7 +66,7 @@ def test_no_step_needs_an_attention_kernel_that_was_not_built_ahead(
     `most` are in flight: building one stops all answers for a second."""
     pytest.importorskip("triton")
     from tests.ops.hopper import hopper
-    from torchweave.compile.kernel_orders import orders
+    from torchweave.compiler.precompile.kernel_jobs import orders
     from torchweave.ops.attention.backends import triton as attention_triton
     from torchweave.ops.kernels import rope
     from torchweave.ops.kernels.attention import paged_decode, paged_prefill

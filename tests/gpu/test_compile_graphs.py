@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.compile.toy import BOUNDARY, DYNAMIC, step, toy
-from torchweave.compile import broken, weave
-from torchweave.compile.forward import Boundary, call_as_is
-from torchweave.compile.graphs import GraphPool, Recording, record
+from torchweave.compiler import broken, weave
+from torchweave.compiler.runtime.cuda_graphs import GraphPool, Recording, record
+from torchweave.compiler.runtime.forward import Boundary, call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tests.compile.passes.rank_blocks import Block, inputs, part, weights, whole
 from tests.ranks import run_ranks
-from torchweave.compile import Woven, weave
-from torchweave.compile.forward import call_as_is
+from torchweave.compiler import Woven, weave
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.process_groups import World
 from torchweave.distributed.symmetric_memory import connect

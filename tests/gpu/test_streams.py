@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from tests.compile.stream_cases import DYNAMIC, captured_piece, shared_experts
-from torchweave.compile import weave
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.graphs import GraphPool, record
-from torchweave.compile.pieces import build_fx, build_inductor
-from torchweave.compile.streams.build import Split, join, plan
-from torchweave.compile.streams.cost import Costs
-from torchweave.compile.streams.lanes import CheckedLanes, CudaLanes
+from torchweave.compiler import weave
+from torchweave.compiler.codegen.pieces import build_fx, build_inductor
+from torchweave.compiler.runtime.cuda_graphs import GraphPool, record
+from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.streams.backends import CheckedLanes, CudaLanes
+from torchweave.compiler.streams.build import Split, join, plan
+from torchweave.compiler.streams.cost import Costs
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 

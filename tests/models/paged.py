@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchweave.compile import broken
+from torchweave.compiler import broken
 from torchweave.models import DecoderStep
 from torchweave.ops.attention.calls import carry_out
 from torchweave.ops.attention.op import AttentionMetadata, get_backend

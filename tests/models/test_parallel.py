@@ -18,8 +18,8 @@ from tests.models.paged import paged_tokens
 from tests.models.test_trace_once import DYNAMIC, INPUTS
 from tests.ops.collective_cases import mirrored
 from tests.ranks import run_ranks
-from torchweave.compile.capture import capture
-from torchweave.compile.split import Piece, split
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.partition.split import Piece, split
 from torchweave.distributed.process_groups import World
 from torchweave.models import LoadedModel, UnsupportedModel, load
 from torchweave.models.parallel import linear_roles as roles

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.compile.canonical import canonical
-from torchweave.compile.capture import capture
-from torchweave.compile.split import Piece, split
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.partition.split import Piece, split
 from torchweave.models.adapt import install
 from torchweave.models.decoder import DecoderStep
 from torchweave.report import Report

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.compile.toy import BOUNDARY, DYNAMIC, example, toy
-from torchweave.compile.capture import capture
-from torchweave.compile.mutation import storage
-from torchweave.compile.passes.torch_ir.merge_linears import LINEAR
-from torchweave.compile.pieces import build_inductor, inductor_options, innermost
-from torchweave.compile.split import Piece, split
-from torchweave.compile.symbols import value
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.codegen.pieces import build_inductor, inductor_options, innermost
+from torchweave.compiler.ir.mutation import storage
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.partition.split import Piece, split
+from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR
 from torchweave.config.options import TorchCompileConfig
 
 
@@ -112,7 +112,7 @@ def test_the_graph_pickler_keeps_symbols_and_custom_ops() -> None:
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    from torchweave.compile.persist import dump_graph, load_graph
+    from torchweave.compiler.cache.serialize import dump_graph, load_graph
 
     module = toy(1)
     graph = capture(module, example(), DYNAMIC, "backed_size_oblivious")
@@ -128,7 +128,7 @@ def test_the_graph_pickler_keeps_symbols_and_custom_ops() -> None:
 
 
 def test_guards_of_a_graph_that_was_kept_say_so_and_its_pieces_can_be_built() -> None:
-    from torchweave.compile.persist import dump_graph, load_graph
+    from torchweave.compiler.cache.serialize import dump_graph, load_graph
 
     module = toy(1)
     captured = capture(module, example(), DYNAMIC, "backed_size_oblivious")

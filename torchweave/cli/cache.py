@@ -16,8 +16,8 @@ from torchweave.config.options import cache_dir
 from torchweave.report import Report
 
 if TYPE_CHECKING:
-    from torchweave.compile.cache import CompileCache
-    from torchweave.compile.cache_tools import Summary
+    from torchweave.compiler.cache.maintenance import Summary
+    from torchweave.compiler.cache.store import CompileCache
 
 ACTIONS = {
     "list": "what is in the cache",
@@ -82,7 +82,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _act(folder: Path, args: argparse.Namespace) -> int:
-    from torchweave.compile.cache import CompileCache
+    from torchweave.compiler.cache.store import CompileCache
 
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is no folder; name that of the compile cache with --compile_cache_dir")
@@ -101,7 +101,7 @@ def _act(folder: Path, args: argparse.Namespace) -> int:
 
 
 def _list(cache: CompileCache, args: argparse.Namespace) -> int:
-    from torchweave.compile.cache_tools import summaries
+    from torchweave.compiler.cache.maintenance import summaries
 
     found = list(summaries(cache))
     if args.json:
@@ -114,7 +114,7 @@ def _list(cache: CompileCache, args: argparse.Namespace) -> int:
 
 
 def _inspect(cache: CompileCache, args: argparse.Namespace) -> int:
-    from torchweave.compile.cache_tools import find
+    from torchweave.compiler.cache.maintenance import find
 
     if not args.names:
         raise ValueError("name an entry: `torchweave cache inspect KEY`; `torchweave cache list` shows the keys")
@@ -133,7 +133,7 @@ def _inspect(cache: CompileCache, args: argparse.Namespace) -> int:
 
 
 def _verify(cache: CompileCache, args: argparse.Namespace) -> int:
-    from torchweave.compile.cache_tools import summaries
+    from torchweave.compiler.cache.maintenance import summaries
 
     found = list(summaries(cache))
     damaged = [each for each in found if each.entry is None]
@@ -147,7 +147,7 @@ def _verify(cache: CompileCache, args: argparse.Namespace) -> int:
 
 
 def _prune(cache: CompileCache, args: argparse.Namespace) -> int:
-    from torchweave.compile.cache_tools import clear_beside, clear_unfinished, summaries, to_prune
+    from torchweave.compiler.cache.maintenance import clear_beside, clear_unfinished, summaries, to_prune
 
     older = None if args.older_than is None else _number(args.older_than, _TIMES, "--older_than", "30d, 12h or 90m")
     size = None if args.max_size is None else _number(args.max_size, _UNITS, "--max_size", "500M or 2G")
@@ -167,7 +167,7 @@ def _prune(cache: CompileCache, args: argparse.Namespace) -> int:
 
 
 def _export(cache: CompileCache, args: argparse.Namespace) -> int:
-    from torchweave.compile.cache_tools import export, find, summaries
+    from torchweave.compiler.cache.maintenance import export, find, summaries
 
     file, keys = _file(args)
     try:
@@ -179,7 +179,7 @@ def _export(cache: CompileCache, args: argparse.Namespace) -> int:
 
 
 def _import(cache: CompileCache, args: argparse.Namespace) -> int:
-    from torchweave.compile.cache_tools import import_archive
+    from torchweave.compiler.cache.maintenance import import_archive
 
     file, _ = _file(args)
     if not file.is_file():

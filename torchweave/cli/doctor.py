@@ -12,7 +12,7 @@ from torchweave.cli.arguments import Parser, add_engine_options, engine_config
 from torchweave.report import Report
 
 if TYPE_CHECKING:
-    from torchweave.compile.doctor.finding import Finding
+    from torchweave.doctor.finding import Finding
 
 DESCRIPTION = """Examine a model, or any module or function: run it, trace it, weave it, and name what stands in the way, with
 file and line, the cause in one sentence, and the fix. Exit code 0: nothing but notes, 1: findings, 2: a fault in what was asked."""
@@ -53,12 +53,12 @@ def _examine(args: Any) -> list[Finding]:
     if match is None or Path(args.target).exists():
         if args.input:
             raise ValueError("--input is for module:function; a model's inputs are known")
-        from torchweave.engine.examine import examine_model
+        from torchweave.doctor.model import examine_model
 
         args.model = args.target
         return examine_model(engine_config(args), Report(show=False if args.quiet else None))
-    from torchweave.compile.doctor.examine import examine
-    from torchweave.compile.doctor.subject import find
+    from torchweave.doctor.examine import examine
+    from torchweave.doctor.subject import find
 
     return examine(find(args.target, _inputs(args.input)))
 

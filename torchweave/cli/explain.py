@@ -22,7 +22,7 @@ def parser() -> Parser:
     found.add_argument(
         "--json",
         action="store_true",
-        help="print a JSON object; its schema is explain.schema.json in torchweave.compile.explanation",
+        help="print a JSON object; its schema is explain.schema.json in torchweave.compiler.explain",
     )
     found.add_argument(
         "--html", metavar="FILE", default="", help="write the report as one page, which needs no network"
@@ -36,8 +36,8 @@ def run(argv: Sequence[str]) -> int:
     if html is not None and not html.parent.is_dir():
         raise ValueError(f"--html {args.html}: there is no such folder")
     with engine(args) as llm:
-        from torchweave.compile.explanation.facts import as_json, explain
-        from torchweave.compile.explanation.page import page
+        from torchweave.compiler.explain.facts import as_json, explain
+        from torchweave.compiler.explain.page import page
 
         facts = explain(llm.plan, llm.report)
     if html is not None:

@@ -9,7 +9,7 @@ from torchweave.cli.arguments import Parser, engine_config, engine_parser
 from torchweave.report import Report
 
 if TYPE_CHECKING:
-    from torchweave.compile.tuning.table import Table
+    from torchweave.compiler.tuning.table import Table
 
 DESCRIPTION = """Time the candidates for every product of few tokens of MODEL, and for streams, fixed sizes and passes that wait for
 a measurement where they are asked for, inside CUDA graphs with weights that come from memory. What wins by more than the noise is

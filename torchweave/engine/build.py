@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from torchweave.compile.cache import open_cache
-from torchweave.compile.graphs import Forward, GraphPool
-from torchweave.compile.tuning.table import Table
+from torchweave.compiler.cache.store import open_cache
+from torchweave.compiler.runtime.cuda_graphs import Forward, GraphPool
+from torchweave.compiler.tuning.table import Table
 from torchweave.config import ModelFacts, Plan, resolve
 from torchweave.config.options import EngineConfig
 from torchweave.distributed.process_groups import World

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchweave.compile.explanation.page import keep_explanation
+from torchweave.compiler.explain.page import keep_explanation
 from torchweave.config.options import EngineConfig
 from torchweave.config.validate import config_from
 from torchweave.engine.client import Client
@@ -78,7 +78,7 @@ class LLM:
         others = waiting_ranks(config) if waiting is None and loaded is None else nullcontext(waiting)
         with others as waiting:
             with gc.uncollected():
-                from torchweave.compile.dump import open_dump
+                from torchweave.compiler.dump import open_dump
                 from torchweave.engine.batch_manager import BatchManager
                 from torchweave.engine.open import open_engine
             open_dump(config.torch_compile_config, self.report)

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from torchweave.compile.inductor import inductor_imported
+from torchweave.compiler.codegen.inductor import inductor_imported
 from torchweave.config.options import EngineConfig, launched_by_torchrun
 from torchweave.distributed.launchers import ray, torchrun
 from torchweave.distributed.launchers.local import WaitingRanks

@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchweave.compile.graphs import Boundary
-from torchweave.compile.woven import Woven
+from torchweave.compiler.runtime.compiled_graph import Woven
+from torchweave.compiler.runtime.cuda_graphs import Boundary
 from torchweave.distributed.pipeline_transport import Pipeline
 from torchweave.distributed.process_groups import World
 from torchweave.engine.redraw import Redraw

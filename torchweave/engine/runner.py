@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.compile.graphs import Boundary, Forward, GraphPool, Recorder, Recording, record
-from torchweave.compile.woven import Woven
+from torchweave.compiler.runtime.compiled_graph import Woven
+from torchweave.compiler.runtime.cuda_graphs import Boundary, Forward, GraphPool, Recorder, Recording, record
 from torchweave.config import Plan
 from torchweave.engine.boundary import BEGIN, AttentionBoundary, boundary_of
 from torchweave.engine.buffers import Exchange, StepBuffers, pack, packed_size

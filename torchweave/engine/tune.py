@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from torchweave.compile.cache import CompileCache
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.tuning import kept
-from torchweave.compile.tuning.measure import Clock, GraphClock
-from torchweave.compile.tuning.run import Module, tune_module
-from torchweave.compile.tuning.table import Table, device_kind
-from torchweave.compile.woven import Woven
+from torchweave.compiler.cache.store import CompileCache
+from torchweave.compiler.runtime.compiled_graph import Woven
+from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.tuning import table_store
+from torchweave.compiler.tuning.measure import Clock, GraphClock
+from torchweave.compiler.tuning.table import Table, device_kind
+from torchweave.compiler.tuning.tune import Module, tune_module
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -32,7 +32,7 @@ def tune_model(
     Args:
         weave: compiles the model by a config.
     """
-    known = Table(device_kind(device)) if again else kept.table_for(device, cache, report)
+    known = Table(device_kind(device)) if again else table_store.table_for(device, cache, report)
 
     def step(woven: Woven, tokens: int) -> object:
         ids = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -40,5 +40,5 @@ def tune_model(
 
     found = tune_module(Module(weave, step, device), config, clock or GraphClock(), known, report)
     if found.entries:
-        kept.store(cache, found)
+        table_store.store(cache, found)
     return found

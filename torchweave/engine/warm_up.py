@@ -3,7 +3,7 @@
 A stand-in takes the model's place in real steps: it calls attention, experts and quantised products as every kind of layer does,
 and returns logits of nothing. First its launches are only looked at, for what has to be built; when that is done they are carried
 out. What it misses is built later, when it is first needed; nothing depends on it. Products of few tokens are built beside the
-pieces that call them (`torchweave.compile.ahead`).
+pieces that call them (`torchweave.compiler.precompile.precompile`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchweave.compile.graphs import Boundary
-from torchweave.compile.kernel_orders import Order, missing, orders, wait_for
-from torchweave.compile.kernel_workers import KernelWorkers
+from torchweave.compiler.precompile.kernel_jobs import Order, missing, orders, wait_for
+from torchweave.compiler.precompile.workers import KernelWorkers
+from torchweave.compiler.runtime.cuda_graphs import Boundary
 from torchweave.config import Plan
 from torchweave.engine.redraw import Redraw
 from torchweave.engine.runner import Runner

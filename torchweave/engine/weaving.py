@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from torchweave.compile.backend import weave
-from torchweave.compile.cache import CompileCache, open_cache
-from torchweave.compile.eager import broken
-from torchweave.compile.errors import TraceError
-from torchweave.compile.graphs import Forward
-from torchweave.compile.inductor import inductor_ending
-from torchweave.compile.woven import Woven
+from torchweave.compiler.backend import weave
+from torchweave.compiler.cache.store import CompileCache, open_cache
+from torchweave.compiler.codegen.inductor import inductor_ending
+from torchweave.compiler.errors import TraceError
+from torchweave.compiler.runtime.compiled_graph import Woven
+from torchweave.compiler.runtime.cuda_graphs import Forward
+from torchweave.compiler.runtime.eager import broken
 from torchweave.config import Plan
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.process_groups import World

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchweave.compile.inductor import inductor_imported
+from torchweave.compiler.codegen.inductor import inductor_imported
 from torchweave.config.options import EngineConfig
 from torchweave.distributed import channel
 from torchweave.distributed.channel import Link

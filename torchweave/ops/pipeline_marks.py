@@ -1,6 +1,7 @@
 """Marks in the graph of a model whose layers are divided: where a stage begins, where it ends, and what it has not got.
 
-Models put them in, and the compile stack cuts the captured graph at them (`torchweave.compile.stages`): none is left in what runs.
+Models put them in, and the compile stack cuts the captured graph at them (`torchweave.compiler.partition.pipeline_stages`):
+none is left in what runs.
 By themselves they stand for what they cannot know: zeros for what another stage has, copies for the rest.
 """
 

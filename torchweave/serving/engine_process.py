@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from torchweave.compile.dump import open_dump
-from torchweave.compile.explanation.facts import as_json, explain
-from torchweave.compile.explanation.page import keep_explanation
+from torchweave.compiler.dump import open_dump
+from torchweave.compiler.explain.facts import as_json, explain
+from torchweave.compiler.explain.page import keep_explanation
 from torchweave.config.options import EngineConfig
 from torchweave.distributed.launchers.local import WaitingRanks
 from torchweave.engine.batch_manager import BatchManager

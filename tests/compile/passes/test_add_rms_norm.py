@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.compile.passes.written import BF16
-from torchweave.compile.passes.aten.add_rms_norm import FUSION
-from torchweave.compile.passes.manager import run_pass
-from torchweave.compile.passes.testing import T, check, graph_of
+from torchweave.compiler.passes.aten.add_rms_norm import FUSION
+from torchweave.compiler.passes.manager import run_pass
+from torchweave.compiler.passes.testing import T, check, graph_of
 from torchweave.ops.norm import rms_norm
 
 X = [torch.randn(1, T, 48).to(BF16), torch.randn(1, T, 48).to(BF16), torch.randn(48).to(BF16)]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.compile.passes.written import BF16, heads, llama_norm, rotary
-from torchweave.compile.passes.aten import add_rms_norm, gated_activation, qk_norm_rope, raise_rms_norm, rope
-from torchweave.compile.passes.aten.expand import VOCABULARY, Expand
-from torchweave.compile.passes.manager import run_pass
-from torchweave.compile.passes.testing import T, check, graph_of
+from torchweave.compiler.passes.aten import add_rms_norm, gated_activation, qk_norm_rope, raise_rms_norm, rope
+from torchweave.compiler.passes.aten.expand import VOCABULARY, Expand
+from torchweave.compiler.passes.manager import run_pass
+from torchweave.compiler.passes.testing import T, check, graph_of
 from torchweave.ops.norm import rms_norm
 
 FUSIONS = [module.FUSION for module in (raise_rms_norm, add_rms_norm, gated_activation, rope, qk_norm_rope)]

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from tests.compile.test_small_linears import decoder
 from tests.compile.toy import BOUNDARY, DYNAMIC, example, step
-from torchweave.compile import weave
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.passes.aten import gated_activation as gate
-from torchweave.compile.passes.aten import raise_rms_norm
-from torchweave.compile.passes.aten.fused_linears import FusedLinears
-from torchweave.compile.passes.manager import default_passes, run_pass
-from torchweave.compile.passes.testing import T, check, graph_of
-from torchweave.compile.passes.torch_ir.merge_linears import MergeLinears
-from torchweave.compile.passes.torch_ir.small_linears import SmallLinears
-from torchweave.compile.tuning.table import Entry, Table
+from torchweave.compiler import weave
+from torchweave.compiler.passes.aten import gated_activation as gate
+from torchweave.compiler.passes.aten import raise_rms_norm
+from torchweave.compiler.passes.aten.fused_linears import FusedLinears
+from torchweave.compiler.passes.manager import default_passes, run_pass
+from torchweave.compiler.passes.testing import T, check, graph_of
+from torchweave.compiler.passes.torch_ir.merge_linears import MergeLinears
+from torchweave.compiler.passes.torch_ir.small_linears import SmallLinears
+from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.tuning.table import Entry, Table
 from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.activation import gated_activation
 from torchweave.ops.linear import linear

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.compile.passes.written import BF16
-from torchweave.compile.passes.aten.gated_activation import FUSION
-from torchweave.compile.passes.manager import run_pass
-from torchweave.compile.passes.testing import T, check, graph_of
+from torchweave.compiler.passes.aten.gated_activation import FUSION
+from torchweave.compiler.passes.manager import run_pass
+from torchweave.compiler.passes.testing import T, check, graph_of
 from torchweave.ops.activation import ACTIVATIONS
 
 X = [torch.randn(1, T, 64).to(BF16)]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweave.compile import Woven, weave
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.passes.manager import default_passes
+from torchweave.compiler import Woven, weave
+from torchweave.compiler.passes.manager import default_passes
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import TorchCompileConfig
 from torchweave.models import load
 from torchweave.report import Report

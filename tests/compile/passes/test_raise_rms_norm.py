@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.compile.passes.written import BF16, NORMS, gemma_norm, heads, llama_norm
-from torchweave.compile.passes.aten.raise_rms_norm import FUSION
-from torchweave.compile.passes.testing import T, check
+from torchweave.compiler.passes.aten.raise_rms_norm import FUSION
+from torchweave.compiler.passes.testing import T, check
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.compile.passes.written import BF16, heads, rotary, rotary_part, rotary_wide
-from torchweave.compile.passes.aten import qk_norm_rope, rope
-from torchweave.compile.passes.manager import run_pass
-from torchweave.compile.passes.testing import T, check, graph_of
+from torchweave.compiler.passes.aten import qk_norm_rope, rope
+from torchweave.compiler.passes.manager import run_pass
+from torchweave.compiler.passes.testing import T, check, graph_of
 from torchweave.ops.norm import rms_norm
 
 

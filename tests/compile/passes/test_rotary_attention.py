@@ -19,13 +19,13 @@ from tests.compile.passes.written import (
     rotary_part,
     rotary_wide,
 )
-from torchweave.compile import weave
-from torchweave.compile.cache import CompileCache
-from torchweave.compile.capture import capture
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.passes.base import PassResult
-from torchweave.compile.passes.manager import run_pass
-from torchweave.compile.passes.torch_ir.rotary_attention import ATTENTION, RotaryAttention
+from torchweave.compiler import weave
+from torchweave.compiler.cache.store import CompileCache
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.passes.base import PassResult
+from torchweave.compiler.passes.manager import run_pass
+from torchweave.compiler.passes.torch_ir.rotary_attention import ATTENTION, RotaryAttention
+from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.config.options import DynamicShapes, TorchCompileConfig
 from torchweave.models import load
 from torchweave.report import Report

@@ -17,19 +17,19 @@ from torch import Tensor
 from tests.compile.passes.rank_blocks import Block, D, inputs, part, weights, whole
 from tests.ops.collective_cases import mirrored
 from tests.ranks import run_ranks
-from torchweave.compile import Woven, weave
-from torchweave.compile.explanation.facts import as_json, explain, schema
-from torchweave.compile.explanation.page import page
-from torchweave.compile.forward import call_as_is
-from torchweave.compile.passes.aten import all_reduce_norm, raise_rms_norm
-from torchweave.compile.passes.aten.all_reduce_norm_quant import FP4, FP8
-from torchweave.compile.passes.aten.sequence_parallel import SequenceParallel
-from torchweave.compile.passes.aten.userbuffers import Convert, Finalize, Prologue, slots
-from torchweave.compile.passes.base import Pass
-from torchweave.compile.passes.identity import describe_pass
-from torchweave.compile.passes.manager import PassManager, default_passes, run_pass
-from torchweave.compile.passes.testing import T, check, graph_of
-from torchweave.compile.tuning.table import Entry, Table
+from torchweave.compiler import Woven, weave
+from torchweave.compiler.explain.facts import as_json, explain, schema
+from torchweave.compiler.explain.page import page
+from torchweave.compiler.passes.aten import all_reduce_norm, raise_rms_norm
+from torchweave.compiler.passes.aten.all_reduce_norm_quant import FP4, FP8
+from torchweave.compiler.passes.aten.sequence_parallel import SequenceParallel
+from torchweave.compiler.passes.aten.userbuffers import Convert, Finalize, Prologue, slots
+from torchweave.compiler.passes.base import Pass
+from torchweave.compiler.passes.cache_keys import describe_pass
+from torchweave.compiler.passes.manager import PassManager, default_passes, run_pass
+from torchweave.compiler.passes.testing import T, check, graph_of
+from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.tuning.table import Entry, Table
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.process_groups import World

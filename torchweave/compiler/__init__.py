@@ -1,0 +1,45 @@
+"""The compile stack: `torchweave.compile(module, inputs, dynamic=...)`, and the parts that an engine is built from."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchweave.compiler.api import compile as compile
+    from torchweave.compiler.backend import weave as weave
+    from torchweave.compiler.cache.store import CompileCache as CompileCache
+    from torchweave.compiler.cache.store import open_cache as open_cache
+    from torchweave.compiler.errors import InvariantError as InvariantError
+    from torchweave.compiler.errors import TraceError as TraceError
+    from torchweave.compiler.passes.base import GraphPass as GraphPass
+    from torchweave.compiler.passes.base import Pass as Pass
+    from torchweave.compiler.passes.base import PassResult as PassResult
+    from torchweave.compiler.passes.manager import default_passes as default_passes
+    from torchweave.compiler.passes.matcher import Match as Match
+    from torchweave.compiler.passes.pattern import Fusion as Fusion
+    from torchweave.compiler.runtime.compiled_graph import Woven as Woven
+    from torchweave.compiler.runtime.eager import broken as broken
+
+LAZY_EXPORTS = {
+    "CompileCache": "torchweave.compiler.cache.store",
+    "Fusion": "torchweave.compiler.passes.pattern",
+    "GraphPass": "torchweave.compiler.passes.base",
+    "InvariantError": "torchweave.compiler.errors",
+    "Match": "torchweave.compiler.passes.matcher",
+    "Pass": "torchweave.compiler.passes.base",
+    "PassResult": "torchweave.compiler.passes.base",
+    "TraceError": "torchweave.compiler.errors",
+    "Woven": "torchweave.compiler.runtime.compiled_graph",
+    "broken": "torchweave.compiler.runtime.eager",
+    "compile": "torchweave.compiler.api",
+    "default_passes": "torchweave.compiler.passes.manager",
+    "open_cache": "torchweave.compiler.cache.store",
+    "weave": "torchweave.compiler.backend",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LAZY_EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(LAZY_EXPORTS[name]), name)

@@ -1,0 +1,136 @@
+"""What weaving keeps in the compile cache: the captured graph, so that Dynamo need not run, and each built piece."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchweave.compiler.cache.keys import MISSING, graph_factors, piece_factors, source_digests
+from torchweave.compiler.cache.serialize import NotStorable, dump_graph, dump_piece, load_graph, load_piece
+from torchweave.compiler.cache.store import CompileCache, key_of
+from torchweave.compiler.codegen.pieces import BuiltPiece
+from torchweave.compiler.ir.graph import CapturedGraph
+from torchweave.compiler.ir.symbols import DynamicDims
+from torchweave.compiler.partition.split import Piece
+from torchweave.config.options import TorchCompileConfig
+
+
+class StoredGraph:
+    """The entry of one module's captured graph.
+
+    Which files were traced is known only after tracing: their hashes are kept beside the graph and compared when it is
+    loaded, so that an edited model file is a miss.
+    """
+
+    def __init__(
+        self,
+        cache: CompileCache,
+        module: nn.Module,
+        inputs: Mapping[str, Tensor],
+        dynamic: DynamicDims,
+        config: TorchCompileConfig,
+    ) -> None:
+        self.cache, self.module = cache, module
+        self.device = next(iter(inputs.values())).device
+        self.factors = graph_factors(module, inputs, dynamic, config)
+
+    def load(self) -> CapturedGraph | None:
+        entry = self.cache.load("graph", self.factors)
+        if entry is None:
+            return None
+        traced = entry.facts["sources"]
+        if changed := [name for name, digest in source_digests(traced).items() if digest != traced[name]]:
+            self.cache.miss("graph", entry.key, f"the source of {', '.join(changed)} changed")
+            return None
+        try:
+            graph = load_graph(entry.payload, self.module, self.device)
+        except Exception as error:  # unpickling raises what it likes; a damaged entry must never stop a start
+            self.cache.reject("graph", entry.key, f"cannot be loaded ({type(error).__name__}: {error})")
+            return None
+        self.cache.hit(entry)
+        return graph
+
+    def store(self, graph: CapturedGraph) -> None:
+        sources = source_digests(graph.sources)
+        try:
+            if unread := [name for name, digest in sources.items() if digest == MISSING]:
+                raise NotStorable(
+                    f"{unread[0]} was traced and is no file that can be read, so nobody could see it change"
+                )
+            payload = dump_graph(graph)
+        except NotStorable as error:
+            self.cache.miss("graph", key_of("graph", self.factors), f"not stored: {error}")
+            return
+        self.cache.store("graph", self.factors, payload, {"sources": sources})
+
+
+class StoredPiece:
+    """The entry of one distinct piece.
+
+    Args:
+        build: makes what is stored of the piece.
+        factors: what that depends on besides the piece and the config. What passes did while it was built is kept beside
+            it, so that a start that only loads can report it too.
+    """
+
+    def __init__(
+        self,
+        cache: CompileCache,
+        piece: Piece,
+        config: TorchCompileConfig,
+        device: torch.device,
+        build: Callable[[], BuiltPiece],
+        factors: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.cache, self.piece, self.build = cache, piece, build
+        self.readable = config.compile_cache_format == "unpacked"
+        self.factors = {**piece_factors(piece, config, device), **(factors or {})}
+        self.facts = {"device_index": device.index or 0}
+
+    def load_or_build(self) -> BuiltPiece:
+        """The piece from the cache, else built and stored."""
+        return self._load() or self._build()
+
+    def _load(self) -> BuiltPiece | None:
+        begin = time.monotonic()
+        entry = self.cache.load("piece", self.factors)
+        if entry is None:
+            return None
+        try:
+            built = load_piece(entry.payload, self.piece, entry.facts["device_index"], self.facts["device_index"])
+        except Exception as error:  # Inductor raises what it likes; a damaged entry must never stop a start
+            self.cache.reject("piece", entry.key, f"cannot be loaded ({type(error).__name__}: {error})")
+            return None
+        self.cache.hit(entry)
+        self._unpack(entry.key, built)
+        passes, ranges = entry.facts.get("passes", ()), entry.facts.get("ranges", ())
+        return replace(
+            built,
+            seconds=time.monotonic() - begin,
+            passes=tuple(passes),
+            ranges=tuple((low, high) for low, high in ranges),
+            highest=entry.facts["highest"],
+        )
+
+    def _build(self) -> BuiltPiece:
+        built = self.build()
+        try:
+            payload = dump_piece(built)
+        except NotStorable as error:
+            self.cache.miss("piece", key_of("piece", self.factors), f"not stored: {error}")
+            return built
+        facts = {**self.facts, "passes": built.passes, "ranges": built.ranges, "highest": built.highest}
+        key = self.cache.store("piece", self.factors, payload, facts)
+        self._unpack(key, built)
+        return built
+
+    def _unpack(self, key: str, built: BuiltPiece) -> None:
+        if self.readable:
+            texts = {"fx.py": self.piece.module.code, "inductor.py": built.code}
+            self.cache.unpack("piece", key, {**texts, "factors.json": json.dumps(self.factors, indent=1)})

@@ -1,0 +1,361 @@
+"""What an entry of the compile cache depends on: an allow-list of printed factors.
+
+No path, rank or device index is among them, so that a folder of entries can be used on another machine of the same kind.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import platform
+import re
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePath
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchweave import version
+from torchweave.compiler.codegen.pieces import inductor_options
+from torchweave.compiler.ir.symbols import DynamicDims
+from torchweave.compiler.partition.split import Piece, structure
+from torchweave.config.options import TorchCompileConfig
+
+_PATH_LIKE = re.compile(r"(^|_)(path|paths|dir|file|folder)$")
+_BY_PROCESS = "object_hash"
+"""How the name of a hash ends that transformers' configs keep, another one in each process."""
+_BY_PLACE = "name_or_path"
+"""How the names of a checkpoint's place end that transformers' models and configs keep."""
+_WORD = re.compile(r"[\w-]*")
+_DEPTH = 6
+"""Objects that are further inside are only named; lists and dicts are described however deep."""
+_OPEN = -1
+"""Where a text would stand: a list or dict that is being described."""
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    torch.dtype,
+    torch.Size,
+    torch.memory_format,
+    torch.layout,
+)
+_TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
+"""What every module holds: its parameters, children and hooks, which are described apart."""
+_OF_ITS_PLACE = frozenset({"__module__", "__doc__", "__firstlineno__", "__static_attributes__"})
+"""What a class holds that says where it is written, and nothing of what it does."""
+MISSING = "missing"
+"""In the place of the hash of a source that cannot be read."""
+OWN_FOLDERS = ("compiler", "models", "ops")
+"""Folders of this package whose sources decide what is captured, built and stored."""
+_SOURCE_SUFFIXES = (".py", ".json", ".cpp")
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Versions, this package's own sources, the kind of device, and the switches of torch that change generated code."""
+    return {
+        "torchweave": version.__version__,
+        "torchweave_sources": own_sources(),
+        "torch": torch.__version__,
+        "torch_git": torch.version.git_version,
+        "triton": _version("triton"),
+        "python": platform.python_version_tuple()[:2],
+        "device": device_kind(device),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "default_dtype": str(torch.get_default_dtype()),
+        "autocast": autocast(device.type),
+    }
+
+
+def autocast(device_type: str) -> str:
+    """What `torch.autocast` does on such a device at the moment: `off`, or the dtype that it computes in."""
+    return str(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else "off"
+
+
+def device_kind(device: torch.device) -> str:
+    """What generated code can rely on: a GPU's name and capability, or a CPU's architecture and vector instructions."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"cuda {torch.cuda.get_device_name(device)} sm_{major}{minor}"
+    return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def graph_factors(
+    module: nn.Module, inputs: Mapping[str, Tensor], dynamic: DynamicDims, config: TorchCompileConfig
+) -> dict[str, Any]:
+    """Factors of a captured graph. The source text of the traced files comes beside them, see `source_digests`."""
+    device = next(iter(inputs.values())).device
+    modules = (module, *_unregistered(module))
+    return {
+        **machine(device),
+        "module": type(module).__qualname__,
+        "module_config": _digest("\n".join((*map(describe_module, modules), *_tied(modules)))),
+        "inputs": {
+            name: [
+                str(tensor.dtype),
+                tensor.device.type,
+                [dynamic.get(name, {}).get(dim, size) for dim, size in enumerate(tensor.shape)],
+            ]
+            for name, tensor in inputs.items()
+        },
+        "dynamic_shapes": config.dynamic_shapes,
+    }
+
+
+def piece_factors(piece: Piece, config: TorchCompileConfig, device: torch.device) -> dict[str, Any]:
+    """Factors of a built piece."""
+    return {
+        **machine(device),
+        "piece": _digest(structure(piece.module, len(piece.inputs))),
+        "dynamic_shapes": config.dynamic_shapes,
+        "inductor": inductor_options(config),
+        "inductor_config": _digest(_inductor_config()),
+    }
+
+
+@functools.cache
+def own_sources() -> str:
+    """Hash of every source file in `OWN_FOLDERS`, so that no entry outlives a change of the code that made it.
+
+    Raises:
+        FileNotFoundError: one of the folders is missing or empty: the installation is incomplete.
+    """
+    return hash_folders([version.PACKAGE_FOLDER / folder for folder in OWN_FOLDERS])
+
+
+def hash_folders(folders: Iterable[Path]) -> str:
+    """Hash of the names and contents of all source files below the folders.
+
+    Raises:
+        FileNotFoundError: a folder holds no source file.
+    """
+    digest = hashlib.sha256()
+    for folder in folders:
+        paths = sorted(path for path in folder.rglob("*") if path.suffix in _SOURCE_SUFFIXES)
+        if not paths:
+            raise FileNotFoundError(f"{folder} holds no source files; reinstall torchweave")
+        for path in paths:
+            digest.update(f"{folder.name}/{path.relative_to(folder).as_posix()}\n".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def source_digests(modules: Iterable[str]) -> dict[str, str]:
+    """Hash of the source text of each module; a module of another package without a file hashes as missing.
+
+    Raises:
+        ImportError: a module of this package does not exist.
+    """
+    digests = {}
+    for name in modules:
+        try:
+            module = sys.modules.get(name) or importlib.import_module(name)
+            digests[name] = hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()[:16]
+        except (ImportError, OSError, AttributeError, TypeError, ValueError):
+            # A TypeError where the name of a file begins with a dot.
+            if name.partition(".")[0] == "torchweave":
+                raise ImportError(f"{name} is part of torchweave and has no source; reinstall torchweave") from None
+            digests[name] = MISSING
+    return digests
+
+
+Known = dict[tuple[int, int], str]
+"""Texts of objects and classes by identity and depth, while they live: modules of one model share their config."""
+
+
+def describe_module(module: nn.Module, known: Known | None = None) -> str:
+    """A module as text: its tree of classes, its plain attributes, and the geometry of its tensors. No values of weights.
+
+    Args:
+        known: keeps what was described, for other modules of the same model.
+    """
+    lines, known = [], {} if known is None else known
+    for name, child in module.named_modules(remove_duplicate=False):
+        hooks = [describe(hook, 1) for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())]
+        plain = {key: value for key, value in sorted(vars(child).items()) if key not in _TORCH_OWN}
+        forward = getattr(child.forward, "__func__", child.forward)
+        made = [_describe_class(kind, known) for kind in type(child).__mro__ if "<locals>" in kind.__qualname__]
+        lines.append(f"{name}: {_name(type(child))} {_name(forward)} {made} {hooks} {describe(plain, 0, known)}")
+        tensors = {**child._parameters, **child._buffers}
+        lines += [f"  {key}: {describe(tensor, 0)}" for key, tensor in tensors.items()]
+    return "\n".join(lines)
+
+
+def _describe_class(kind: type, known: Known) -> str:
+    """What a class that a function made holds: classes of one maker have one name, and may differ in what it was called with."""
+    where = (id(kind), 0)
+    if where not in known:
+        plain = (FunctionType, bool, int, float, str)
+        held = {
+            key: each
+            for key, each in sorted(vars(kind).items())
+            if key not in _OF_ITS_PLACE and isinstance(each, plain)
+        }
+        known[where] = _digest(describe(held, 1, known))
+    return known[where]
+
+
+def _unregistered(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules that a forward may call and that torch does not know of: those in plain lists and dicts."""
+    seen = {id(child) for child in module.modules()}
+    waiting = deque(module.modules())
+    while waiting:
+        for found in _modules_in([value for key, value in vars(waiting.popleft()).items() if key not in _TORCH_OWN]):
+            if id(found) not in seen:
+                yield found
+                seen |= {id(child) for child in found.modules()}
+                waiting.extend(found.modules())
+
+
+def _tied(modules: Iterable[nn.Module]) -> list[str]:
+    """The places of each tensor that has several: a graph reads it from one of them, where another module may have two tensors."""
+    places: dict[int, list[str]] = {}
+    for number, module in enumerate(modules):
+        for path, child in module.named_modules(remove_duplicate=False):
+            for key, held in {**vars(child), **child._parameters, **child._buffers}.items():
+                if isinstance(held, Tensor):
+                    places.setdefault(id(held), []).append(f"{number} {path} {key}")
+    return [f"tied: {found}" for found in places.values() if len(found) > 1]
+
+
+def _modules_in(thing: Any, depth: int = 0) -> Iterator[nn.Module]:
+    if isinstance(thing, nn.Module):
+        yield thing
+    elif isinstance(thing, (list, tuple, dict)) and depth <= _DEPTH:
+        for item in thing.values() if isinstance(thing, dict) else thing:
+            yield from _modules_in(item, depth + 1)
+
+
+def describe(thing: Any, depth: int = 0, known: Known | None = None) -> str:
+    """A setting as text: plain values, geometry of tensors, names of classes and functions, nests of them; no paths."""
+    if thing is None or isinstance(thing, _PLAIN):
+        return repr(thing)
+    if isinstance(thing, torch.device):
+        return thing.type
+    if isinstance(thing, Tensor):
+        return f"{type(thing).__name__}{tuple(thing.shape)}{tuple(thing.stride())}{thing.dtype}@{thing.device.type}"
+    if isinstance(thing, PurePath):
+        return "path"
+    known = {} if known is None else known
+    if isinstance(thing, (Mapping, list, tuple, deque, set, frozenset)):
+        return _describe_nest(thing, depth, known)
+    if depth > _DEPTH:
+        return _name(type(thing))
+    if isinstance(thing, nn.Module):
+        return _name(type(thing))
+    if isinstance(thing, MethodType):
+        return f"{_name(thing)} of {describe(thing.__self__, depth + 1, known)}"
+    if isinstance(thing, functools.partial):
+        return f"partial{describe([thing.func, thing.args, thing.keywords], depth + 1, known)}"
+    if isinstance(thing, FunctionType):
+        return _describe_function(thing, depth, known)
+    if callable(thing) and hasattr(thing, "__qualname__"):
+        return _name(thing)
+    return _describe_object(thing, depth, known)
+
+
+def _describe_nest(thing: Any, depth: int, known: Known) -> str:
+    """A list, dict or set, however deep; one that holds itself is named there."""
+    where = (id(thing), _OPEN)
+    if where in known:
+        return f"a {_name(type(thing))} around it"
+    known[where] = ""
+    try:
+        if isinstance(thing, Mapping):
+            kept = [(_key(key), value) for key, value in thing.items() if not _is_path(str(key), value)]
+            return "{" + ", ".join(f"{key}: {describe(value, depth + 1, known)}" for key, value in kept) + "}"
+        items = [describe(item, depth + 1, known) for item in thing]
+        if isinstance(thing, (set, frozenset)):
+            return "{" + ", ".join(sorted(items)) + "}"
+        kind = "" if type(thing) is list else _name(type(thing))
+        return f"{kind}[{', '.join(items)}]"
+    finally:
+        del known[where]
+
+
+def _describe_function(function: FunctionType, depth: int, known: Known | None) -> str:
+    """Its name, its code, and what it holds: lambdas of one line and closures of one maker have one name."""
+    code, held = function.__code__, [function.__defaults__, function.__kwdefaults__]
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            held.append((name, cell.cell_contents))
+        except ValueError:  # a function that is defined further down
+            held.append((name, "empty"))
+    return f"{_name(function)} {_digest(_code_text(code))} {describe(held, depth + 1, known)}"
+
+
+def _code_text(code: CodeType) -> str:
+    constants = [_code_text(each) if isinstance(each, CodeType) else describe(each) for each in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def _describe_object(thing: Any, depth: int, known: Known) -> str:
+    where = (id(thing), depth)
+    if where not in known:
+        slots = [name for kind in type(thing).__mro__ for name in _slots(kind) if hasattr(thing, name)]
+        facts = {**{name: getattr(thing, name) for name in slots}, **getattr(thing, "__dict__", {})}
+        known[where] = f"{_name(type(thing))}{describe(dict(sorted(facts.items())), depth + 1, known) if facts else ''}"
+    return known[where]
+
+
+def _slots(kind: type) -> list[str]:
+    slots = vars(kind).get("__slots__", ())
+    return [slots] if isinstance(slots, str) else list(slots)
+
+
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) else f"<{describe(key)}>"
+
+
+def _is_path(key: str, value: Any) -> bool:
+    """Whether a setting says where something is, not what it is: its name says so, and its text, or one in its lists, is no mere
+    word. The name that a checkpoint was asked for by is one of a place too."""
+    return key.endswith((_BY_PROCESS, _BY_PLACE)) or (_names_path(key) and _holds_place(value))
+
+
+def _holds_place(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset, Mapping)) and depth <= _DEPTH:
+        return any(_holds_place(item, depth + 1) for item in (value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, str) and not _WORD.fullmatch(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_path(key: str) -> bool:
+    return _PATH_LIKE.search(key) is not None
+
+
+def _name(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"
+
+
+def _inductor_config() -> str:
+    """Inductor's settings as the user changed them; folders and worker counts do not change code."""
+    import torch._inductor.config as inductor_config
+
+    settings = inductor_config.save_config_portable()
+    return describe({key: value for key, value in settings.items() if "compile_threads" not in key}, 0)
+
+
+def _version(package: str) -> str:
+    module = sys.modules.get(package)
+    if module is None:
+        try:
+            module = importlib.import_module(package)
+        except ImportError:
+            return "none"
+    return str(getattr(module, "__version__", "unknown"))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,203 @@
+"""Captured graphs and built pieces as bytes, for the compile cache."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import tempfile
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from torchweave.compiler.cache.retarget_device import moved, rename_device
+from torchweave.compiler.capture.sources import SourceError, resolve
+from torchweave.compiler.codegen.inductor import loaded_here
+from torchweave.compiler.codegen.inductor_artifact import dump_code, load_code
+from torchweave.compiler.codegen.pieces import BuiltPiece, callable_of, generated_code, innermost
+from torchweave.compiler.ir.fake_tensors import FakeStorages, geometry
+from torchweave.compiler.ir.flat import read_nodes, write_nodes
+from torchweave.compiler.ir.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.partition.split import Piece
+
+_CODE = b"torchweave-code\n"
+"""Begins what is not an artifact of Inductor but its code."""
+
+
+class NotStorable(Exception):
+    """Something that cannot be written down, and why."""
+
+
+def dump_graph(graph: CapturedGraph) -> bytes:
+    """A captured graph, its constants by the sources that tracing reached them by.
+
+    Raises:
+        NotStorable: the graph holds a tensor that no source leads to, or an object that cannot be pickled.
+    """
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    if any(isinstance(leaf, Constant) for leaf in graph.output.leaves):
+        raise NotStorable("forward returns a tensor of the module")
+    bindings: dict[str, Any] = {}
+    for name, binding in graph.bindings.items():
+        if isinstance(binding, Constant) and not binding.source:
+            raise NotStorable(f"{name} is a tensor that tracing made")
+        bindings[name] = binding.source if isinstance(binding, Constant) else binding
+    try:
+        table, rows = write_nodes(graph.module)
+        module = GraphPickler.dumps((table, rows, *_dump_values(graph)), Options(ops_filter=None))
+        output = (pytree.treespec_dumps(graph.output.spec), graph.output.leaves)
+        rest = (module, graph.inputs, bindings, output, graph.symbols, graph.sources, graph.unread)
+        return pickle.dumps(rest)
+    except Exception as error:  # the pickler raises what it likes
+        raise NotStorable(f"{type(error).__name__}: {error}") from error
+
+
+def load_graph(payload: bytes, module: nn.Module, device: torch.device) -> CapturedGraph:
+    """The graph that `dump_graph` wrote, bound to `module`, for `device`, which is of the kind of the one that it was captured on.
+
+    Raises what unpickling raises, and SourceError.
+    """
+    from torch._subclasses import FakeTensorMode
+    from torch.fx._graph_pickler import GraphPickler
+
+    pickled, inputs, stored, output, symbols, sources, unread = pickle.loads(payload)
+    mode = FakeTensorMode(shape_env=_sizes_of_nowhere())
+    table, rows, geometries, values = GraphPickler.loads(pickled, mode)  # type: ignore[misc]
+    restored = read_nodes(table, rows)
+    rename_device(restored.graph, device)
+    _load_values(restored, geometries, values, mode, device)
+    roots = module_roots(module)
+    bindings: dict[str, Binding] = {}
+    fakes = {node.name: value(node) for node in restored.graph.nodes if node.op == "placeholder"}
+    for name, binding in stored.items():
+        if isinstance(binding, (Input, Size)):
+            bindings[name] = binding
+            continue
+        tensor = resolve(binding, roots)
+        fake = fakes[name]
+        if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (fake.shape, fake.dtype):
+            raise SourceError(f"{binding} is not the tensor that it was")
+        bindings[name] = Constant(tensor, binding)
+    tree = OutputTree(pytree.treespec_loads(output[0]), output[1])
+    return CapturedGraph(restored, inputs, bindings, tree, symbols, sources, unread)
+
+
+def _sizes_of_nowhere() -> Any:
+    """Symbolic sizes whose guards do not say which line they are from: nobody reads that of a graph that is loaded, and to tell it
+    from lines of torch's own, torch imports 400 modules."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    class Sizes(ShapeEnv):
+        def _get_sloc(self, framework_loc: str | None = None) -> Any:
+            return super()._get_sloc(framework_loc or "a graph of the compile cache")
+
+    return Sizes()
+
+
+def module_roots(module: nn.Module) -> dict[str, Any]:
+    """What the sources of a module's constants start from."""
+    forward = getattr(module.forward, "__func__", module.forward)
+    return {"L": {"self": module, forward.__code__.co_varnames[0]: module}, "G": forward.__globals__}
+
+
+def _dump_values(graph: CapturedGraph) -> tuple[list[Tensor], list[Any]]:
+    """The distinct geometries of a graph's fake values, and the value of each node: a fake tensor as `("tensor", number of its
+    geometry, number of the storage that it lives in)`. There are few geometries, and to make one from bytes takes long."""
+    numbers: dict[tuple[Hashable, ...], int] = {}
+    geometries: list[Tensor] = []
+    storages: dict[int, int] = {}
+
+    def dump(thing: Any) -> Any:
+        if isinstance(thing, Tensor):
+            kind = geometry(thing)
+            if kind not in numbers:
+                numbers[kind] = len(numbers)
+                geometries.append(_bare(thing))
+            return ("tensor", numbers[kind], storages.setdefault(thing.untyped_storage()._cdata, len(storages)))
+        if isinstance(thing, (tuple, list)):
+            return (type(thing), *map(dump, thing))
+        return thing
+
+    return geometries, [dump(value(node)) for node in graph.graph.nodes]
+
+
+def _load_values(
+    module: fx.GraphModule, geometries: Sequence[Tensor], values: Sequence[Any], mode: Any, device: torch.device
+) -> None:
+    storages = FakeStorages(mode)
+
+    def load(thing: Any) -> Any:
+        if not isinstance(thing, tuple):
+            return thing
+        kind, *items = thing
+        if kind == "tensor":
+            like = geometries[items[0]]
+            return storages.make(like, items[1], device if like.device.type == device.type else like.device)
+        return kind(map(load, items))
+
+    for node, stored in zip(module.graph.nodes, values, strict=True):
+        if stored is not None:
+            node.meta["example_value"] = load(stored)
+
+
+def _bare(thing: Tensor) -> Tensor:
+    """A fake tensor of the same geometry in a storage that holds just that."""
+    mode: Any = getattr(thing, "fake_mode", None)
+    with mode:
+        alone = torch.empty_strided(thing.size(), thing.stride(), dtype=thing.dtype, device=thing.device)
+        if isinstance(offset := thing.storage_offset(), int) and offset == 0:
+            return alone
+        whole = torch.empty(offset + alone.untyped_storage().nbytes() // thing.element_size(), dtype=thing.dtype)
+        bare = torch.empty(0, dtype=thing.dtype, device=thing.device)
+        return bare.set_(whole.to(thing.device).untyped_storage(), offset, thing.size(), thing.stride())
+
+
+def dump_piece(built: BuiltPiece) -> bytes:
+    """What Inductor made of a piece: its code alone, or, where calls need what AOTAutograd has around it, its artifact.
+
+    Raises:
+        NotStorable: Inductor kept nothing that can be loaded again.
+    """
+    inner = innermost(built.artifact)
+    if inner is not None and built.call is inner.current_callable:
+        try:
+            kept, _ = built.artifact._artifacts or (None, None)
+            return _CODE + dump_code(inner, kept)
+        except Exception as error:  # the pickler raises what it likes
+            raise NotStorable(f"{type(error).__name__}: {error}") from error
+    try:
+        with _scratch() as path:
+            built.artifact.save(path=str(path), format="binary")
+            return path.read_bytes()
+    except Exception as error:  # Inductor raises what it likes, and so does a disk
+        raise NotStorable(f"{type(error).__name__}: {error}") from error
+
+
+def load_piece(payload: bytes, piece: Piece, built_on: int = 0, runs_on: int = 0) -> BuiltPiece:
+    """The piece that `dump_piece` wrote on one GPU, for that or another one of its kind. Raises what Inductor raises.
+
+    Args:
+        built_on, runs_on: the GPUs' indices.
+    """
+    with loaded_here(kernels=any(isinstance(each, Tensor) and each.is_cuda for each in piece.examples())):
+        if payload.startswith(_CODE):
+            code = load_code(payload.removeprefix(_CODE), built_on, runs_on)
+            return BuiltPiece(piece.digest, code.current_callable, "cache", 0.0, code=code.source_code)
+        from torch._inductor.standalone_compile import CompiledArtifact
+
+        with _scratch() as path, moved(built_on, runs_on):
+            path.write_bytes(payload)
+            artifact = CompiledArtifact.load(path=str(path), format="binary")
+    code = generated_code(artifact)
+    return BuiltPiece(piece.digest, callable_of(artifact, piece.module), "cache", 0.0, code=code)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="torchweave-") as folder:
+        yield Path(folder) / "artifact"

@@ -1,0 +1,84 @@
+"""What a forward returns, and how that is built from the outputs of its graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchweave.compiler.capture.side_effects import changing_nothing
+from torchweave.compiler.errors import TraceError, place
+from torchweave.compiler.ir.graph import Attribute, Constant, Input, OutputTree, same_geometry
+from torchweave.compiler.ir.symbols import value
+
+_VIEWS = ("T", "mT", "H", "mH", "data")
+"""Attributes of a tensor that look at it."""
+
+
+def output_tree(
+    captured: Any, module: nn.Module, inputs: Mapping[str, Tensor], roots: Mapping[str, Any], changes: Sequence[str]
+) -> OutputTree:
+    """Run only Dynamo's own glue on marked tensors, and see where each of them lands in the return value.
+
+    Args:
+        captured: what Dynamo made of the module's forward for these inputs.
+        roots: what its sources start from.
+        changes: sources of the objects that the glue changes.
+
+    Raises:
+        TraceError: forward returns what cannot be returned again at each call, or changes Python objects.
+    """
+    (output,) = (node for node in captured.backend_input.graph_module.graph.nodes if node.op == "output")
+    if sizes := [node for node in output.all_input_nodes if not isinstance(value(node), Tensor)]:
+        raise TraceError("forward returns a size, or a number made of sizes; return tensors", place(sizes[0]))
+    marks = tuple(torch.empty(0) for _ in output.args[0])
+    try:
+        glue = captured.forward_callable(compiled_fn=lambda *args: marks, extra_globals=roots["G"])
+        roots = {**roots, "G": ChainMap(glue.__globals__, roots["G"])}
+        with changing_nothing(changes, roots):
+            result = glue(module, *inputs.values())
+    except TraceError:
+        raise
+    except Exception as error:  # Dynamo's code for what it made up while it traced
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TraceError(
+            f"forward returns what cannot be made again at each call, as a generator; return tensors ({said})"
+        ) from error
+    index_of = {id(mark): index for index, mark in enumerate(marks)}
+    input_of = {id(tensor): name for name, tensor in inputs.items()}
+    flat, spec = pytree.tree_flatten(result)
+    leaves: list[Any] = []
+    for leaf in flat:
+        if id(leaf) in index_of:
+            leaves.append(index_of[id(leaf)])
+        elif id(leaf) in input_of:
+            leaves.append(Input(input_of[id(leaf)]))
+        elif isinstance(leaf, Tensor):
+            leaves.append(_attribute_of(leaf, inputs) or Constant(leaf))
+        elif leaf is None or isinstance(leaf, (bool, str, float)):
+            leaves.append(("value", leaf))
+        else:
+            raise TraceError(
+                f"forward returns a {type(leaf).__name__}; return tensors, or None, a bool, float or string"
+            )
+    return OutputTree(spec, tuple(leaves))
+
+
+def _attribute_of(leaf: Tensor, inputs: Mapping[str, Tensor]) -> Attribute | None:
+    """The attribute of an input that a returned tensor is, None when it looks at no input."""
+    for name, tensor in inputs.items():
+        if leaf.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+            continue
+        for attribute in _VIEWS:
+            with contextlib.suppress(RuntimeError):  # an input of that kind has no such attribute
+                if same_geometry(getattr(tensor, attribute), leaf):
+                    return Attribute(name, attribute)
+        raise TraceError(
+            f"forward returns a view of {name} that tracing leaves outside of the graph; return a copy of it"
+        )
+    return None

@@ -1,0 +1,229 @@
+"""Lowering: a piece of Torch IR as a functional graph of ATen and custom ops, which passes of the ATen stage rewrite.
+
+Nothing is decomposed that torch can call whole: tracing stops above autograd ("pre-dispatch"), so that `linear`, `layer_norm` or
+`scaled_dot_product_attention` stay one node, as fast to call and as easy to match as they were. Only what may alias or
+write is taken apart, because a functional graph has to know. Sizes stay symbolic, constants stay placeholders, and a custom
+op that writes into its arguments becomes `auto_functionalized_v2`.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchweave.compiler.errors import WRITES_TO_VIEWS, SizeError, place
+from torchweave.compiler.ir.mutation import storage, written, written_by_two_names
+from torchweave.compiler.ir.symbols import fixed_sizes, value
+from torchweave.compiler.partition.split import Piece, digest
+
+aten = torch.ops.aten
+
+_CHECKS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg)
+
+
+class NotLowered(Exception):
+    """A piece has no functional form that does the same, and why."""
+
+
+def lower(piece: Piece, sizes: Mapping[str, int] | None = None) -> Piece:
+    """The piece in ATen IR: same inputs, constants and outputs, fake values in `meta["val"]`.
+
+    Args:
+        sizes: values of symbols that are to be fixed; the others stay symbolic.
+
+    Raises:
+        NotLowered: it writes to an input that is also seen by another name, or tracing fails.
+        SizeError: tracing made a number of a size.
+    """
+    return lowering(piece, sizes)()
+
+
+def lowering(piece: Piece, sizes: Mapping[str, int] | None = None) -> Callable[[], Piece]:
+    """What `lower` gives, a graph of its own at each call, traced once: passes of several ranges of the token count begin with it.
+
+    Raises:
+        NotLowered: as `lower`.
+    """
+    _refuse_aliased_writes(piece)
+    examples = [_fixed(each, sizes) for each in piece.examples()] if sizes else piece.examples()
+    interpreter = _Interpreter(piece)
+    try:
+        traced = trace(interpreter.run, examples)
+    except Exception as error:  # tracing raises what an op's fake kernel raises
+        raise NotLowered(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+    if interpreter.fixed is not None:
+        raise interpreter.fixed
+    names = [str(node.target) for node in piece.module.graph.nodes if node.op == "placeholder"]
+    return lambda: replace(piece, module=_renamed(traced, names, examples))
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a piece, and notes which operation made a number of a size: it is one for the whole graph then."""
+
+    def __init__(self, piece: Piece) -> None:
+        super().__init__(piece.module)
+        self._shape_env = piece.fake_mode.shape_env
+        self._known = fixed_sizes(self._shape_env)
+        self.fixed: SizeError | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        new = {symbol: size for symbol, size in fixed_sizes(self._shape_env).items() if symbol not in self._known}
+        if new and self.fixed is None:
+            cause = f"{n.name} holds for a size of {min(new.values())} alone; {WRITES_TO_VIEWS}"
+            self.fixed = SizeError(cause, place(n))
+        return result
+
+
+def trace(function: Callable[..., Any], examples: Sequence[Any]) -> fx.GraphModule:
+    """`function(*examples)` as a tidy functional ATen graph.
+
+    Args:
+        function: takes one argument for each example and returns tensors, or a nest of them.
+        examples: fake tensors and symbolic sizes of one fake mode.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
+
+    def functional(*arguments: Any) -> Any:
+        # `export` is what keeps composite ops whole; nothing is exported.
+        rest = iter(arguments)
+        filled = [each if _is_number(each) else next(rest) for each in examples]
+        return _functionalized(function, filled, FunctionalTensorMode(pre_dispatch=True, export=True))
+
+    varying = [each for each in examples if not _is_number(each)]  # tracing would make symbols of numbers
+    with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="At pre-dispatch tracing, we assume")
+        traced = make_fx(functional, tracing_mode="symbolic", pre_dispatch=True, _allow_fake_constant=True)(*varying)
+    _add_numbers(traced.graph, examples)
+    _tidy(traced)
+    return traced
+
+
+def _is_number(thing: Any) -> bool:
+    return isinstance(thing, (bool, int, float))
+
+
+def _add_numbers(graph: fx.Graph, examples: Sequence[Any]) -> None:
+    """A placeholder that nobody reads for each argument that was a number."""
+    node = next(iter(graph.nodes))
+    for position, each in enumerate(examples):
+        if _is_number(each):
+            with graph.inserting_before(node):
+                graph.placeholder(f"number_{position}").meta["val"] = each
+        else:
+            node = node.next
+
+
+def as_piece(traced: fx.GraphModule) -> Piece:
+    """A traced graph as a piece of its own, without a captured graph that it was cut from."""
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    names = [f"input_{position}" for position in range(len(placeholders))]
+    module = _renamed(traced, names, [value(node) for node in placeholders])
+    nodes = list(module.graph.nodes)
+    inputs = tuple(node for node in nodes if node.op == "placeholder")
+    return Piece(0, module, inputs, (), tuple(nodes[-1].all_input_nodes), digest(module, len(inputs)))
+
+
+def _functionalized(function: Callable[..., Any], arguments: Sequence[Any], mode: Any) -> Any:
+    """Call `function` without its writes; those to arguments are made good at the end, by copies."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    private: Any = torch
+    inner_most = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
+
+    def plain(tensor: Any) -> Any:
+        private._sync(tensor)
+        return private._from_functional_tensor(tensor.elem)
+
+    with inner_most, mode:
+        wrapped = [FunctionalTensor.to_functional(item) if isinstance(item, Tensor) else item for item in arguments]
+        result = tree_map_only(FunctionalTensor, plain, function(*wrapped))
+        changed = [
+            (given, plain(now))
+            for given, now in zip(arguments, wrapped, strict=True)
+            if isinstance(now, FunctionalTensor) and private._functionalize_has_data_mutation(now.elem)
+        ]
+    for given, now in changed:
+        given.copy_(now)
+    return result
+
+
+def _fixed(thing: Any, sizes: Mapping[str, int]) -> Any:
+    """A fake value with numbers in the place of some symbols."""
+    if isinstance(thing, torch.SymInt):
+        symbols = thing.node.expr.free_symbols
+        if not any(str(symbol) in sizes for symbol in symbols):
+            return thing
+        if any(str(symbol) not in sizes for symbol in symbols):
+            raise NotLowered(f"the size {thing} has other symbols beside the one that is fixed")
+        return int(thing.node.expr.xreplace({symbol: sympy.Integer(sizes[str(symbol)]) for symbol in symbols}))
+    if not isinstance(thing, Tensor):
+        return thing
+    mode: Any = getattr(thing, "fake_mode", None)
+    shape, strides = ([_fixed(size, sizes) for size in each] for each in (thing.shape, thing.stride()))
+    offset = _fixed(thing.storage_offset(), sizes)
+    with mode:
+        plain = torch.empty_strided(shape, strides, dtype=thing.dtype, device=thing.device)
+        if isinstance(offset, int) and offset == 0:
+            return plain
+        extent = offset + plain.untyped_storage().nbytes() // thing.element_size()
+        return torch.empty(extent, dtype=thing.dtype, device=thing.device).as_strided(shape, strides, offset)
+
+
+def _refuse_aliased_writes(piece: Piece) -> None:
+    """A functional graph writes to an input at its end: nobody may look at it by another name."""
+    nodes = list(piece.module.graph.nodes)
+    for node in written_by_two_names(piece.module.graph).values():
+        raise NotLowered(f"it writes to {node.name}, which shares its memory with another input")
+    targets = {storage(argument) for node in nodes for argument in written(node)}
+    returned = {storage(node) for node in nodes[-1].all_input_nodes}
+    for node in nodes:
+        if node.op == "placeholder" and (home := storage(node)) in targets and home is not None and home in returned:
+            raise NotLowered(f"it writes to {node.name} and returns a view of it")
+
+
+def _tidy(traced: fx.GraphModule) -> None:
+    """One node for each size, no checks, nothing that nobody reads."""
+    graph = traced.graph
+    first: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if isinstance(value(node), torch.SymInt):
+            same = first.setdefault(str(value(node).node.expr), node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+        elif node.op == "call_function" and node.target in _CHECKS:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    traced.recompile()
+
+
+def _renamed(traced: fx.GraphModule, names: Sequence[str], values: Sequence[Any]) -> fx.GraphModule:
+    """The traced graph with placeholders of other names, and a flat tuple of outputs."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    wanted = zip(names, values, strict=True)
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            name, fake = next(wanted)
+            copies[node] = graph.placeholder(name)
+            copies[node].meta = {**node.meta, "val": fake}
+        elif node.op == "output":
+            flat = tree_leaves(node.args[0])
+            output = graph.output(tuple(copies[item] if isinstance(item, fx.Node) else item for item in flat))
+            output.meta["val"] = tuple(value(item) if isinstance(item, fx.Node) else item for item in flat)
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            name = re.sub(r"_\d+$", "", node.name)  # numbers from one: tracing counts what was tidied away
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, name)
+            copies[node].meta = dict(node.meta)
+    return fx.GraphModule(traced, graph, "Lowered")

@@ -1,0 +1,79 @@
+"""A plain module, compiled: no engine, no boundary to hand ops to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchweave.compiler.backend import weave
+from torchweave.compiler.cache.keys import autocast
+from torchweave.compiler.cache.store import open_cache
+from torchweave.compiler.dump import open_dump
+from torchweave.compiler.explain.page import keep_explanation
+from torchweave.compiler.passes.base import Pass
+from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.config.options import TorchCompileConfig
+from torchweave.report import Report
+
+
+class Compiled:
+    """`compiled(*tensors)`; see `torchweave.compile`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Mapping[str, Tensor],
+        dynamic: Mapping[str, Mapping[int, str]] | None,
+        config: TorchCompileConfig | None,
+        report: Report | None,
+        passes: Sequence[Pass] | None = None,
+    ) -> None:
+        _refuse_inputs(inputs, dynamic or {})
+        config, report = config or TorchCompileConfig(), report or Report(show=False)
+        open_dump(config, report)
+        ops = _known_boundary_ops()
+        cache = open_cache(config, report)
+        self.woven = weave(
+            module, inputs, dynamic, boundary_ops=ops, config=config, cache=cache, report=report, passes=passes
+        )
+        keep_explanation(None, report)
+        self._device_type = next(iter(inputs.values())).device.type
+        self._autocast = autocast(self._device_type)
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        if len(inputs) != len(self.woven.inputs) or not all(isinstance(each, Tensor) for each in inputs):
+            given = ", ".join(type(each).__name__ for each in inputs) or "nothing"
+            raise ValueError(f"it takes one tensor for each of {', '.join(self.woven.inputs)}, and was given {given}")
+        if (now := autocast(self._device_type)) != self._autocast:
+            raise ValueError(
+                f"compiled with autocast {self._autocast} and called with autocast {now}; compile in the `torch.autocast` in which "
+                "the module is called, or enter it in forward"
+            )
+        return self.woven(call_as_is, *inputs)
+
+
+def _refuse_inputs(inputs: Any, dynamic: Any) -> None:
+    """Say what is wrong with examples that are no tensors by name, or with names of dimensions that there are not."""
+    if not isinstance(inputs, Mapping) or not inputs or not all(isinstance(each, Tensor) for each in inputs.values()):
+        raise ValueError(
+            'inputs are example tensors by the names of forward\'s parameters, at least one: `{"x": torch.zeros(8, 64)}`'
+        )
+    wanted = 'dynamic names dimensions of inputs, counted from 0: `{"x": {0: "T"}}`'
+    if not isinstance(dynamic, Mapping) or not all(isinstance(each, Mapping) for each in dynamic.values()):
+        raise ValueError(f"{wanted}; not {dynamic}")
+    for name, dims in dynamic.items():
+        if name not in inputs:
+            raise ValueError(f"{wanted}; there is no input {name}, but {', '.join(inputs)}")
+        for dim, size_name in dims.items():
+            if not (isinstance(dim, int) and 0 <= dim < inputs[name].dim() and isinstance(size_name, str)):
+                raise ValueError(
+                    f"{wanted}; not {dim!r}: {size_name!r}, where {name} has {inputs[name].dim()} dimensions"
+                )
+
+
+def _known_boundary_ops() -> frozenset[str]:
+    from torchweave.ops.registry import boundary_ops
+
+    return frozenset(boundary_ops())

@@ -1,0 +1,163 @@
+"""The plan and the report's events as plain data: every key of `explain.schema.json`, empty where nothing happened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from typing import Any
+
+from torchweave.compiler.explain.communication import collectives_of, communication
+from torchweave.config import Plan, show
+from torchweave.report import Report
+
+VERSION = 1
+Facts = dict[str, Any]
+
+
+def explain(plan: Plan | None, report: Report) -> Facts:
+    """Everything that was decided so far; see `explain.schema.json`. `plan` is None for a module without an engine."""
+    choices = _choices(report)
+    passes = _passes(report, choices)
+    return {
+        "version": VERSION,
+        "torchweave": _installed(),
+        "model": _last(report, "model_loaded") | _last(report, "model_adapted"),
+        "quantization": _last(report, "quantized"),
+        "pipeline": _last(report, "pipeline_parallel"),
+        "plan": [] if plan is None else [_entry(entry) for entry in plan.entries],
+        "capture": _last(report, "capture"),
+        "passes": passes,
+        "choices": choices,
+        "pieces": _events(report, "piece"),
+        "parts": _last(report, "parts").get("order", []),
+        "communication": communication(report, passes, None if plan is None else plan.max_num_tokens),
+        "streams": _events(report, "streams"),
+        "graphs": _events(report, "graph"),
+        "memory": _memory(report),
+        "cache": _cache(report),
+        "assumptions": _events(report, "assumption"),
+        "fallbacks": _events(report, "fallback"),
+        "warnings": _events(report, "warning"),
+        "compiles_after_ready": len(report.select("compile_after_ready")),
+        "stages": [
+            {"name": event["name"], "start": max(0.0, event["at"] - event["seconds"]), "seconds": event["seconds"]}
+            for event in report.select("stage")
+        ],
+    }
+
+
+def as_json(facts: Facts) -> str:
+    """The facts as the JSON text that the schema describes."""
+    return json.dumps(facts, default=str, indent=1)
+
+
+def schema() -> Facts:
+    """The JSON schema of the facts."""
+    return json.loads(files("torchweave.compiler.explain").joinpath("explain.schema.json").read_text(encoding="utf-8"))
+
+
+def _installed() -> str:
+    try:
+        return version("torchweave")
+    except PackageNotFoundError:  # run from a checkout
+        return "unknown"
+
+
+def _entry(entry: Any) -> Facts:
+    return {
+        "name": entry.name,
+        "asked": entry.asked,
+        "effective": entry.effective,
+        "why": entry.why,
+        "shown": [show(entry.asked), show(entry.effective)],
+    }
+
+
+def _events(report: Report, kind: str) -> list[Facts]:
+    return [_without_time(event) for event in report.select(kind)]
+
+
+def _last(report: Report, kind: str) -> Facts:
+    events = report.select(kind)
+    return _without_time(events[-1]) if events else {}
+
+
+def _without_time(event: Mapping[str, Any]) -> Facts:
+    return {name: value for name, value in event.items() if name != "at"}
+
+
+def _passes(report: Report, choices: Sequence[Facts]) -> list[Facts]:
+    """One row a pass, in the order in which they ran; a pass over pieces counts a piece as often as it is used."""
+    rows: dict[str, Facts] = {}
+    for event in _events(report, "pass"):
+        row = rows.setdefault(event["name"], _pass_row(event, choices))
+        if not event["enabled"]:
+            continue
+        row["enabled"], row["why"] = True, ""
+        times = event.get("shared_by", 1)
+        for name in ("matches", "rewritten", "ops_before", "ops_after"):
+            row[name] += times * event[name]
+        row["seconds"] += 0.0 if event.get("cached") else event["seconds"]
+        row["near_misses"] += [miss for miss in event["near_misses"] if miss not in row["near_misses"]]
+        for op, change in event.get("diff", {}).items():
+            row["diff"][op] = row["diff"].get(op, 0) + times * change
+        if "piece" in event:
+            run = {name: event.get(name) for name in ("piece", "tokens", "matches", "rewritten", "shared_by")}
+            row["runs"].append({**run, "collectives": collectives_of(event.get("diff", {}))})
+    return list(rows.values())
+
+
+def _pass_row(event: Mapping[str, Any], choices: Sequence[Facts]) -> Facts:
+    keys = ("shape", "tokens", "choice", "microseconds", "baseline", "saved")
+    return {
+        "name": event["name"],
+        "enabled": False,
+        "why": event.get("why", ""),
+        "stage": event.get("stage"),
+        "numerics": event.get("numerics"),
+        "matches": 0,
+        "rewritten": 0,
+        "near_misses": [],
+        "seconds": 0.0,
+        "ops_before": 0,
+        "ops_after": 0,
+        "diff": {},
+        "runs": [],
+        "microseconds": [{key: each[key] for key in keys} for each in choices if each["subject"] == event["name"]],
+    }
+
+
+def _choices(report: Report) -> list[Facts]:
+    """What measurements say, from the tables that came with the package or were kept, and from tuning in this start."""
+    found: dict[tuple, Facts] = {}
+    told = [entry for event in report.select("table") for entry in event.get("entries", ())]
+    for entry in [*told, *_events(report, "tuned")]:
+        row = {key: entry[key] for key in ("subject", "shape", "tokens", "choice", "microseconds", "baseline")}
+        row["saved"] = round(entry["baseline"] - entry["microseconds"], 3) if entry["choice"] else 0.0
+        found[entry["subject"], entry["shape"], entry["tokens"]] = row
+    return list(found.values())
+
+
+def _memory(report: Report) -> Facts:
+    memory = _last(report, "memory")
+    for kind in ("kv_cache", "kv_offload"):
+        facts = _last(report, kind).items()
+        memory |= {
+            f"{kind}_{key}": len(value) if isinstance(value, list) else value for key, value in facts if key != "dtype"
+        }
+    loaded, recorded = _last(report, "model_loaded"), _last(report, "graphs_recorded")
+    if "bytes" in loaded:
+        memory["weights"] = loaded["bytes"]
+    if recorded:
+        memory["graphs"] = recorded["bytes"]
+    return memory
+
+
+def _cache(report: Report) -> Facts:
+    """Look-ups by outcome, and for each entry what its key is made of."""
+    factors = {event["key"]: event["factors"] for event in report.select("cache_key")}
+    entries = [{**event, "factors": factors.get(event["key"], {})} for event in _events(report, "cache")]
+    count = {name: sum(entry["outcome"] == name for entry in entries) for name in ("hit", "miss", "stored")}
+    return {"hits": count["hit"], "misses": count["miss"], "stored": count["stored"], "entries": entries}

@@ -1,0 +1,182 @@
+"""Fake tensors made from the geometry of others, in storages of their own, without arithmetic on symbolic sizes.
+
+What a storage made here has is identity, so that aliases are told apart. Its size in bytes is not worked out: for one tensor
+that takes ten times as long as all the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache, in_kernel_invocation_manager
+
+from torchweave.compiler.ir.symbols import expression, free_symbols
+
+_SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class Pattern(NamedTuple):
+    """The geometry of a fake tensor, to make many of."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, fake: Tensor) -> Pattern:
+        return cls(fake.size(), fake.stride(), fake.storage_offset(), fake.dtype, fake.device)
+
+
+class FakeStorages:
+    """Makes fake tensors of one mode, in storages that go by whatever names the caller gives them."""
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+        self._storages: dict[Hashable, Tensor] = {}
+
+    def make(self, like: Tensor, storage: Hashable, device: torch.device | None = None) -> Tensor:
+        """A tensor of the geometry of `like` in the storage of that name, which is new when nothing is in it yet.
+
+        Args:
+            device: where it is; None for where `like` is.
+        """
+        return self.make_as(Pattern.of(like), storage, device)
+
+    def make_as(self, like: Pattern, storage: Hashable, device: torch.device | None = None) -> Tensor:
+        """The same, of a geometry that was read before."""
+        if storage not in self._storages:
+            self._storages[storage] = torch.empty(0, dtype=like.dtype, device="meta")
+        base = self._storages[storage]
+        with in_kernel_invocation_manager(
+            self._mode
+        ):  # in there a fake tensor is the tensor without memory that it wraps
+            base = base if base.dtype == like.dtype else base.view(like.dtype)
+            bare = base.as_strided(like.size, like.stride, like.offset)
+        return FakeTensor(self._mode, bare, device or like.device)
+
+    def adopt(self, tensor: Tensor, storage: Hashable) -> None:
+        """Let what is made in the storage of that name live where `tensor`, a fake one, lives."""
+        self._storages[storage] = tensor
+
+
+def geometry(fake: Tensor) -> tuple[Hashable, ...]:
+    """What fake tensors of one kind have in common, for a dict."""
+    sizes = (*fake.size(), None, *fake.stride(), None, fake.storage_offset())
+    return (fake.dtype, fake.device, *map(expression, sizes))
+
+
+class FakeRuns:
+    """Operations on the fake values of one graph, each run once for each geometry of its arguments.
+
+    A model of many layers has few different ones, and running one takes most of a millisecond, nearly all of it for
+    arithmetic on symbolic sizes.
+    """
+
+    def __init__(self, mode: Any, faking: Callable[[], AbstractContextManager[None]]) -> None:
+        self._mode, self._faking = mode, faking
+        self._known: dict[Hashable, Any] = {}
+
+    def run(self, target: Callable[..., Any] | str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """What a function, or a method of the first argument, gives. Raises what it raises."""
+        tensors: list[Tensor] = []
+        try:
+            key = (target, _key(args, tensors), _key(kwargs, tensors))
+        except _NotPlain:
+            key = None
+        if key in self._known:
+            return _again(self._known[key], tensors, FakeStorages(self._mode))
+        # What torch would remember of it is remembered here, and to do so takes torch longer than the operation.
+        with self._faking(), disable_fake_tensor_cache(self._mode):
+            out = _call(target, args, kwargs)
+        if key is None:
+            return out
+        if _is_plain(out) and free_symbols(_flat(out)) <= free_symbols([*_flat(args), *_flat(tuple(kwargs.values()))]):
+            self._known[key] = _outcome(out, tensors, {})
+        return out
+
+
+def _is_plain(out: Any) -> bool:
+    """Whether a result is tensors and sizes in tuples and lists, which can be made again."""
+    if type(out) in (tuple, list):
+        return all(map(_is_plain, out))
+    return isinstance(out, (Tensor, *_SIZES))
+
+
+class _NotPlain(Exception):
+    """An argument that cannot be compared."""
+
+
+def _call(target: Callable[..., Any] | str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    if isinstance(target, str):
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)
+
+
+def _key(thing: Any, tensors: list[Tensor]) -> Hashable:
+    """A value that is equal for arguments that give results of equal geometry; collects the tensors among them."""
+    if isinstance(thing, Tensor):
+        tensors.append(thing)
+        return geometry(thing)
+    if isinstance(thing, _SIZES):
+        return ("size", expression(thing))
+    if isinstance(thing, Mapping):
+        return tuple((name, _key(item, tensors)) for name, item in thing.items())
+    if isinstance(thing, (tuple, list)):
+        return (type(thing), *(_key(item, tensors) for item in thing))
+    if isinstance(thing, slice):
+        return (slice, *(_key(item, tensors) for item in (thing.start, thing.stop, thing.step)))
+    if thing is None or thing is ... or isinstance(thing, _PLAIN):
+        return (type(thing), thing)
+    raise _NotPlain
+
+
+class _Is(NamedTuple):
+    """A result that is one of the arguments."""
+
+    argument: int
+
+
+class _In(NamedTuple):
+    """A result of this geometry in an argument's storage, or, with a negative number, in one of its own."""
+
+    argument: int
+    like: Tensor
+
+
+def _outcome(thing: Any, tensors: list[Tensor], fresh: dict[int, int]) -> Any:
+    if isinstance(thing, Tensor):
+        for number, tensor in enumerate(tensors):
+            if thing is tensor:
+                return _Is(number)
+        for number, tensor in enumerate(tensors):
+            if thing.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+                return _In(number, thing)
+        return _In(fresh.setdefault(thing.untyped_storage()._cdata, -1 - len(fresh)), thing)
+    if type(thing) in (tuple, list):
+        return type(thing)([_outcome(item, tensors, fresh) for item in thing])
+    return thing
+
+
+def _again(outcome: Any, tensors: list[Tensor], storages: FakeStorages) -> Any:
+    if isinstance(outcome, _Is):
+        return tensors[outcome.argument]
+    if isinstance(outcome, _In):
+        if outcome.argument >= 0:
+            storages.adopt(tensors[outcome.argument], outcome.argument)
+        return storages.make(outcome.like, outcome.argument)
+    if type(outcome) in (tuple, list):
+        return type(outcome)([_again(item, tensors, storages) for item in outcome])
+    return outcome
+
+
+def _flat(thing: Any) -> list[Any]:
+    if isinstance(thing, slice):
+        thing = (thing.start, thing.stop, thing.step)
+    return [leaf for item in thing for leaf in _flat(item)] if isinstance(thing, (tuple, list)) else [thing]

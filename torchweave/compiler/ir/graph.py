@@ -1,0 +1,295 @@
+"""The captured graph: one FX graph of Torch IR, and where each of its inputs comes from."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.node import map_arg
+
+from torchweave.compiler.ir.fake_tensors import FakeRuns, FakeStorages
+from torchweave.compiler.ir.symbols import expression, symbol_name, value
+
+
+@dataclass(frozen=True)
+class Input:
+    """A placeholder that is one of forward's arguments."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Attribute(Input):
+    """What forward returns of one of its arguments by an attribute, such as `x.T`: tracing leaves that outside of the graph."""
+
+    attribute: str
+
+
+@dataclass(frozen=True)
+class Unread:
+    """One of forward's arguments that no operation reads; what forward does may depend on its kind all the same.
+
+    Attributes:
+        sizes: a number, or the name of a dynamic size, for each dimension.
+    """
+
+    name: str
+    dtype: torch.dtype
+    device: str
+    sizes: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A placeholder that is a size of one of forward's arguments."""
+
+    input: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A placeholder that is a parameter, a buffer or another tensor of the module, bound when the module is woven.
+
+    Attributes:
+        tensor: the module's own object, so that a pass can move it into other storage.
+        source: how tracing reached it, from the frame's locals `L` or globals `G`; "" for a tensor made by a pass.
+    """
+
+    tensor: Tensor
+    source: str = ""
+
+
+Binding = Input | Size | Constant
+
+
+@dataclass(frozen=True)
+class OutputTree:
+    """How forward's return value is built from the graph's flat outputs.
+
+    `leaves` holds, for each leaf of `spec`, the index of a graph output, or an `Input` or its `Attribute`, or a `Constant`, or a
+    plain Python constant.
+    """
+
+    spec: Any
+    leaves: tuple[Any, ...]
+
+    def is_single_tensor(self) -> bool:
+        return self.spec.is_leaf() and self.leaves == (0,)
+
+
+class Faked:
+    """A graph module whose nodes know their fake values: what every pass works on."""
+
+    module: fx.GraphModule
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def fake_mode(self) -> Any:
+        for node in self.graph.nodes:
+            mode = getattr(value(node), "fake_mode", None)
+            if mode is not None:
+                return mode
+        raise AssertionError("a graph holds at least one tensor")
+
+    @contextlib.contextmanager
+    def faking(self) -> Iterator[None]:
+        """Ops on fake values. Composite ops must be taken apart in Python: C++ cannot read a symbolic size."""
+        with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
+            yield
+
+    def num_calls(self) -> int:
+        """Operations in the graph: every node but inputs and the output."""
+        return sum(node.op.startswith("call") for node in self.graph.nodes)
+
+
+@dataclass
+class CapturedGraph(Faked):
+    """One graph of Torch IR over flat inputs.
+
+    Attributes:
+        module: holds the graph; every node's `meta["example_value"]` is its fake value.
+        inputs: forward's parameter names, in order.
+        bindings: what each placeholder is, by placeholder name.
+        output: how the return value is built.
+        symbols: symbol of the graph -> the caller's name of it, such as `s72 -> T`.
+        sources: importable names of the modules whose code was traced.
+        unread: inputs that are no placeholder.
+        boundary_ops: names of the ops at which the graph will be split.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    bindings: dict[str, Binding]
+    output: OutputTree
+    symbols: dict[str, str]
+    sources: tuple[str, ...] = ()
+    unread: tuple[Unread, ...] = ()
+    boundary_ops: frozenset[str] = frozenset()
+
+    @cached_property
+    def runs(self) -> FakeRuns:
+        """Operations on this graph's fake values, each run once for each geometry of its arguments."""
+        return FakeRuns(self.fake_mode, self.faking)
+
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    def constants(self) -> Iterator[tuple[fx.Node, Constant]]:
+        for node in self.placeholders():
+            binding = self.bindings[node.name]
+            if isinstance(binding, Constant):
+                yield node, binding
+
+    def constant(self, node: Any) -> Tensor | None:
+        """The tensor that a placeholder is bound to, or None when the node is anything else."""
+        if not isinstance(node, fx.Node) or node.op != "placeholder":
+            return None
+        binding = self.bindings[node.name]
+        return binding.tensor if isinstance(binding, Constant) else None
+
+    def move(self, node: fx.Node, storage: Tensor) -> None:
+        """Let a constant, and the module's parameter that it is, live in other storage of the same shape and values."""
+        binding = self.bindings[node.name]
+        assert isinstance(binding, Constant), "only a constant can be moved"
+        binding.tensor.data = storage
+
+    def add_constant(self, name: str, tensor: Tensor) -> fx.Node:
+        """A new placeholder behind the others, bound to `tensor`."""
+        *_, last = self.placeholders()
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(name)
+        node.meta["example_value"] = FakeStorages(self.fake_mode).make(tensor, name)
+        self.bindings[node.name] = Constant(tensor)
+        return node
+
+    def drop_unused_constants(self) -> None:
+        for node in self.placeholders():
+            if not node.users and isinstance(self.bindings[node.name], Constant):
+                del self.bindings[node.name]
+                self.graph.erase_node(node)
+
+
+def tidy(graph: CapturedGraph) -> None:
+    """Take out what tracing left behind and what would keep equal pieces from looking equal.
+
+    One node stands for each size; results of ops that return several tensors are unpacked where they are made, so that
+    only tensors and sizes ever cross from one piece to the next.
+    """
+    nodes = graph.graph
+    first: dict[str, fx.Node] = {}
+    for node in list(nodes.nodes):
+        name = symbol_name(value(node))
+        if name is not None and first.setdefault(name, node) is not node:
+            node.replace_all_uses_with(first[name])
+    for node in list(nodes.nodes):
+        if node.op == "call_function" and node.target is operator.getitem:
+            source = node.args[0]
+            if isinstance(source, fx.Node) and isinstance(value(source), (tuple, list)) and node.prev is not source:
+                source.append(node)
+    for node in reversed(list(nodes.nodes)):
+        if _is_noise(node):
+            nodes.erase_node(node)
+    for node in graph.placeholders():
+        if not node.users and not isinstance(graph.bindings[node.name], Input):
+            del graph.bindings[node.name]
+            nodes.erase_node(node)
+    graph.module.recompile()
+
+
+_NOISE = (
+    torch._C._log_api_usage_once,
+    torch._C._set_grad_enabled,
+    torch.autograd.grad_mode._enter_inference_mode,
+    torch.autograd.grad_mode._exit_inference_mode,
+    operator.ge,
+    operator.eq,
+    operator.le,
+)
+"""What changes nothing that is computed: no step has gradients."""
+
+
+def _is_noise(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method") or node.users:
+        return False
+    if node.target in _NOISE:
+        return True
+    if node.target in (torch.ops.aten._assert_scalar.default, torch._check):
+        return True
+    return isinstance(value(node), (torch.SymInt, torch.SymBool, torch.SymFloat))
+
+
+def refresh(graph: CapturedGraph, changed: dict[fx.Node, Any], commit: bool = True) -> dict[fx.Node, Any]:
+    """Compute fake values again downstream of nodes whose value changed.
+
+    Args:
+        changed: nodes and their new fake values, in the graph's order.
+        commit: store the values in the graph; off, only find out whether every reader can run on them.
+
+    Returns:
+        Every node whose geometry changed, with its new value. Raises what a reader raises when it cannot run.
+    """
+    node = next(iter(changed))
+    changed = dict(changed)
+    stale = {reader for node in changed for reader in node.users} - changed.keys()
+    while stale:  # readers stand behind what they read: one walk, which ends where nothing changes any more
+        node = node.next
+        if node not in stale:
+            continue
+        stale.discard(node)
+        if node.op == "output":
+            continue
+        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: changed.get(arg, value(arg)))
+        new = graph.runs.run(_called(node), args, kwargs)
+        if not same_geometry(new, value(node)):
+            changed[node] = new
+            stale.update(node.users)
+    if commit:
+        for node, new in changed.items():
+            node.meta["example_value"] = new
+    return changed
+
+
+def run_fake(node: fx.Node, changed: dict[fx.Node, Any]) -> Any:
+    """What a call computes from the fake values of its arguments, or from newer ones in `changed`; within `faking()`."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda arg: changed.get(arg, value(arg)))
+    target = _called(node)
+    return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+
+
+def _called(node: fx.Node) -> Callable[..., Any] | str:
+    """The function that a node calls, or the name of the method."""
+    if node.op == "call_method":
+        return str(node.target)
+    assert node.op == "call_function" and callable(node.target), f"{node.op} {node.target} has no fake value"
+    return node.target
+
+
+def same_geometry(one: Any, other: Any, *, ones: bool = True) -> bool:
+    """Whether two fake values agree in type, shape, strides, offset and dtype.
+
+    Args:
+        ones: compare also the strides of dimensions with one element, along which nobody steps.
+    """
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = one.dtype == other.dtype and one.device == other.device
+        return alike and _layout(one, ones) == _layout(other, ones)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(same_geometry(a, b, ones=ones) for a, b in zip(one, other, strict=True))
+    return expression(one) == expression(other)
+
+
+def _layout(tensor: Tensor, ones: bool) -> list[Any]:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = [stride for size, stride in sizes if ones or not isinstance(size, int) or size != 1]
+    return [expression(size) for size in (*tensor.shape, *strides, tensor.storage_offset())]

@@ -1,0 +1,80 @@
+"""Cut a captured graph to one stage of a pipeline: from where the stage before hands over to where the next one takes over.
+
+Before                                       After
+    h = ... embedding, of another stage          placeholder: stage_input
+    x = torchweave.stage_input(h)                y = ... layers(stage_input)
+    y = ... layers(x)                            return y
+    z = torchweave.stage_output(y)
+    return ... output layer(z)
+
+What a stage needs beside that, such as the angles of rotary embeddings, it computes from its own inputs: it stands in every graph.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from torchweave.compiler.errors import TraceError
+from torchweave.compiler.ir.graph import CapturedGraph, Input, OutputTree
+from torchweave.compiler.ir.mutation import storage, written
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.partition.collectives import schema_of
+
+STAGE_INPUT = "stage_input"
+"""Name of the graph's last input, where it begins behind another stage."""
+
+
+def cut_to_stage(graph: CapturedGraph) -> None:
+    """Let the graph begin and end where the model has marks of a stage; one without marks stays as it is.
+
+    Raises:
+        TraceError: the stage needs what another one has computed, beyond what is handed over.
+    """
+    begin, end = _mark(graph, "torchweave::stage_input"), _mark(graph, "torchweave::stage_output")
+    if begin is None and end is None:
+        return
+    if end is not None:
+        _end_at(graph, end)
+    if begin is not None:
+        _begin_at(graph, begin)
+    _drop_dead(graph)
+    if _mark(graph, "torchweave::elsewhere") is not None:
+        raise TraceError("its layers hand on more than hidden states, so that they cannot be divided into stages")
+    graph.drop_unused_constants()
+    graph.graph.lint()
+    graph.module.recompile()
+
+
+def _mark(graph: CapturedGraph, name: str) -> fx.Node | None:
+    calls = (node for node in graph.graph.nodes if node.op == "call_function")
+    return next((node for node in calls if (schema := schema_of(node)) is not None and schema.name == name), None)
+
+
+def _end_at(graph: CapturedGraph, end: fx.Node) -> None:
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    output.args = ((end.args[0],),)
+    graph.output = OutputTree(pytree.tree_flatten(0)[1], (0,))
+
+
+def _begin_at(graph: CapturedGraph, begin: fx.Node) -> None:
+    *_, last = graph.placeholders()
+    with graph.graph.inserting_after(last):
+        handed = graph.graph.placeholder(STAGE_INPUT)
+    handed.meta["example_value"] = value(begin)
+    graph.bindings[handed.name] = Input(STAGE_INPUT)
+    graph.inputs = (*graph.inputs, STAGE_INPUT)
+    begin.replace_all_uses_with(handed)
+
+
+def _drop_dead(graph: CapturedGraph) -> None:
+    """Keep what the output needs: what it is computed from, and what writes into that."""
+    live: set[fx.Node] = set()
+    stored: set[int] = set()  # storages of live values, into which a node may write
+    for node in reversed(list(graph.graph.nodes)):
+        needed = node.op in ("output", "placeholder") or any(user in live for user in node.users)
+        if needed or any(storage(argument) in stored for argument in written(node)):
+            live.add(node)
+            stored.update(found for each in (node, *node.all_input_nodes) if (found := storage(each)) is not None)
+        else:
+            graph.graph.erase_node(node)

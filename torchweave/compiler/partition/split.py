@@ -1,0 +1,313 @@
+"""Split: cut a captured graph at its boundary ops into pieces that can be compared, built and recorded one by one.
+
+A piece takes what varies first (sizes, then tensors in order of first use) and the constants it reads behind; sizes that
+are derived from others are computed again in each piece that needs them, or equal layers would not be equal pieces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchweave.compiler.errors import InvariantError, TraceError, place
+from torchweave.compiler.ir.graph import CapturedGraph, Constant, Faked
+from torchweave.compiler.ir.mutation import storage, written, written_by_two_names
+from torchweave.compiler.ir.symbols import free_symbols, is_size, value
+
+_CONSTANT = "constant_"  # how the name of a placeholder begins that stands for a tensor of the module
+
+
+@dataclass(frozen=True)
+class Piece(Faked):
+    """The operations between two boundary ops.
+
+    Attributes:
+        index: position among the graph's pieces.
+        module: takes `inputs` then `constants`, returns `outputs` as a flat tuple.
+        inputs, constants, outputs: nodes of the captured graph that the values belong to.
+        digest: equal for two pieces that do the same to inputs of the same kind.
+    """
+
+    index: int
+    module: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    constants: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    digest: str
+
+    def examples(self) -> list[Any]:
+        """The fake values of the piece's placeholders."""
+        return [value(node) for node in self.module.graph.nodes if node.op == "placeholder"]
+
+    def is_constant(self, node: Any) -> bool:
+        """Whether the node is a placeholder for a tensor of the module, which is another one in each layer."""
+        return isinstance(node, fx.Node) and node.op == "placeholder" and str(node.target).startswith(_CONSTANT)
+
+
+@dataclass(frozen=True)
+class BoundaryCall:
+    """A boundary op between two pieces: every positional argument of its schema, then keyword-only ones."""
+
+    op: torch._ops.OpOverload
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def describe(part: Piece | BoundaryCall) -> dict[str, str]:
+    """A part as the report names it: a piece by its digest, a boundary op by its name."""
+    return {"piece": part.digest} if isinstance(part, Piece) else {"boundary": part.op._schema.name}
+
+
+def split(graph: CapturedGraph) -> list[Piece | BoundaryCall]:
+    """The parts of the graph in the order in which they run."""
+    segments: list[list[fx.Node] | BoundaryCall] = [[]]
+    for node in graph.graph.nodes:
+        op = boundary_op(node.target, graph.boundary_ops) if node.op == "call_function" else None
+        if op is not None:
+            segments += [_boundary_call(op, node), []]
+        elif node.op not in ("placeholder", "output") and not is_size(node):
+            last = segments[-1]
+            assert isinstance(last, list)
+            last.append(node)
+    parts: list[Piece | BoundaryCall] = []
+    num_pieces = 0
+    for segment in segments:
+        if isinstance(segment, BoundaryCall):
+            parts.append(segment)
+        elif any(user not in set(segment) for node in segment for user in node.users) or _writes_outside(segment):
+            parts.append(_piece(graph, segment, num_pieces))
+            num_pieces += 1
+    check(graph, parts)
+    return parts
+
+
+def _writes_outside(segment: list[fx.Node]) -> bool:
+    """Whether it changes a tensor that it did not make: that counts where nobody reads what it computes."""
+    inside, changed = set(segment), {storage(target) for node in segment for target in written(node)} - {None}
+    return any(
+        storage(source) in changed for node in segment for source in node.all_input_nodes if source not in inside
+    )
+
+
+def boundary_op(target: Any, names: frozenset[str]) -> torch._ops.OpOverload | None:
+    """The overload that a call's target stands for when it is a boundary op, else None."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    if isinstance(target, torch._ops.OpOverload) and target._schema.name in names:
+        return target
+    return None
+
+
+def normalize(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[tuple, dict[str, Any]]:
+    """A call with every positional argument of the schema in place, defaults filled in; keyword-only ones by name."""
+    kwargs, positional, keywords = dict(kwargs), list(args), {}
+    for index, argument in enumerate(op._schema.arguments):
+        if not argument.kwarg_only and index < len(args):
+            continue
+        given = kwargs.pop(argument.name) if argument.name in kwargs else argument.default_value
+        if argument.kwarg_only:
+            keywords[argument.name] = given
+        else:
+            positional.append(given)
+    return tuple(positional), keywords
+
+
+def _boundary_call(op: torch._ops.OpOverload, node: fx.Node) -> BoundaryCall:
+    args, kwargs = normalize(op, tuple(node.args), dict(node.kwargs))
+    return BoundaryCall(op, node, args, kwargs)
+
+
+def _piece(graph: CapturedGraph, body: list[fx.Node], index: int) -> Piece:
+    return carve(graph.module, body, index, is_constant=lambda node: _is_constant(graph, node), is_free=is_size)
+
+
+def carve(
+    module: fx.GraphModule,
+    body: list[fx.Node],
+    index: int,
+    *,
+    is_constant: Callable[[fx.Node], bool],
+    is_free: Callable[[fx.Node], bool],
+) -> Piece:
+    """Copy `body` into a graph of its own.
+
+    Args:
+        is_constant: whether an input is one of the piece's constants.
+        is_free: whether a node outside can be computed again inside, as derived sizes are, from inputs and other free nodes.
+    """
+    inside = set(body)
+    read = dict.fromkeys(
+        source for node in body for leaf in node.all_input_nodes for source in _sources(leaf, inside, is_free)
+    )
+    constants = [node for node in read if is_constant(node)]
+    sizes = [node for node in read if isinstance(value(node), torch.SymInt)]
+    tensors = [node for node in read if node not in set(constants) and node not in set(sizes)]
+    inputs = sizes + tensors
+    copies: dict[fx.Node, fx.Node] = {}
+    new = fx.Graph()
+    for position, node in enumerate(inputs + constants):
+        if not isinstance(value(node), (Tensor, torch.SymInt)):
+            raise TraceError("a context manager or other object is held across a boundary op", place(node))
+        copies[node] = new.placeholder(f"input_{position}" if position < len(inputs) else f"{_CONSTANT}{position}")
+        copies[node].meta = dict(node.meta)
+
+    def copy_free(node: fx.Node) -> None:
+        if node in copies or node in inside or not is_free(node):
+            return
+        for source in node.all_input_nodes:
+            copy_free(source)
+        copies[node] = new.node_copy(node, copies.__getitem__)
+
+    for node in body:
+        for source in node.all_input_nodes:
+            copy_free(source)
+        copies[node] = new.node_copy(node, copies.__getitem__)
+    outputs = [node for node in body if any(_outlives(user, inside, is_free) for user in node.users)]
+    output = new.output(tuple(copies[node] for node in outputs))
+    output.meta["example_value"] = tuple(value(node) for node in outputs)
+    part = fx.GraphModule(module, new, "Piece")
+    return Piece(index, part, tuple(inputs), tuple(constants), tuple(outputs), digest(part, len(inputs)))
+
+
+def _sources(node: fx.Node, inside: set[fx.Node], is_free: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """What must be handed in so that `node` can be read in a piece."""
+    if node in inside:
+        return []
+    if is_free(node):
+        return [source for argument in node.all_input_nodes for source in _sources(argument, inside, is_free)]
+    return [node]
+
+
+def _outlives(user: fx.Node, inside: set[fx.Node], is_free: Callable[[fx.Node], bool]) -> bool:
+    """Whether a reader is outside; what it hands on unchanged is read by its readers."""
+    if user in inside:
+        return False
+    if user.op != "output" and is_free(user):
+        return any(_outlives(each, inside, is_free) for each in user.users)
+    return True
+
+
+def _is_constant(graph: CapturedGraph, node: fx.Node) -> bool:
+    return node.op == "placeholder" and isinstance(graph.bindings[node.name], Constant)
+
+
+def check(graph: CapturedGraph, parts: list[Piece | BoundaryCall]) -> None:
+    """The invariants that pieces and their CUDA graphs rest on, each with a clear error."""
+    known, before = set(graph.symbols), None
+    for part in parts:
+        if isinstance(part, BoundaryCall):
+            _check_boundary(part, before)
+        else:
+            _check_piece(graph, part, known)
+            before = part
+
+
+def _check_boundary(call: BoundaryCall, before: Piece | None) -> None:
+    schema = call.op._schema
+    if schema.returns:
+        cause = f"boundary op {schema.name} has an output; it must write into a tensor given to it"
+        raise InvariantError(cause, place(call.node))
+    written = [
+        argument
+        for argument, declared in zip(call.args, schema.arguments, strict=False)
+        if declared.alias_info is not None and declared.alias_info.is_write
+    ]
+    if not written:
+        raise InvariantError(f"boundary op {schema.name} declares no argument that it writes to", place(call.node))
+    for argument in written:
+        if isinstance(argument, fx.Node) and (before is None or argument not in before.outputs):
+            raise InvariantError(
+                f"boundary op {schema.name} writes into a tensor that the piece before it did not allocate",
+                place(call.node),
+            )
+
+
+def _check_piece(graph: CapturedGraph, piece: Piece, known: set[str]) -> None:
+    for node in [*piece.inputs, *piece.outputs]:
+        if unknown := free_symbols(value(node)) - known:
+            raise InvariantError(
+                f"the size {', '.join(sorted(unknown))} is neither declared dynamic nor constant (it depends on data)",
+                place(node),
+            )
+    for node in piece.outputs:
+        if not isinstance(value(node), Tensor):
+            raise TraceError("a value that is no tensor is used on both sides of a boundary op", place(node))
+    if known and not any(free_symbols(value(node)) for node in piece.inputs):
+        raise InvariantError(
+            f"piece {piece.index} has no input whose shape holds a dynamic size, so it cannot follow the token count",
+            place(piece.outputs[0]) if piece.outputs else "",
+        )
+
+
+def digest(module: fx.GraphModule, num_inputs: int) -> str:
+    """Twelve hex digits of what a piece does: operations, arguments, and the geometry of every value."""
+    return hashlib.sha256(structure(module, num_inputs).encode()).hexdigest()[:12]
+
+
+def structure(module: fx.GraphModule, num_inputs: int) -> str:
+    """The text that the digest is taken of: nodes by number, symbols by order of appearance, no names, no devices' indices."""
+    texts, shared = _Texts(), written_by_two_names(module.graph)
+    lines = [f"inputs {num_inputs}"]
+    for node in module.graph.nodes:
+        home = storage(node) if shared and node.op == "placeholder" else None
+        if home is not None and home in shared and shared[home] is not node:
+            lines.append(f"a write to %{texts.numbers[shared[home]]} changes it")
+        texts.numbers[node] = len(texts.numbers)
+        arguments = "" if node.op == "placeholder" else texts.text([node.args, dict(sorted(node.kwargs.items()))])
+        target = "" if node.op in ("placeholder", "output") else _target(node, module)
+        lines.append(f"{node.op} {target} {arguments} -> {texts.text(value(node))}")
+    return "\n".join(lines)
+
+
+def _target(node: fx.Node, module: fx.GraphModule) -> str:
+    target = node.target
+    if node.op == "get_attr":
+        child = module.get_submodule(str(target))
+        return structure(child, 0) if isinstance(child, fx.GraphModule) else repr(child)
+    if isinstance(target, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(target)
+    name = getattr(target, "__qualname__", getattr(target, "__name__", str(target)))
+    unique = f" {id(target)}" if "<" in name else ""
+    return f"{getattr(target, '__module__', None)}.{name}{unique}"
+
+
+class _Texts:
+    """Arguments and values of one graph as text: nodes by number, symbols by order of appearance."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[fx.Node, int] = {}
+        self._symbols: dict[str, str] = {}
+        self._expressions: dict[Any, str] = {}
+
+    def text(self, thing: Any) -> str:
+        if isinstance(thing, fx.Node):
+            return f"%{self.numbers[thing]}"
+        if isinstance(thing, Tensor):
+            geometry = [list(thing.shape), list(thing.stride()), thing.storage_offset()]
+            return f"{thing.dtype}@{thing.device.type}{self.text(geometry)}"
+        if isinstance(thing, (torch.SymInt, torch.SymBool, torch.SymFloat)):
+            return self._expression(thing.node.expr)
+        if isinstance(thing, (tuple, list)):
+            return "(" + ", ".join(self.text(item) for item in thing) + ")"
+        if isinstance(thing, dict):
+            return "{" + ", ".join(f"{key}: {self.text(item)}" for key, item in thing.items()) + "}"
+        if isinstance(thing, slice):
+            return f"[{self.text((thing.start, thing.stop, thing.step))}]"
+        if isinstance(thing, torch.device):
+            return thing.type
+        return repr(thing)
+
+    def _expression(self, expression: Any) -> str:
+        if expression not in self._expressions:
+            names = self._symbols
+            for symbol in sorted(map(str, expression.free_symbols)):
+                names.setdefault(symbol, f"S{len(names)}")
+            renamed = {symbol: type(symbol)(names[str(symbol)]) for symbol in expression.free_symbols}
+            self._expressions[expression] = str(expression.xreplace(renamed))
+        return self._expressions[expression]

@@ -1,0 +1,82 @@
+"""An all-reduce with residual add and RMSNorm, and the quantisation of its result to FP8 or FP4, become one op.
+
+Before                                                        After
+    y, h = torchweave.all_reduce_add_rms_norm(x, residual,        q, s, y, h = torchweave.all_reduce_add_rms_norm_fp8(x, residual,
+                                              w, eps, ...)                         w, eps, ..., by, scale, ..., group)
+    q, s = torchweave.fp8_quant(y, by, scale)                     (or ..._fp4 for torchweave.fp4_quant)
+
+When      y is quantised: to FP8 in any scheme of `fp8_quant` (a given scale, a scale for each token, for each 128 channels), or by
+          `fp4_quant`. Where somebody reads y as well it is kept (`keep_norm`), else it is never written; so it is with h.
+Numerics  exact: y is rounded to its dtype before it is quantised, as it was.
+Pays      at every token count: one launch less, and y is not read, or neither written nor read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchweave.ops.collectives.all_reduce_norm  # noqa: F401 (defines the ops)
+from torchweave.compiler.passes.pattern import Fusion
+
+ops = torch.ops.torchweave
+_reduced = ops.all_reduce_add_rms_norm.default
+Rewrite = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def _fp8(norm: bool, total: bool) -> Rewrite:
+    """Pattern and replacement where others read the norm, or the sum before it, or not."""
+
+    def pattern(
+        x: Tensor, r: Any, w: Any, eps: float, offset: float, wide: bool, summed: bool, by: int, scale: Any, group: str
+    ) -> Any:
+        both = _reduced(x, r, w, eps, offset, wide, summed, group)
+        read = [both[0], *([both[1]] if total else [])]
+        quantized = ops.fp8_quant.default(read[0], by, scale)
+        return quantized[0], quantized[1], *read[0 if norm else 1 :]
+
+    def replacement(
+        x: Tensor, r: Any, w: Any, eps: float, offset: float, wide: bool, by: int, scale: Any, group: str
+    ) -> Any:
+        fused = ops.all_reduce_add_rms_norm_fp8.default
+        return _kept(fused(x, r, w, eps, offset, wide, by, scale, norm, total, group), norm, total)
+
+    return pattern, replacement
+
+
+def _fp4(norm: bool, total: bool) -> Rewrite:
+    def pattern(
+        x: Tensor, r: Any, w: Any, eps: float, offset: float, wide: bool, summed: bool, scale: Tensor, group: str
+    ) -> Any:
+        both = _reduced(x, r, w, eps, offset, wide, summed, group)
+        read = [both[0], *([both[1]] if total else [])]
+        quantized = ops.fp4_quant.default(read[0], scale)
+        return quantized[0], quantized[1], *read[0 if norm else 1 :]
+
+    def replacement(x: Tensor, r: Any, w: Any, eps: float, offset: float, wide: bool, scale: Tensor, group: str) -> Any:
+        fused = ops.all_reduce_add_rms_norm_fp4.default
+        return _kept(fused(x, r, w, eps, offset, wide, scale, norm, total, group), norm, total)
+
+    return pattern, replacement
+
+
+def _kept(results: tuple[Tensor, ...], norm: bool, total: bool) -> list[Tensor]:
+    q, s, y, h = results
+    return [q, s, *([y] if norm else []), *([h] if total else [])]
+
+
+def _fusion(name: str, variant: Callable[..., Rewrite]) -> Fusion:
+    variants = [variant(norm, total) for norm in (False, True) for total in (False, True)]
+    return Fusion(
+        name,
+        tuple(pattern for pattern, _ in variants),
+        tuple(replacement for _, replacement in variants),
+        needs=("ranks",),
+    )
+
+
+FP8 = _fusion("all_reduce_norm_fp8", _fp8)
+FP4 = _fusion("all_reduce_norm_fp4", _fp4)

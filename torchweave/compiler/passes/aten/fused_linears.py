@@ -1,0 +1,189 @@
+"""Products of few tokens take in the RMSNorm before them, and the gate or the residual add behind them.
+
+Before                                                       After
+    y = torchweave.rms_norm(h, norm, eps, ...)                   a = torchweave.fused_linear(h, W, None, norm, eps, ...,
+    gate_up = torchweave.linear(y, W)                                None, "silu", choices)
+    a = torchweave.gated_activation(gate_up, "silu")             h = torchweave.fused_linear(a, V, ..., residual, None, choices)
+    h = aten.add(residual, torchweave.linear(a, V))
+
+Runs behind `raise_rms_norm` and `gated_activation`, and before `add_rms_norm`, which would take the residual away.
+
+When      W is a parameter for which `torchweave.ops.linear` has kernels; nothing else reads what is between; the add has no alpha
+          and does not broadcast or widen; tokens lie in one dimension. A product is gated or has a residual added, not both.
+Numerics  exact: everything is rounded where it was; only the order of sums differs.
+Pays      up to 32 tokens on a GPU, where a launch and its wait cost as much as what it computes: five launches a layer are left,
+          each a dependent of the one before. The op runs as a table of measurements says for its tokens (`compile/tuning`);
+          see bench/layer.py. Beyond that most products are the BLAS's, and an add that runs apart from the norm behind it is a
+          launch lost: 32 of them took 50 us of a step of 48 rows on Llama 1B (H100).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import torchweave.ops.linear  # noqa: F401 (defines the ops)
+from torchweave.compiler.ir.graph import Faked, same_geometry
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.passes.base import GraphPass, Mismatch, NearMiss, Numerics, PassResult, Stage
+from torchweave.compiler.tuning.linears import FUSED_TOKENS, LinearShape
+from torchweave.compiler.tuning.table import Table, device_kind, shipped
+from torchweave.ops.linear_config import supported
+
+aten = torch.ops.aten
+_ops = torch.ops.torchweave
+_FUSED = _ops.fused_linear.default
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A product and what is around it, as nodes; `last` is the one whose value the fused op takes over."""
+
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    norm: tuple[Any, ...] | None
+    residual: fx.Node | None
+    activation: str | None
+    last: fx.Node
+
+    @property
+    def letters(self) -> str:
+        around = (("n", self.norm), ("g", self.activation), ("r", self.residual))
+        return "".join(letter for letter, thing in around if thing is not None)
+
+
+class FusedLinears(GraphPass):
+    """See the module's text.
+
+    Args:
+        devices: types of devices on which products are fused. Elsewhere the op is its reference, and of no use but to tests.
+        table: what measurements say; None takes what the package ships for the device.
+    """
+
+    name = "fused_linears"
+    stage: Stage = "aten"
+    numerics: Numerics = "exact"
+    token_range: tuple[int | None, int | None] = (1, FUSED_TOKENS)
+
+    def __init__(self, devices: Iterable[str] = ("cuda",), table: Table | None = None) -> None:
+        self.devices = frozenset(devices)
+        self._table, self.table = table, "shipped" if table is None else table.digest
+
+    def run(self, graph: Faked) -> PassResult:
+        products = [node for node in graph.graph.nodes if self._is_product(node)]
+        matches = rewritten = 0
+        refused: dict[str, list[str]] = {}
+        for node in products:
+            gone, why = self._fuse(graph, node)
+            if gone:
+                matches, rewritten = matches + 1, rewritten + gone
+            if why is not None:
+                refused.setdefault(why, []).append(node.name)
+        near_misses = tuple(NearMiss(", ".join(names), why) for why, names in refused.items())
+        return PassResult(matches, rewritten, near_misses)
+
+    def _is_product(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or node.target not in (aten.linear.default, _ops.linear.default):
+            return False
+        return value(node).device.type in self.devices
+
+    def _fuse(self, graph: Faked, node: fx.Node) -> tuple[int, str | None]:
+        """Put the fused op in the place of a product and what is around it: nodes that went away, and why not more of them."""
+        try:
+            x, weight, bias = self.bind(node, "input", "weight", bias=None, choices="")[:3]
+        except Mismatch as mismatch:
+            return 0, str(mismatch)
+        why = _refusal(x, weight, bias)
+        if why is not None:
+            return 0, why
+        norm, why_norm = _norm(x)
+        last, activation, residual, why_behind = _behind(node)
+        found = _Found(x if norm is None else norm[0], weight, bias, norm, residual, activation, last)
+        why = why_norm or why_behind
+        if not found.letters:
+            return 0, why
+        table = shipped(device_kind(value(weight).device)) if self._table is None else self._table
+        shape = LinearShape(value(weight).shape[0], value(weight).shape[1], found.letters)
+        replaced = _replace(graph, found, shape.choices(table, value(weight).dtype))
+        return (len(found.letters), why) if replaced else (0, "its result has another layout or dtype than the op's")
+
+
+def _refusal(x: Any, weight: Any, bias: Any) -> str | None:
+    """Why the op cannot take these, or would only ever call the BLAS."""
+    if not isinstance(weight, fx.Node) or weight.op != "placeholder" or (bias is not None and bias.op != "placeholder"):
+        return "its weight or bias is computed, not a parameter"
+    w = value(weight)
+    if w.ndim != 2 or not isinstance(w, Tensor) or not supported(w.shape[0], w.shape[1], w.dtype):
+        return f"for {str(w.dtype).removeprefix('torch.')} {list(w.shape)} there is only the BLAS"
+    if bias is not None and not value(bias).is_contiguous():
+        return "its bias is not contiguous"
+    if any(isinstance(size, torch.SymInt) or size != 1 for size in value(x).shape[:-2]) or value(x).dtype != w.dtype:
+        return "its tokens are in more than one dimension, or of another dtype than its weight"
+    return None
+
+
+def _norm(x: fx.Node) -> tuple[tuple[Any, ...] | None, str | None]:
+    """The arguments of the norm that makes x, when only the product reads it."""
+    if x.target is not _ops.rms_norm.default:
+        return None, None
+    arguments = GraphPass.bind(x, "x", "weight", "eps", offset=0.0, wide=False)
+    if arguments[1] is None:
+        return None, "its norm has no weight"
+    return (None, f"its norm is also read by {_others(x)}") if len(x.users) > 1 else (arguments, None)
+
+
+def _behind(node: fx.Node) -> tuple[fx.Node, str | None, fx.Node | None, str | None]:
+    """What takes the product in: the last node, the activation or the residual, and why there is neither."""
+    if len(node.users) != 1:
+        return node, None, None, None
+    (user,) = node.users
+    if user.target is _ops.gated_activation.default:
+        return user, str(user.args[1]), None, None
+    if user.target is not aten.add.Tensor:
+        return node, None, None, None
+    try:
+        one, other = GraphPass.bind(user, "self", "other")
+    except Mismatch as mismatch:
+        return node, None, None, f"the add behind it has an {mismatch}"
+    residual = other if one is node else one
+    if not isinstance(residual, fx.Node) or residual is node or not isinstance(value(residual), Tensor):
+        return node, None, None, "what is added to it is no other tensor"
+    if not same_geometry(value(residual), value(node)):
+        return node, None, None, "what is added to it has another shape, layout or dtype"
+    return user, None, residual, None
+
+
+def _others(x: fx.Node) -> str:
+    return ", ".join(user.name for user in list(x.users)[1:])
+
+
+def _replace(graph: Faked, found: _Found, choices: str) -> bool:
+    """Put the op behind all that it reads; whether its result is of the same kind."""
+    weight, eps, offset, wide = (None, 0.0, 0.0, False) if found.norm is None else found.norm[1:]
+    arguments = (
+        found.x,
+        found.weight,
+        found.bias,
+        weight,
+        eps,
+        offset,
+        wide,
+        found.residual,
+        found.activation,
+        choices,
+    )
+    with graph.faking():
+        result = _FUSED(*fx.map_arg(arguments, value))
+    if not same_geometry(result, value(found.last)):
+        return False
+    with graph.graph.inserting_before(found.last):
+        new = graph.graph.call_function(_FUSED, arguments)
+    new.meta = {**found.last.meta, "val": result}
+    found.last.replace_all_uses_with(new)
+    graph.graph.eliminate_dead_code()
+    return True

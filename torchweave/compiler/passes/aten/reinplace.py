@@ -1,0 +1,249 @@
+"""Custom ops that write into their arguments do so again, where a functional graph made them copy first.
+
+Before                                                  After
+    out = empty(...)                                        out = empty(...)
+    f = auto_functionalized_v2(op, x=x,                     op(x, out)
+            _out_base_index=0, _all_bases=[out])            ... reads out
+    ... reads f[1], a copy of out that op wrote to
+
+When      for every tensor that the op writes to, nobody could see a difference: no later operation and no output reads it or a
+          view of it by its old name; it is no input of the piece, unless the piece writes the very same result back to that
+          input and to nothing else; no other argument of the op shares its memory. What the op writes to comes from
+          its schema; a view is made again with the size, stride and offset that the functional form wrote down.
+Numerics  exact.
+Pays      in pieces that run as FX code: one copy of each written tensor less. Inductor does the same for what it builds.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops import auto_functionalize as functional
+from torch.utils._pytree import tree_leaves
+
+from torchweave.compiler.ir.aliasing import Memory, NotUnderstood, is_number, memory_of
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.passes.base import Build, GraphPass, NearMiss, PassResult, Stage
+
+V1, V2 = torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2
+
+
+@dataclass(frozen=True)
+class Written:
+    """A tensor that a functional call copies and lets its op write to.
+
+    Attributes:
+        base: the tensor.
+        results: the nodes that read the copy after the call.
+    """
+
+    base: fx.Node
+    results: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class FunctionalCall:
+    """A functional call of an op that writes, taken apart.
+
+    Attributes:
+        arguments: by the schema's names; a written one is a `View` of a base.
+        outputs: for each output of the op the nodes that read it.
+    """
+
+    node: fx.Node
+    op: torch._ops.OpOverload
+    arguments: dict[str, Any]
+    written: tuple[Written, ...]
+    outputs: tuple[tuple[fx.Node, ...], ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """How a written argument looks at its base: an operation and its arguments behind the base; None is the base itself."""
+
+    base: fx.Node
+    op: Any = None
+    arguments: tuple[Any, ...] = ()
+
+
+Prover = Callable[[FunctionalCall, Written, Memory], str | None]
+
+
+class Refused(Exception):
+    """Why a functional call is left as it is."""
+
+
+class Reinplace(GraphPass):
+    """See the module's text.
+
+    Args:
+        prove: the reason why writing to a tensor in place could be seen, None when it cannot.
+    """
+
+    name = "reinplace"
+    stage: Stage = "aten"
+    builds: tuple[Build, ...] = ("fx",)
+
+    def __init__(self, prove: Prover | None = None) -> None:
+        self.prove = prove or seen_by
+
+    def run(self, graph: Any) -> PassResult:
+        matches, near_misses = 0, []
+        # From the last call to the first: what is left for an earlier one to see is then as it will be.
+        for node in reversed(list(graph.graph.nodes)):
+            if node.op != "call_function" or node.target not in (V1, V2):
+                continue
+            try:
+                call = _taken_apart(node)
+                memory = memory_of(graph.graph, inputs_may_alias=False)
+                for each in call.written:
+                    why = self.prove(call, each, memory)
+                    if why is not None:
+                        raise Refused(why)
+            except (Refused, NotUnderstood) as refusal:
+                near_misses.append(NearMiss(node.name, str(refusal)))
+                continue
+            _rewrite(graph.graph, call)
+            matches += 1
+        return PassResult(matches, matches, tuple(near_misses))
+
+
+def seen_by(call: FunctionalCall, written: Written, memory: Memory) -> str | None:
+    """Who would see that `written` changes in place, as a reason; None when nobody would."""
+    base = written.base
+    groups = memory.holds[base]
+    others = [leaf for leaf in tree_leaves(call.arguments) if isinstance(leaf, fx.Node)]
+    others += [each.base for each in call.written if each is not written]
+    if beside := next((each for each in others if memory.holds[each] & groups), None):
+        return f"{beside.name}, which the op takes too, shares memory with {base.name}"
+    back = _written_back(base, written)
+    if base.op == "placeholder" and back is None:
+        return f"{base.name} is an input, and the result is not written back to it"
+    inputs = [node for node in memory.access if node.op in ("placeholder", "get_attr") and memory.holds[node] & groups]
+    if base not in inputs and inputs:
+        return f"{base.name} shares memory with the input {inputs[0].name}"
+    node = call.node
+    while (node := node.next).op != "root":
+        reads = [argument for argument in node.all_input_nodes if memory.holds[argument] & groups]
+        if not reads or node is back or is_number(node):
+            continue
+        if node.op == "output":
+            return f"the piece returns {reads[0].name}, which shares memory with {base.name}"
+        return f"{node.name} reads {reads[0].name}, which shares memory with {base.name}, later"
+    return None
+
+
+def _written_back(base: fx.Node, written: Written) -> fx.Node | None:
+    """The copy at the end of a functional graph by which an input becomes what the call made of it."""
+    for node in base.users if base.op == "placeholder" else ():
+        if node.target is torch.ops.aten.copy_.default and node.args[0] is base and node.args[1] in written.results:
+            return None if node.users else node
+    return None
+
+
+def _taken_apart(node: fx.Node) -> FunctionalCall:
+    """Raises Refused for forms that are not known."""
+    op: Any = node.args[0]
+    given: dict[str, Any] = dict(node.kwargs)
+    if not isinstance(op, torch._ops.OpOverload):
+        raise Refused(f"{op} is no op with a schema")
+    names, types = functional.get_mutable_args(op)
+    offset = max(1, len(op._schema.returns))
+    if node.target is V2:
+        if "_all_bases" not in given:
+            raise Refused("it writes to tensors that are made for it")
+        bases = list(given.pop("_all_bases"))
+        infos = functional.read_view_information_from_args(names, types, given, bases)
+        given |= {name: _views(infos[name], bases) for name in names}
+    else:
+        bases = [given[name] for name in names]
+        if any(isinstance(each, (list, tuple)) for each in bases):
+            raise Refused("it writes to a list of tensors")
+        given |= {name: None if given[name] is None else View(given[name]) for name in names}
+    written = tuple(
+        Written(base, tuple(_items(node, offset + index))) for index, base in enumerate(bases) if base is not None
+    )
+    if len({each.base for each in written}) < len(written):
+        raise Refused("it writes to one tensor by two names")
+    outputs = tuple(tuple(_items(node, index)) for index in range(len(op._schema.returns)))
+    known = {item for each in written for item in each.results} | {item for items in outputs for item in items}
+    if not op._schema.returns:
+        known |= set(_items(node, 0))
+    if set(node.users) - known:
+        raise Refused("its results are read as a whole")
+    return FunctionalCall(node, op, given, written, outputs)
+
+
+def _items(node: fx.Node, index: int) -> Iterator[fx.Node]:
+    yield from (user for user in node.users if user.target is operator.getitem and user.args[1] == index)
+
+
+def _views(info: Any, bases: list[fx.Node]) -> Any:
+    """What torch wrote down of a view, as a `View`."""
+    if info is None or isinstance(info, list):
+        return info and [_views(each, bases) for each in info]
+    base = bases[info.base_index]
+    if isinstance(info, functional.AsStridedViewInfo):
+        where = (list(info.size), list(info.stride), info.storage_offset)
+        return View(base, torch.ops.aten.as_strided.default, where)
+    if isinstance(info, functional.SliceViewInfo):
+        return View(base, torch.ops.aten.slice.Tensor, (info.dim, info.start, info.end))
+    if isinstance(info, (functional.AliasViewInfo, functional.NotView)):
+        return View(base)
+    raise Refused(f"a view is written down as {type(info).__name__}")
+
+
+def _rewrite(graph: fx.Graph, call: FunctionalCall) -> None:
+    node = call.node
+    with graph.inserting_before(node):
+        given = {name: _made(graph, each) for name, each in call.arguments.items()}
+        new = graph.call_function(call.op, *_positional(call.op, given))
+    results = [value(node)[index] for index in range(len(call.outputs))]
+    new.meta = dict(node.meta)
+    new.meta["val"] = None if not results else results[0] if len(results) == 1 else tuple(results)
+    for index, readers in enumerate(call.outputs):
+        for reader in readers:
+            if len(call.outputs) == 1:
+                reader.replace_all_uses_with(new)
+            else:
+                reader.args = (new, index)
+    for each in call.written:
+        back = _written_back(each.base, each)
+        for result in each.results:
+            result.replace_all_uses_with(each.base)
+        if back is not None:
+            graph.erase_node(back)
+    for user in list(node.users):
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _made(graph: fx.Graph, thing: Any) -> Any:
+    """An argument of the op; the view that it is, made again."""
+    if isinstance(thing, list):
+        return [_made(graph, each) for each in thing]
+    if not isinstance(thing, View) or thing.op is None:
+        return thing.base if isinstance(thing, View) else thing
+    view = graph.call_function(thing.op, (thing.base, *thing.arguments))
+    numbers = fx.map_arg(thing.arguments, value)
+    base = value(thing.base)
+    with base.fake_mode:
+        view.meta["val"] = thing.op(base, *numbers)
+    return view
+
+
+def _positional(op: torch._ops.OpOverload, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by position as far as the schema takes them so."""
+    args, kwargs = [], {}
+    for argument in op._schema.arguments:
+        if argument.kwarg_only:
+            if argument.name in given:
+                kwargs[argument.name] = given[argument.name]
+        else:
+            args.append(given.get(argument.name, argument.default_value))
+    return tuple(args), kwargs

@@ -1,0 +1,310 @@
+"""Fuse a router's scores, choice and weights into one launch.
+
+Before (Qwen3-MoE)                                 After
+    scores = aten.softmax(logits, -1, float32)         weights, index = torchweave.route(logits, None, k, "softmax", ...,
+    top, index = aten.topk(scores, k)                                                     renormalize, dtype=bfloat16)
+    weights = aten.div(top, aten.sum(top, -1))
+    weights = aten.to(weights, bfloat16)
+
+When      logits are `[T, E]`; scores are float32 by softmax or sigmoid, with or without a bias for the choice, within groups as
+          DeepSeek's V2 and V3 choose them, or the softmax is over the chosen alone (gpt-oss, Granite). What follows joins step
+          by step: division by the sum (plus an epsilon), a factor, a cast. A step of another kind stays behind the op.
+Numerics  exact, but that among equal scores, of which `torch.topk` takes any, the smaller index is taken, the best expert first.
+Pays      three to twenty launches a layer, in pieces of either build: neither Inductor nor torch has one kernel for a topk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import torchweave.ops.moe.routing  # noqa: F401 (defines torchweave::route)
+from torchweave.compiler.ir.graph import Faked
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.passes.base import PassResult
+from torchweave.compiler.passes.matcher import Match
+from torchweave.compiler.passes.pattern import Fusion
+
+aten = torch.ops.aten
+op = torch.ops.torchweave.route.default
+
+_F32 = torch.float32
+_PLAIN = (1, 1, 1, 0.0)  # no groups
+_OPEN = (False, 0.0, 1.0)  # neither divided by the sum nor scaled
+Function = Callable[..., Any]
+
+
+def softmax() -> tuple[Function, Function]:
+    """Qwen, Mixtral, OLMoE: the best of a softmax."""
+
+    def pattern(logits: Tensor, k: int, in_dtype: Any, ranked: bool) -> Any:
+        scores = aten.softmax.int(logits, -1, in_dtype)
+        best = aten.topk.default(scores, k, -1, True, ranked)
+        return best[0], best[1]
+
+    def replacement(logits: Tensor, k: int) -> Any:
+        return op(logits, None, k, "softmax", _F32, *_PLAIN, *_OPEN)
+
+    return pattern, replacement
+
+
+def biased(score: str) -> tuple[Function, Function]:
+    """MiniMax, AFMoE, ERNIE: a bias decides with, and does not weigh."""
+
+    def by_sigmoid(logits: Tensor, bias: Tensor, k: int, ranked: bool) -> Any:
+        scores = aten.sigmoid.default(logits)
+        index = aten.topk.default(aten.add.Tensor(scores, bias), k, -1, True, ranked)[1]
+        return aten.gather.default(scores, -1, index), index
+
+    def by_softmax(logits: Tensor, bias: Tensor, k: int, in_dtype: Any, ranked: bool) -> Any:
+        scores = aten.softmax.int(logits, -1, in_dtype)
+        index = aten.topk.default(aten.add.Tensor(scores, bias), k, -1, True, ranked)[1]
+        return aten.gather.default(scores, -1, index), index
+
+    def replacement(logits: Tensor, bias: Tensor, k: int) -> Any:
+        return op(logits, bias, k, score, _F32, *_PLAIN, *_OPEN)
+
+    return by_sigmoid if score == "sigmoid" else by_softmax, replacement
+
+
+def _mask(best: Any, groups: Any, top_groups: Any, size: Any, rows: Any, experts: Any, pin: Any, copied: bool) -> Any:
+    """What the models write for "not in one of the best groups"."""
+    at = aten.topk.default(best, top_groups, -1, True, False)[1]
+    ones = aten.scatter.value(aten.zeros_like.default(best, pin_memory=pin), 1, at, 1)
+    spread = aten.expand.default(aten.unsqueeze.default(ones, -1), [-1, groups, size])
+    if copied:
+        flat = aten._unsafe_view.default(
+            aten.clone.default(spread, memory_format=torch.contiguous_format), [rows, experts]
+        )
+    else:
+        flat = aten.view.default(spread, [rows, experts])
+    return aten.bitwise_not.default(aten._to_copy.default(flat, dtype=torch.bool))
+
+
+def grouped_sigmoid(copied: bool) -> tuple[Function, Function]:
+    """DeepSeek-V3, GLM-4.5, dots.1: groups by the sum of their two best."""
+
+    def pattern(
+        logits: Tensor, bias: Tensor, groups: int, size: int, top_groups: int, rows: Any, experts: int, pin: Any,
+        fill: float, k: int, ranked: bool,
+    ) -> Any:  # fmt: skip
+        scores = aten.sigmoid.default(logits)
+        choice = aten.add.Tensor(scores, bias)
+        two = aten.topk.default(aten.view.default(choice, [-1, groups, size]), 2, -1, True, True)[0]
+        best = aten.sum.dim_IntList(two, [-1])
+        mask = _mask(best, groups, top_groups, size, rows, experts, pin, copied)
+        index = aten.topk.default(aten.masked_fill.Scalar(choice, mask, fill), k, -1, True, ranked)[1]
+        return aten.gather.default(scores, 1, index), index
+
+    def replacement(logits: Tensor, bias: Tensor, groups: int, top_groups: int, fill: float, k: int) -> Any:
+        return op(logits, bias, k, "sigmoid", _F32, groups, top_groups, 2, fill, *_OPEN)
+
+    return pattern, replacement
+
+
+def grouped_softmax(copied: bool) -> tuple[Function, Function]:
+    """DeepSeek-V2: groups by their best."""
+
+    def pattern(
+        logits: Tensor, groups: int, size: int, top_groups: int, rows: Any, experts: int, pin: Any, fill: float, k: int,
+        in_dtype: Any, ranked: bool,
+    ) -> Any:  # fmt: skip
+        scores = aten.softmax.int(logits, -1, in_dtype)
+        best = aten.max.dim(aten.view.default(scores, [-1, groups, size]), -1)[0]
+        mask = _mask(best, groups, top_groups, size, rows, experts, pin, copied)
+        chosen = aten.topk.default(aten.masked_fill.Scalar(scores, mask, fill), k, -1, True, ranked)
+        return chosen[0], chosen[1]
+
+    def replacement(logits: Tensor, groups: int, top_groups: int, fill: float, k: int) -> Any:
+        return op(logits, None, k, "softmax", _F32, groups, top_groups, 1, fill, *_OPEN)
+
+    return pattern, replacement
+
+
+def chosen_softmax() -> tuple[Function, Function]:
+    """gpt-oss, Granite: the softmax of the best logits."""
+
+    def pattern(logits: Tensor, k: int, in_dtype: Any, ranked: bool) -> Any:
+        best = aten.topk.default(logits, k, -1, True, ranked)
+        index = best[1]
+        return aten.softmax.int(best[0], -1, in_dtype), index
+
+    def replacement(logits: Tensor, k: int, in_dtype: Any) -> Any:
+        dtype = in_dtype or logits.dtype
+        return op(logits, None, k, "chosen_softmax", dtype, *_PLAIN, *_OPEN)
+
+    return pattern, replacement
+
+
+def widened() -> tuple[Function, Function]:
+    """Logits in float32, as which the op reads them anyway."""
+
+    def pattern(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, dtype: torch.dtype, groups: int, top_groups: int,
+        best: int, fill: float, over_sum: bool, epsilon: float, factor: float,
+    ) -> Any:  # fmt: skip
+        wide = aten._to_copy.default(logits, dtype=torch.float32)
+        routed = op(wide, bias, k, score, dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
+        return routed[0], routed[1]
+
+    def replacement(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, dtype: torch.dtype, groups: int, top_groups: int,
+        best: int, fill: float, over_sum: bool, epsilon: float, factor: float,
+    ) -> Any:  # fmt: skip
+        return op(logits, bias, k, score, dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
+
+    return pattern, replacement
+
+
+def divided(epsilon: bool) -> tuple[Function, Function]:
+    """Weights over their sum."""
+
+    def pattern(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+    ) -> Any:  # fmt: skip
+        routed = op(logits, bias, k, score, _F32, groups, top_groups, best, fill, *_OPEN)
+        weights, index = routed[0], routed[1]
+        return aten.div.Tensor(weights, aten.sum.dim_IntList(weights, [-1], True)), index
+
+    def with_epsilon(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+        added: float,
+    ) -> Any:  # fmt: skip
+        routed = op(logits, bias, k, score, _F32, groups, top_groups, best, fill, *_OPEN)
+        weights, index = routed[0], routed[1]
+        total = aten.add.Tensor(aten.sum.dim_IntList(weights, [-1], True), added)
+        return aten.div.Tensor(weights, total), index
+
+    def replacement(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+    ) -> Any:  # fmt: skip
+        return op(logits, bias, k, score, _F32, groups, top_groups, best, fill, True, 0.0, 1.0)
+
+    def replacement_with_epsilon(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+        added: float,
+    ) -> Any:  # fmt: skip
+        return op(logits, bias, k, score, _F32, groups, top_groups, best, fill, True, added, 1.0)
+
+    return (with_epsilon, replacement_with_epsilon) if epsilon else (pattern, replacement)
+
+
+def scaled() -> tuple[Function, Function]:
+    """Weights times a factor."""
+
+    def pattern(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+        over_sum: bool, epsilon: float, factor: float,
+    ) -> Any:  # fmt: skip
+        routed = op(logits, bias, k, score, _F32, groups, top_groups, best, fill, over_sum, epsilon, 1.0)
+        weights, index = routed[0], routed[1]
+        return aten.mul.Tensor(weights, factor), index
+
+    def replacement(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+        over_sum: bool, epsilon: float, factor: float,
+    ) -> Any:  # fmt: skip
+        return op(logits, bias, k, score, _F32, groups, top_groups, best, fill, over_sum, epsilon, factor)
+
+    return pattern, replacement
+
+
+def cast(like: bool) -> tuple[Function, Function]:
+    """Weights in the model's dtype."""
+
+    def to_dtype(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+        over_sum: bool, epsilon: float, factor: float, dtype: torch.dtype,
+    ) -> Any:  # fmt: skip
+        routed = op(logits, bias, k, score, _F32, groups, top_groups, best, fill, over_sum, epsilon, factor)
+        weights, index = routed[0], routed[1]
+        return aten._to_copy.default(weights, dtype=dtype), index
+
+    def to_dtype_of(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+        over_sum: bool, epsilon: float, factor: float, other: Tensor,
+    ) -> Any:  # fmt: skip
+        routed = op(logits, bias, k, score, _F32, groups, top_groups, best, fill, over_sum, epsilon, factor)
+        weights, index = routed[0], routed[1]
+        return aten.type_as.default(weights, other), index
+
+    def replacement(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+        over_sum: bool, epsilon: float, factor: float, dtype: torch.dtype,
+    ) -> Any:  # fmt: skip
+        return op(logits, bias, k, score, dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
+
+    def replacement_like(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+        over_sum: bool, epsilon: float, factor: float, other: Tensor,
+    ) -> Any:  # fmt: skip
+        return op(logits, bias, k, score, other.dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
+
+    return (to_dtype_of, replacement_like) if like else (to_dtype, replacement)
+
+
+def where(match: Match) -> str | None:
+    logits, known = match.value("logits"), match.bindings
+    if logits.dim() != 2:
+        return f"the logits have {logits.dim()} dimensions, not tokens by experts"
+    in_dtype = known.get("in_dtype")
+    if in_dtype not in (None, torch.float32, logits.dtype):
+        return f"the softmax rounds to {in_dtype} before it adds"
+    bias = match.value("bias") if known.get("bias") is not None else None
+    if bias is not None and list(bias.shape) != [logits.shape[1]]:
+        return f"the bias has the shape {list(bias.shape)}, not one number an expert"
+    if "size" in known and known["groups"] * known["size"] != logits.shape[1]:
+        return f"{known['groups']} groups of {known['size']} are not {logits.shape[1]} experts"
+    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the logits are {logits.dtype}"
+    return _of_another_dtype(match.outputs[0])
+
+
+def _of_another_dtype(weights: fx.Node) -> str | None:
+    """Why the op could not return these weights, or None."""
+    dtype = value(weights).dtype
+    if weights.target in (aten._to_copy.default, aten.type_as.default):
+        return None if dtype in (torch.float32, torch.bfloat16, torch.float16) else f"the weights become {dtype}"
+    after_choice = weights.target is aten.softmax.int
+    routed = weights.all_input_nodes[0].target is op
+    if after_choice or routed or dtype == torch.float32:
+        return None
+    return f"the scores are {dtype}, not float32"
+
+
+_ELSEWHERE = (f"not {op}", f"not {aten._to_copy.default}")
+
+
+class Routers(Fusion):
+    """The fusion; what comes from nowhere near a router is no near-miss of it."""
+
+    def run(self, graph: Faked) -> PassResult:
+        """See `Pass.run`."""
+        result = super().run(graph)
+        near = tuple(miss for miss in result.near_misses if not miss.why.endswith(_ELSEWHERE))
+        return replace(result, near_misses=near)
+
+
+_BOTH = (False, True)
+_PAIRS = (
+    softmax(),
+    *(biased(score) for score in ("sigmoid", "softmax")),
+    *(form(copied) for form in (grouped_sigmoid, grouped_softmax) for copied in _BOTH),
+    chosen_softmax(),
+    widened(),
+    *(divided(epsilon) for epsilon in _BOTH),
+    scaled(),
+    *(cast(like) for like in _BOTH),
+)
+
+FUSION = Routers(
+    "route",
+    [pattern for pattern, _ in _PAIRS],
+    [replacement for _, replacement in _PAIRS],
+    where=where,
+    fixpoint=True,
+)

@@ -1,0 +1,278 @@
+"""User buffers (SPEC T8) in three passes: a collective reads memory that all ranks see, its operand is made there, and the residual
+between two collectives stays divided among the ranks. See `torchweave.ops.collectives.user_buffers` for the ops.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import torchweave.ops.collectives.user_buffers  # noqa: F401 (defines the ops)
+from torchweave.compiler.ir.graph import Faked, same_geometry
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.partition.split import normalize
+from torchweave.compiler.passes.base import GraphPass, Mismatch, NearMiss, Need, Numerics, PassResult, Stage, TokenRange
+from torchweave.compiler.passes.rewrite import erase
+from torchweave.compiler.tuning.table import Table
+
+aten = torch.ops.aten
+ops = torch.ops.torchweave
+
+BUFFERED = {
+    ops.all_reduce.default: ops.buffered_all_reduce.default,
+    ops.all_reduce_add_rms_norm.default: ops.buffered_all_reduce_add_rms_norm.default,
+    ops.all_reduce_add_rms_norm_fp8.default: ops.buffered_all_reduce_add_rms_norm_fp8.default,
+    ops.all_reduce_add_rms_norm_fp4.default: ops.buffered_all_reduce_add_rms_norm_fp4.default,
+}
+"""Collectives, and the same with a producer."""
+
+
+class Convert(GraphPass):
+    """Collectives that follow each other read their operand in memory that all ranks see.
+
+    Before                                             After
+        y, h = all_reduce_add_rms_norm(x, ...)             y, h = buffered_all_reduce_add_rms_norm("copy", [x], ..., slot, ...)
+
+    When      a piece has two or more collectives over one group (all_reduce, with or without norm and quantising), each of which
+              reads what is computed from the one before: only then is their order certain, and with it that neighbours have
+              different slots. The first has slot 0 and the last slot 1, so that pieces may follow each other as they like.
+    Numerics  exact: the same sums.
+    Pays      nothing alone: the copy is the one that a collective makes anyway. `userbuffers_prologue` takes it away.
+    """
+
+    name = "userbuffers_convert"
+    stage: Stage = "aten"
+    numerics: Numerics = "exact"
+    needs: tuple[Need, ...] = ("ranks", "userbuffers")
+
+    def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
+        self.devices = frozenset(devices)
+
+    def run(self, graph: Faked) -> PassResult:
+        """See `Pass.run`."""
+        near_misses: list[NearMiss] = []
+        matches = 0
+        for nodes in _by_group(graph, self.devices):
+            ordered = _ordered(nodes, near_misses)
+            if len(ordered) < 2:
+                why = "no other collective of its group is in the piece, and nothing says what comes before it"
+                near_misses += [NearMiss(node.name, why) for node in ordered]
+                continue
+            for node, slot in zip(ordered, slots(len(ordered)), strict=True):
+                _convert(node, slot)
+                matches += 1
+        return PassResult(matches, matches, tuple(near_misses))
+
+
+def slots(count: int) -> list[int]:
+    """Slots of collectives that follow each other: the first 0, the last 1, neighbours differ."""
+    found = [index % 2 for index in range(count)]
+    return found if count % 2 == 0 else [*found[:-2], 2, 1]
+
+
+def _by_group(graph: Faked, devices: frozenset[str]) -> list[list[fx.Node]]:
+    found: dict[str, list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        if node.target in BUFFERED and value(node.args[0]).device.type in devices:
+            found.setdefault(str(_arguments(node)[-1]), []).append(node)
+    return list(found.values())
+
+
+def _ordered(nodes: list[fx.Node], near_misses: list[NearMiss]) -> list[fx.Node]:
+    """The collectives of one group, or none where one of them does not depend on the one before: a compiler might swap them."""
+    for at in range(1, len(nodes)):
+        if nodes[at - 1] not in _sources(nodes[at], nodes[at - 1]):
+            why = f"nothing orders it behind {nodes[at - 1].name}: it reads nothing that is computed from it"
+            near_misses += [
+                NearMiss(node.name, why if node is nodes[at] else "one before it has no slot") for node in nodes
+            ]
+            return []
+    return nodes
+
+
+def _sources(node: fx.Node, oldest: fx.Node) -> set[fx.Node]:
+    """What a node is computed from, as far back as `oldest`."""
+    found: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        for each in waiting.pop().all_input_nodes:
+            if each not in found and not each < oldest:
+                found.add(each)
+                waiting.append(each)
+    return found
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    target: Any = node.target
+    return normalize(target, tuple(node.args), dict(node.kwargs))[0]
+
+
+def _convert(node: fx.Node, slot: int) -> None:
+    x, *rest, group = _arguments(node)
+    rows = (False, False) if rest else ()
+    node.args = ("copy", [x], "", value(x).dtype, slot, *rest, *rows, group)
+    node.kwargs = {}
+    node.target = BUFFERED[node.target]  # type: ignore[index]
+
+
+class Prologue(GraphPass):
+    """What makes the operand of a collective writes it into the memory that the collective reads.
+
+    Before                                                    After
+        x = aten.linear(a, W, b)                                  y, h = buffered_all_reduce_add_rms_norm("linear", [a, W, b], ...)
+        y, h = buffered_all_reduce_add_rms_norm("copy", [x], ...)
+
+    When      x is a product (`aten.linear`, `torchweave.linear`, `torchweave.fp8_linear`) or the sum of two tensors of one shape
+              and dtype, and nothing else reads it.
+    Numerics  exact: the same product by the same kernel.
+    Pays      a pass over the operand and its launch, wherever the collective runs over symmetric memory.
+    """
+
+    name = "userbuffers_prologue"
+    stage: Stage = "aten"
+    numerics: Numerics = "exact"
+    needs: tuple[Need, ...] = ("ranks", "userbuffers")
+
+    def run(self, graph: Faked) -> PassResult:
+        """See `Pass.run`."""
+        matches = rewritten = 0
+        near_misses: list[NearMiss] = []
+        for node in list(graph.graph.nodes):
+            if node.target not in BUFFERED.values() or node.args[0] != "copy":
+                continue
+            (x,) = node.args[1]
+            found = _producer(x)
+            if isinstance(found, str):
+                near_misses.append(NearMiss(node.name, found))
+                continue
+            producer, operands, choices = found
+            node.args = (producer, operands, choices, *node.args[3:])
+            rewritten += erase(graph, [x])
+            matches += 1
+        return PassResult(matches, rewritten, tuple(near_misses))
+
+
+def _producer(x: fx.Node) -> tuple[str, list[fx.Node], str] | str:
+    """How a collective's operand is made: producer, operands and choices; else why a collective cannot make it."""
+    if len(x.users) > 1:
+        return f"{x.name} is also read by {', '.join(user.name for user in list(x.users)[1:])}"
+    try:
+        if x.target in (aten.linear.default, ops.linear.default):
+            a, w, bias, choices = GraphPass.bind(x, "input", "weight", bias=None, choices="")
+            if value(w).ndim != 2 or value(a).dtype != value(w).dtype:
+                return f"the weight of {x.name} has another form than [rows, columns]"
+            return "linear", [a, w, *([] if bias is None else [bias])], str(choices)
+        if x.target is ops.fp8_linear.default:
+            q, x_scale, w, w_scale, bias, _ = _arguments(x)
+            return "fp8_linear", [q, x_scale, w, w_scale, *([] if bias is None else [bias])], ""
+        if x.target is aten.add.Tensor:
+            a, b = GraphPass.bind(x, "self", "other")
+            alike = isinstance(b, fx.Node) and isinstance(value(b), Tensor) and same_geometry(value(a), value(b))
+            return ("add", [a, b], "") if alike else f"{x.name} adds what has another shape, layout or dtype"
+    except Mismatch as mismatch:
+        return f"{x.name} has an {mismatch}"
+    return f"{x.name} is {_name(x)}, which cannot write where it is told"
+
+
+def _name(node: fx.Node) -> str:
+    return "made in another piece" if node.op == "placeholder" else str(node.target)
+
+
+class Finalize(GraphPass):
+    """The residual between two collectives stays divided among the ranks: each keeps the rows that it reduced.
+
+    Before                                                       After
+        y1, h1 = buffered_...(..., r, ..., keep_sum)                 y1, own = buffered_...(..., r, ..., sum_rows)
+        y2, h2 = buffered_...(f(y1), h1, ...)                        y2, h2 = buffered_...(f(y1), own, ..., residual_rows)
+
+    When      nothing but one further collective of the same group reads h1, as its residual, and tokens lie in one dimension.
+              Where somebody reads the last sum whole, it is gathered in the place of its norm, which every rank then computes.
+    Numerics  exact: rows are added and normalised one by one, wherever that happens.
+    Pays      at many tokens, where adding and normalising other ranks' rows costs more than a further exchange: from the token
+              count on at which a table of measurements says so for this number of ranks, never elsewhere.
+    """
+
+    name = "userbuffers_finalize"
+    stage: Stage = "aten"
+    numerics: Numerics = "exact"
+    gated = True
+    needs: tuple[Need, ...] = ("ranks", "userbuffers")
+
+    def __init__(self, table: Table | None = None, ranks: int = 1) -> None:
+        self.shape = shape_of_table(ranks)
+        self.token_range: TokenRange = pays_from(table, self.name, self.shape)
+
+    def run(self, graph: Faked) -> PassResult:
+        """See `Pass.run`."""
+        normed = list(BUFFERED.values())[1:]
+        matches = 0
+        near_misses: list[NearMiss] = []
+        for node in list(graph.graph.nodes):
+            total = sum_of(node) if node.target in normed else None
+            if total is None:
+                continue
+            reader = next_collective(node, total, normed, residual_at=5)
+            if isinstance(reader, str):
+                near_misses.append(NearMiss(node.name, reader))
+                continue
+            node.args = (*node.args[:-2], True, node.args[-1])
+            reader.args = (*reader.args[:-3], True, *reader.args[-2:])
+            _fake_again(graph, node)
+            matches += 1
+        return PassResult(matches, 0, tuple(near_misses))
+
+
+def shape_of_table(ranks: int) -> str:
+    """The shape by which tables keep what was measured over a number of ranks."""
+    return f"{ranks} ranks"
+
+
+def pays_from(table: Table | None, subject: str, shape: str) -> TokenRange:
+    """From which token count on a table says that something pays: the least from which it won at every one measured."""
+    answers = () if table is None else table.answers(subject, shape)
+    low: int | None = None
+    for entry in reversed(answers):
+        if not entry.choice:
+            break
+        low = entry.tokens
+    return low, None
+
+
+def sum_of(node: fx.Node) -> fx.Node | None:
+    """The node that takes the sum before the norm out of a collective's results, if anybody reads it."""
+    last = len(value(node)) - 1
+    found: Iterator[fx.Node] = (
+        user for user in node.users if user.target is operator.getitem and user.args[1] == last and user.users
+    )
+    return next(found, None)
+
+
+def next_collective(node: fx.Node, total: fx.Node, targets: Iterable[Any], residual_at: int) -> fx.Node | str:
+    """The collective that alone reads a sum, as its residual; else why there is none."""
+    readers = list(total.users)
+    if len(readers) > 1:
+        return f"its sum is also read by {', '.join(user.name for user in readers[1:])}"
+    (reader,) = readers
+    if reader.target not in targets or reader.args[residual_at] is not total:
+        return f"its sum is read by {reader.name}, not by another collective as its residual"
+    if node.args[residual_at] is None:
+        return "it adds no residual that could stay in rows"
+    if reader.args[-1] != node.args[-1]:
+        return f"its sum is read by {reader.name}, whose ranks are another group"
+    shape = value(total).shape
+    if any(isinstance(size, torch.SymInt) or size != 1 for size in shape[:-2]):
+        return "its tokens are in more than one dimension"
+    return reader
+
+
+def _fake_again(graph: Faked, node: fx.Node) -> None:
+    """The values of a node and of what is taken out of it, after its arguments changed."""
+    target: Any = node.target
+    with graph.faking():
+        node.meta["val"] = target(*fx.map_arg(node.args, value))
+    for user in node.users:
+        user.meta["val"] = value(node)[user.args[1]]

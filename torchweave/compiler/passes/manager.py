@@ -1,0 +1,316 @@
+"""The pass manager: an explicit, ordered, printable list of passes, each switched by the config and run with a receipt."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from torchweave.compiler.dump import graph_text
+from torchweave.compiler.errors import WeaveError
+from torchweave.compiler.ir.graph import CapturedGraph, Faked, Input, run_fake, same_geometry
+from torchweave.compiler.ir.mutation import written
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.partition.split import Piece
+from torchweave.compiler.passes.aten import (
+    add_rms_norm,
+    all_reduce_norm,
+    all_reduce_norm_quant,
+    gated_activation,
+    qk_norm_rope,
+    raise_rms_norm,
+    rope,
+)
+from torchweave.compiler.passes.aten.expand import Expand
+from torchweave.compiler.passes.aten.fp8_activation import FUSION as FP8_ACTIVATION
+from torchweave.compiler.passes.aten.fp8_norm import FUSION as FP8_NORM
+from torchweave.compiler.passes.aten.fused_linears import FusedLinears
+from torchweave.compiler.passes.aten.reinplace import Reinplace
+from torchweave.compiler.passes.aten.route import FUSION as ROUTE
+from torchweave.compiler.passes.aten.sequence_parallel import SequenceParallel
+from torchweave.compiler.passes.aten.userbuffers import Convert, Finalize, Prologue
+from torchweave.compiler.passes.base import Build, NearMiss, Pass, PassResult, Stage, misdeclared
+from torchweave.compiler.passes.load import load_pass
+from torchweave.compiler.passes.torch_ir.fp8_attention import Fp8Attention
+from torchweave.compiler.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
+from torchweave.compiler.passes.torch_ir.merge_linears import MergeLinears
+from torchweave.compiler.passes.torch_ir.rotary_attention import RotaryAttention
+from torchweave.compiler.passes.torch_ir.small_linears import SmallLinears
+from torchweave.compiler.tuning.table import Table
+from torchweave.config.options import TorchCompileConfig
+from torchweave.report import Report
+from torchweave.utils.suggest import did_you_mean
+
+_MOST_ROUNDS = 16
+"""A pass that still matches after this many rounds feeds on its own results."""
+
+
+def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ...]:
+    """The passes of the stack, in order.
+
+    Args:
+        table: what measurements say; None: what the package ships for the device.
+        ranks: how many share each layer.
+    """
+    return (
+        MergeLinears(),
+        RotaryAttention(),
+        SmallLinears(table=table),
+        MergeFp8Linears(),
+        Fp8Attention(),
+        raise_rms_norm.FUSION,
+        gated_activation.FUSION,
+        all_reduce_norm.FUSION,
+        all_reduce_norm_quant.FP8,
+        all_reduce_norm_quant.FP4,
+        FusedLinears(table=table),
+        add_rms_norm.FUSION,
+        rope.FUSION,
+        qk_norm_rope.FUSION,
+        ROUTE,
+        FP8_NORM,
+        FP8_ACTIVATION,
+        SequenceParallel(table, ranks),
+        Convert(),
+        Prologue(),
+        Finalize(table, ranks),
+        Expand(),
+        Reinplace(),
+    )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Whether a pass of the list runs, and why not."""
+
+    each: Pass
+    on: bool
+    why: str
+
+
+class PassManager:
+    """The passes of one compilation, in order.
+
+    Args:
+        passes: in the order in which they run; None takes the stack's own, then those that the config names.
+        config: which of them run.
+        table: what measurements say, for the stack's own passes; None: what the package ships.
+        ranks: how many share each layer.
+
+    Raises:
+        ValueError: two passes have one name, one declares what means nothing, or the config names one that is not there.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[Pass] | None = None,
+        config: TorchCompileConfig | None = None,
+        table: Table | None = None,
+        ranks: int = 1,
+    ) -> None:
+        self.config, self.table, self.ranks = config or TorchCompileConfig(), table, ranks
+        if passes is None:
+            passes = (*default_passes(table, ranks), *(load_pass(name) for name in self.config.passes))
+        names = [each.name for each in passes]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two passes have one name: {', '.join(names)}")
+        if wrong := next((f"pass {each.name}: {why}" for each in passes if (why := misdeclared(each))), None):
+            raise ValueError(wrong)
+        known = {*names, *(each.name for each in default_passes())}
+        asked = {*self.config.disabled_passes, *self.config.enabled_passes}
+        if unknown := sorted(asked - known):
+            hint = did_you_mean(unknown[0], sorted(known), f"there are {', '.join(names)}")
+            raise ValueError(f"no pass is called {unknown[0]}; {hint}")
+        self.settings = tuple(self._setting(each) for each in passes)
+
+    def _setting(self, each: Pass) -> Setting:
+        config = self.config
+        if each.name in config.disabled_passes:
+            return Setting(each, False, "disabled_passes")
+        build: Build = "inductor" if config.enable_inductor else "fx"
+        if build not in each.builds:
+            return Setting(each, False, f"only for pieces built by {', '.join(each.builds)}")
+        needs = getattr(each, "needs", ())
+        if "ranks" in needs and self.ranks < 2:
+            return Setting(each, False, "one rank exchanges nothing")
+        if "userbuffers" in needs and not config.enable_userbuffers:
+            return Setting(each, False, "enable_userbuffers is off")
+        if each.name in config.enabled_passes:
+            return Setting(each, True, "enabled_passes")
+        if each.numerics == "tolerance" and config.pass_numerics == "exact":
+            return Setting(each, False, "changes results within a tolerance, and pass_numerics is exact")
+        shape = getattr(each, "shape", None)
+        if each.gated and not (self.table is not None and self.table.pays(each.name, shape)):
+            return Setting(each, False, "no measurement says that it pays here")
+        return Setting(each, True, "")
+
+    def passes(self, stage: Stage) -> tuple[Pass, ...]:
+        """The passes of a stage that run."""
+        return tuple(setting.each for setting in self.settings if setting.on and setting.each.stage == stage)
+
+    def __str__(self) -> str:
+        rows = []
+        for index, setting in enumerate(self.settings):
+            each = setting.each
+            low, high = each.token_range
+            tokens = f"T {'' if low is None else low}..{'' if high is None else high}"
+            state = "on" if setting.on else f"off: {setting.why}"
+            rows.append(f"{index} {each.name:<24} {each.stage:<9} {each.numerics:<10} {tokens:<12} {state}")
+        return "\n".join(rows)
+
+    def run(self, graph: CapturedGraph, report: Report) -> list[PassResult]:
+        """The Torch IR stage, over the whole graph; an event for every pass of the list that is off."""
+        results = []
+        for setting in self.settings:
+            each = setting.each
+            if not setting.on:
+                report.event("pass", name=each.name, stage=each.stage, enabled=False, why=setting.why)
+            elif each.stage == "torch_ir":
+                result, facts = self._run_one(each, graph, "passes", report)
+                report.event("pass", **facts)
+                results.append(result)
+        return results
+
+    def rewrite(self, piece: Piece, passes: Sequence[Pass], report: Report) -> list[dict[str, Any]]:
+        """The ATen stage, over one lowered piece; returns the facts of each pass's event, to be kept with what is built."""
+        return [self._run_one(each, piece, f"pieces/{piece.digest}", report)[1] for each in passes]
+
+    def _run_one(self, each: Pass, graph: Faked, folder: str, report: Report) -> tuple[PassResult, dict[str, Any]]:
+        index = next(index for index, setting in enumerate(self.settings) if setting.each is each)
+        report.artifact(f"{folder}/{index:02}-{each.name}/before.py", lambda: graph_text(graph.module))
+        result, facts = receipt(each, graph, self.config.debug)
+        report.artifact(f"{folder}/{index:02}-{each.name}/after.py", lambda: graph_text(graph.module))
+        return result, facts
+
+
+def receipt(each: Pass, graph: Faked, debug: bool) -> tuple[PassResult, dict[str, Any]]:
+    """Run a pass; what it did, and the facts of its event."""
+    begin, before = time.monotonic(), _ops(graph)
+    result = run_pass(each, graph, debug)
+    after = _ops(graph)
+    facts = {
+        "name": each.name,
+        "enabled": True,
+        "stage": each.stage,
+        "numerics": each.numerics,
+        "matches": result.matches,
+        "rewritten": result.rewritten,
+        "near_misses": [f"{miss.node}: {miss.why}" for miss in result.near_misses],
+        "seconds": time.monotonic() - begin,
+        "ops_before": before.total(),
+        "ops_after": after.total(),
+        "diff": {name: after[name] - before[name] for name in sorted(before | after) if after[name] != before[name]},
+    }
+    return result, facts
+
+
+def run_pass(each: Pass, graph: Faked, debug: bool = False) -> PassResult:
+    """Run a pass, to a fixpoint where it asks for that; the graph is checked after each round.
+
+    Raises:
+        ValueError: the pass raised, or returned no result, and its name.
+        RuntimeError: the pass left a graph that does not hold together, and its name.
+    """
+    matches = rewritten = 0
+    near_misses: tuple[NearMiss, ...] = ()
+    before, valueless = _face(graph), frozenset(node for node in graph.graph.nodes if value(node) is None)
+    for _ in range(_MOST_ROUNDS):
+        result = _round(each, graph)
+        near_misses = result.near_misses
+        matches, rewritten = matches + result.matches, rewritten + result.rewritten
+        try:
+            _lint(graph, valueless, result.matches + result.rewritten > 0, debug)
+            _check_face(before, _face(graph))
+        except Exception as error:
+            raise RuntimeError(f"pass {each.name} left a graph that does not hold together: {error}") from error
+        if not (each.fixpoint and result.matches):
+            return PassResult(matches, rewritten, near_misses)
+    raise RuntimeError(f"pass {each.name} still matches after {_MOST_ROUNDS} rounds: it feeds on its own results")
+
+
+def _round(each: Pass, graph: Faked) -> PassResult:
+    """Run a pass once. What it raises says nothing of which pass it was; a refusal of the model's goes on as it is."""
+    try:
+        result = each.run(graph)
+    except WeaveError:
+        raise
+    except Exception as error:  # whatever a pass raises
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"pass {each.name} raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        ) from error
+    if not isinstance(result, PassResult):
+        raise ValueError(f"pass {each.name} returned {result!r}; `run` returns a PassResult(matches, rewritten)")
+    return result
+
+
+class _Face(NamedTuple):
+    """What others see of a graph, and no pass may change."""
+
+    inputs: list[str]
+    outputs: list[str]
+    written: frozenset[str]
+
+
+def _face(graph: Faked) -> _Face:
+    """Inputs by name, without tensors of the module where a pass may add and drop them; kinds of outputs; the inputs that the graph
+    writes to, as far as it names them there."""
+    nodes = list(graph.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    if isinstance(graph, CapturedGraph):
+        if unknown := [node.name for node in inputs if node.name not in graph.bindings]:
+            raise ValueError(f"nothing is bound to the input {unknown[0]}; `add_constant` adds a tensor")
+        inputs = sorted((each for each in inputs if isinstance(graph.bindings[each.name], Input)), key=str)
+    outputs = [leaf for node in nodes if node.op == "output" for leaf in node.args[0]]
+    changed = frozenset(target.name for node in nodes for target in written(node) if target.op == "placeholder")
+    return _Face([node.name for node in inputs], [_kind(leaf) for leaf in outputs], changed)
+
+
+def _kind(leaf: Any) -> str:
+    fake = value(leaf) if isinstance(leaf, fx.Node) else leaf
+    return f"{fake.dtype}{list(fake.shape)} on {fake.device}" if isinstance(fake, Tensor) else str(fake)
+
+
+def _check_face(before: _Face, after: _Face) -> None:
+    if after.inputs != before.inputs:
+        raise ValueError(f"its inputs are {', '.join(after.inputs)}, and were {', '.join(before.inputs)}")
+    if after.outputs != before.outputs:
+        raise ValueError(
+            f"it returns {', '.join(after.outputs) or 'nothing'}, and returned {', '.join(before.outputs)}"
+        )
+    if new := sorted(after.written - before.written):
+        raise ValueError(f"it writes to the input {new[0]}, as it did not before")
+
+
+def _lint(graph: Faked, valueless: frozenset[fx.Node], changed: bool, debug: bool) -> None:
+    """Raises what is wrong with a graph; nodes that are `valueless` were so before, as what `sdpa_kernel` makes of its names."""
+    graph.graph.lint()
+    if changed or debug:
+        graph.module.recompile()
+    for node in graph.graph.nodes:
+        wanted = node.op.startswith("call") and node.users and not node.is_impure() and node not in valueless
+        if wanted and value(node) is None:
+            raise ValueError(f"{node.name} has no fake value in meta, so nobody can know its shape")
+    if debug:
+        with graph.faking():
+            for node in graph.graph.nodes:
+                if node.op == "call_function" and isinstance(value(node), (Tensor, torch.SymInt, tuple, list)):
+                    computed = run_fake(node, {})
+                    if not same_geometry(computed, value(node), ones=False):
+                        raise ValueError(f"{node.name} says that it is {value(node)}, but computes {computed}")
+
+
+def _ops(graph: Faked) -> Counter[str]:
+    """How often each operation stands in a graph."""
+    return Counter(
+        str(getattr(node.target, "__name__", node.target)) if not isinstance(node.target, torch._ops.OpOverload)
+        else str(node.target)
+        for node in graph.graph.nodes
+        if node.op.startswith("call")
+    )  # fmt: skip

@@ -1,0 +1,364 @@
+"""Finding a pattern in a graph: every argument counts, either order of a sum is found, and what nearly matched has a reason.
+
+A pattern is a plain function over explicit ops, traced once, symbolically. Its parameters are wildcards, of the kind that they
+are annotated with; everything else must be in the graph as it stands in the function:
+
+    def pattern(x: Tensor, weight: Tensor, eps: float):
+        mean = aten.mean.dim(aten.pow.Tensor_Scalar(x, 2), [-1], True)
+        return aten.mul.Tensor(weight, x * aten.rsqrt.default(mean + eps))
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.partition.split import normalize
+
+aten = torch.ops.aten
+
+_OPERATORS = {
+    operator.add: aten.add,
+    operator.sub: aten.sub,
+    operator.mul: aten.mul,
+    operator.truediv: aten.div,
+    operator.neg: aten.neg,
+    operator.pow: aten.pow,
+}
+_CALLS = ("call_function", "call_method")
+_COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor, aten.maximum.default, aten.minimum.default)
+
+
+@dataclass(frozen=True)
+class Match:
+    """An occurrence of a pattern.
+
+    Attributes:
+        bindings: what each parameter of the pattern stands for: a node, a number, a list.
+        nodes: the calls that the pattern covers, in the graph's order.
+        outputs: those that it returns, in its order.
+    """
+
+    bindings: Mapping[str, Any]
+    nodes: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.bindings[name]
+
+    def value(self, name: str) -> Any:
+        """The fake tensor or symbolic size behind a parameter; a plain number as it is."""
+        bound = self.bindings[name]
+        return value(bound) if isinstance(bound, fx.Node) else bound
+
+
+@dataclass(frozen=True)
+class Nearly:
+    """Why a call that looks like the end of a pattern is none.
+
+    Attributes:
+        why: the first thing that differs at the furthest point that the search came to.
+        share: of the pattern's operations that were there.
+    """
+
+    why: str
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class _State:
+    """What is matched so far: parameters to what they stand for, and calls of the pattern to calls of the graph."""
+
+    bound: dict[fx.Node, Any] = field(default_factory=dict)
+    calls: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @property
+    def reached(self) -> int:
+        """Operations that are matched; taking a part of a result is none."""
+        return _operations(self.calls)
+
+
+def _operations(calls: Iterable[fx.Node]) -> int:
+    return sum(call.target is not operator.getitem for call in calls)
+
+
+class Pattern:
+    """A traced pattern.
+
+    Args:
+        torch_ir: it is for the graph as traced: Python's operators, torch's functions and methods stand for themselves.
+
+    Raises:
+        ValueError: a parameter has no annotation that says what it may stand for, or the function returns no call.
+    """
+
+    def __init__(self, function: Callable[..., Any], torch_ir: bool = False) -> None:
+        self.name = getattr(function, "__name__", "pattern")
+        hints = typing.get_type_hints(function)
+        names = list(inspect.signature(function).parameters)
+        if missing := [name for name in names if name not in hints]:
+            raise ValueError(
+                f"{function.__module__}.{self.name}: parameter {missing[0]} has no annotation; say what it stands for: "
+                "Tensor, float, int, bool, list, torch.dtype or Any"
+            )
+        graph = fx.Tracer().trace(function)
+        nodes = list(graph.nodes)
+        self.kinds = {node: hints[str(node.target)] for node in nodes if node.op == "placeholder"}
+        returned = nodes[-1].args[0]
+        outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
+        if not outputs or not all(isinstance(node, fx.Node) and node.op in _CALLS for node in outputs):
+            raise ValueError(f"{function.__module__}.{self.name} must return results of calls, one or a tuple")
+        self.outputs: tuple[fx.Node, ...] = tuple(outputs)
+        self.calls = [node for node in nodes if node.op in _CALLS]
+        operators = {} if torch_ir else _OPERATORS
+        self.targets = {node: operators.get(node.target, node.target) for node in self.calls}
+        order = {node: position for position, node in enumerate(nodes)}
+        self.anchor = max(self.outputs, key=order.__getitem__)
+
+    def at(self, node: fx.Node) -> Match | Nearly | None:
+        """The match whose last call is `node`; else why it is none, when it nearly was one."""
+        if not self._same_op(self.anchor, node):
+            return None
+        attempt = _Attempt(self)
+        for state in attempt.call(self.anchor, node, _State()):
+            for whole in attempt.rest(state):
+                why = self._refused(whole)
+                if why is None:
+                    return self._match(whole)
+                attempt.note(_operations(self.calls), why)
+        return attempt.near_miss()
+
+    def _same_op(self, call: fx.Node, node: fx.Node) -> bool:
+        if node.op != call.op:
+            return False
+        wanted, target = self.targets[call], node.target
+        if wanted is operator.getitem and target is wanted and isinstance(call.args[1], int):
+            return call.args[1] == node.args[1]  # another part of a result is no near-miss
+        if isinstance(wanted, torch._ops.OpOverloadPacket):
+            return isinstance(target, torch._ops.OpOverload) and target.overloadpacket is wanted
+        return target == wanted  # names of methods come back from the cache as other strings
+
+    def _match(self, state: _State) -> Match:
+        covered = set(state.calls.values())
+        graph = next(iter(covered)).graph
+        return Match(
+            bindings={str(node.target): bound for node, bound in state.bound.items()},
+            nodes=tuple(node for node in graph.nodes if node in covered),
+            outputs=tuple(state.calls[node] for node in self.outputs),
+        )
+
+    def _refused(self, state: _State) -> str | None:
+        """Why a complete match may not be rewritten: somebody else reads what would vanish."""
+        covered = set(state.calls.values())
+        kept = {state.calls[node] for node in self.outputs}
+        for node in covered - kept:
+            others = [user.name for user in node.users if user not in covered]
+            if others:
+                return f"{node.name} is also read by {', '.join(others)}"
+        return None
+
+
+class _Attempt:
+    """One try at one node: a search that goes back, and remembers the furthest point that it came to."""
+
+    def __init__(self, pattern: Pattern) -> None:
+        self.pattern = pattern
+        self.furthest, self.why = 0, ""
+
+    def note(self, reached: int, why: str) -> None:
+        if reached > self.furthest:
+            self.furthest, self.why = reached, why
+
+    def near_miss(self) -> Nearly | None:
+        """The reason at the furthest point, when at least half of the pattern was there, and more than any sum has."""
+        total = _operations(self.pattern.calls)
+        enough = self.furthest >= min(2, total) and 2 * self.furthest >= total
+        return Nearly(self.why, self.furthest / total) if enough and self.why else None
+
+    def call(self, call: fx.Node, node: fx.Node, state: _State) -> Iterator[_State]:
+        """Every way in which a call of the pattern is this call of the graph."""
+        if call in state.calls:
+            if state.calls[call] is node:
+                yield state
+            return
+        if not self.pattern._same_op(call, node):
+            self.note(state.reached, f"{node.name} is {_name(node.target)}, not {_name(self.pattern.targets[call])}")
+            return
+        if node in state.calls.values():
+            return
+        inside = _State(state.bound, {**state.calls, call: node})
+        for pairs in _arguments(call, node):
+            yield from self._all(pairs, node, inside)
+
+    def _all(self, pairs: list[tuple[str, Any, Any]], node: fx.Node, state: _State) -> Iterator[_State]:
+        if not pairs:
+            yield state
+            return
+        (name, wanted, given), *rest = pairs
+        for found in self._argument(name, wanted, given, node, state):
+            yield from self._all(rest, node, found)
+
+    def _argument(self, name: str, wanted: Any, given: Any, node: fx.Node, state: _State) -> Iterator[_State]:
+        if isinstance(wanted, slice) and isinstance(given, slice):
+            wanted, given = ([each.start, each.stop, each.step] for each in (wanted, given))
+        if isinstance(wanted, fx.Node):
+            if wanted.op == "placeholder":
+                yield from self._wildcard(name, wanted, given, node, state)
+            elif isinstance(given, fx.Node):
+                yield from self.call(wanted, given, state)
+            else:
+                self.note(state.reached, f"argument {name} of {node.name} is {_show(given)}, not computed")
+        elif isinstance(wanted, (tuple, list)) and isinstance(given, (tuple, list)) and len(wanted) == len(given):
+            items = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(wanted, given, strict=True))]
+            if _has_calls(wanted) or not _same_dims(name, wanted, given, node):
+                yield from self._all(items, node, state)
+            else:
+                yield state
+        elif _equal(wanted, given) or _same_dims(name, wanted, given, node):
+            yield state
+        else:
+            self.note(state.reached, f"argument {name} of {node.name} is {_show(given)}, not {_show(wanted)}")
+
+    def _wildcard(self, name: str, wanted: fx.Node, given: Any, node: fx.Node, state: _State) -> Iterator[_State]:
+        if wanted in state.bound:
+            if _equal(state.bound[wanted], given):
+                yield state
+            else:
+                known = _show(state.bound[wanted])
+                self.note(state.reached, f"argument {name} of {node.name} is {_show(given)}, not {known}")
+            return
+        kind = self.pattern.kinds[wanted]
+        if _is_kind(given, kind):
+            yield _State({**state.bound, wanted: given}, state.calls)
+        else:
+            self.note(state.reached, f"argument {name} of {node.name} is {_show(given)}, no {_kind_name(kind)}")
+
+    def rest(self, state: _State) -> Iterator[_State]:
+        """The outputs that the anchor does not lead to, among the readers of what is matched."""
+        missing = next((output for output in self.pattern.outputs if output not in state.calls), None)
+        if missing is None:
+            yield state
+            return
+        for node in self._candidates(missing, state):
+            for found in self.call(missing, node, state):
+                yield from self.rest(found)
+        self.note(state.reached, f"{self.pattern.name} wants {_name(self.pattern.targets[missing])} as well")
+
+    def _candidates(self, missing: fx.Node, state: _State) -> list[fx.Node]:
+        for argument in missing.all_input_nodes:
+            found = state.calls.get(argument, state.bound.get(argument))
+            if isinstance(found, fx.Node):
+                return list(found.users)
+        return list(next(iter(state.calls.values())).graph.nodes)
+
+
+def _arguments(call: fx.Node, node: fx.Node) -> Iterator[list[tuple[str, Any, Any]]]:
+    """(name, wanted, given) of every argument, defaults filled in; for a commutative op in both orders."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        yield from _plain_arguments(call, node)
+        return
+    names = [argument.name for argument in target._schema.arguments]
+    if len(call.args) > len(names) or not set(call.kwargs) <= set(names):
+        return  # the pattern names no overload, and means another one
+    wanted, given = (_by_name(target, each) for each in (call, node))
+    pairs = [(name, wanted.get(name), given.get(name)) for name in names]
+    yield pairs
+    if target in _COMMUTATIVE and given.get("alpha", 1) == 1:
+        (one, first, _), (two, second, _), *others = pairs
+        yield [(two, first, given[two]), (one, second, given[one]), *others]
+
+
+def _plain_arguments(call: fx.Node, node: fx.Node) -> Iterator[list[tuple[str, Any, Any]]]:
+    """As `_arguments`, of a function or method without a schema: as many by position, and the same by keyword."""
+    if len(call.args) != len(node.args) or set(call.kwargs) != set(node.kwargs):
+        return
+    pairs = [(str(i), *pair) for i, pair in enumerate(zip(call.args, node.args, strict=True))]
+    pairs += [(key, call.kwargs[key], node.kwargs[key]) for key in call.kwargs]
+    yield pairs
+    if node.target in (operator.add, operator.mul):
+        (one, first, left), (two, second, right) = pairs
+        yield [(two, first, right), (one, second, left)]
+
+
+def _by_name(op: torch._ops.OpOverload, node: fx.Node) -> dict[str, Any]:
+    args, kwargs = normalize(op, tuple(node.args), dict(node.kwargs))
+    positional = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
+    return {**dict(zip(positional, args, strict=True)), **kwargs}
+
+
+def _is_kind(given: Any, kind: Any) -> bool:
+    """Whether a value is what the annotation of a wildcard allows."""
+    fake = value(given) if isinstance(given, fx.Node) else given
+    if kind is Any:
+        return True
+    if options := typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, _UNION) else ():
+        return any(_is_kind(given, option) for option in options)
+    origin = typing.get_origin(kind) or kind
+    if origin in (None, type(None)):
+        return given is None
+    if origin is Tensor:
+        return isinstance(given, fx.Node) and isinstance(fake, Tensor)
+    if origin is bool:
+        return isinstance(fake, bool)
+    if origin is int:
+        return isinstance(fake, (int, torch.SymInt)) and not isinstance(fake, bool)
+    if origin is float:
+        return isinstance(fake, (int, float, torch.SymFloat)) and not isinstance(fake, bool)
+    return isinstance(fake, (list, tuple) if origin in (list, tuple) else origin)
+
+
+_UNION = type(int | None)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, fx.Node) or isinstance(other, fx.Node):
+        return one is other
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    try:
+        return bool(one == other)
+    except Exception:  # a symbolic comparison that cannot be decided
+        return False
+
+
+def _same_dims(name: str, wanted: Any, given: Any, node: fx.Node) -> bool:
+    """Whether dimensions are the same, one counted from the front and one from the back."""
+    if not name.startswith("dim"):
+        return False
+    first = node.args[0] if node.args else None
+    fake = value(first) if isinstance(first, fx.Node) else None
+    if not isinstance(fake, Tensor):
+        return False
+    one, other = ([item] if isinstance(item, int) else item for item in (wanted, given))
+    if not all(isinstance(each, (list, tuple)) and all(type(item) is int for item in each) for each in (one, other)):
+        return False
+    return [item % fake.dim() for item in one] == [item % fake.dim() for item in other]
+
+
+def _has_calls(items: Any) -> bool:
+    return any(isinstance(item, fx.Node) or (isinstance(item, (tuple, list)) and _has_calls(item)) for item in items)
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, str):
+        return "an input"
+    return str(target) if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) else target.__name__
+
+
+def _kind_name(kind: Any) -> str:
+    return getattr(kind, "__name__", str(kind))
+
+
+def _show(thing: Any) -> str:
+    return thing.name if isinstance(thing, fx.Node) else repr(thing)

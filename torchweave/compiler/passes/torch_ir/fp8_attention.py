@@ -1,0 +1,116 @@
+"""Attention writes its result in FP8 where the next thing that would happen to it is being quantised.
+
+Before                                        After
+    out = empty(T, H, D)                          out = empty(T, H, D, dtype=e4m3); s = empty(H, T)
+    attention(q, k, v, out, ...)                  attention_fp8(q, k, v, out, s, ...)
+    a, s = fp8_quant(out.reshape(T, H * D), 128)  y = fp8_linear(out.reshape(T, H * D), s, W, S)
+    y = fp8_linear(a, s, W, S)
+
+When      `out` is read by views that keep its order, and those by fp8_quant alone; its scales are one for each 128 channels and
+          a head has 128 numbers, or there is one given scale, a constant. A scale for each token would need all heads of it, which
+          no program of attention sees.
+Numerics  exact: the result is rounded to its dtype before it is quantised, as it was.
+Pays      in decode steps of the Triton kernel: one launch less. Other steps and backends quantise behind attention as before.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+import torchweave.ops.attention.op  # noqa: F401  (defines torchweave::attention)
+from torchweave.compiler.ir.graph import CapturedGraph, refresh
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.passes.base import GraphPass, NearMiss, PassResult
+from torchweave.compiler.passes.torch_ir.merge_fp8_linears import QUANT, calls_of
+from torchweave.ops.quant.fp8 import FP8, GROUP
+
+_ATTENTION = torch.ops.torchweave.attention.default
+_VIEWS = frozenset({"unsqueeze", "squeeze", "reshape", "view", "flatten", "contiguous"})
+_ATTENTION_FP8 = torch.ops.torchweave.attention_fp8.default
+_NAMES = [argument.name for argument in _ATTENTION._schema.arguments]
+
+
+class Fp8Attention(GraphPass):
+    """See the module's text."""
+
+    name = "fp8_attention"
+
+    def run(self, graph: CapturedGraph) -> PassResult:
+        quants = dict(calls_of(graph, QUANT))
+        near_misses: list[NearMiss] = []
+        matches = 0
+        for node, arguments in list(calls_of(graph, _ATTENTION)):
+            out = arguments[_NAMES.index("out")]
+            quant = _only_reader(out, node)
+            if quant is None or quant not in quants:
+                continue
+            x, group, given = quants[quant]
+            why = _refusal(graph, out, group, given)
+            if why is None:
+                _rewrite(graph, node, arguments, (quant, x), given)
+                matches += 1
+            else:
+                near_misses.append(NearMiss(node.name, why))
+        graph.drop_unused_constants()
+        return PassResult(matches, matches, tuple(near_misses))
+
+
+def _only_reader(out: fx.Node, attention: fx.Node) -> fx.Node | None:
+    """What reads `out` behind attention, past views that keep the order of its numbers; None if that is not one call."""
+    node, users = out, [user for user in out.users if user is not attention]
+    while len(users) == 1 and users[0].op == "call_method" and users[0].target in _VIEWS and users[0].args[0] is node:
+        node = users[0]
+        users = list(node.users)
+    return users[0] if len(users) == 1 else None
+
+
+def _refusal(graph: CapturedGraph, out: fx.Node, group: int, given: Any) -> str | None:
+    """Why attention cannot quantise its result, or None."""
+    if out.target is not torch.empty:
+        return f"its result is not allocated by empty, but by {out.target}"
+    if given is not None:
+        return None if graph.constant(given) is not None else "its given scale is computed, not a constant"
+    if group != GROUP:
+        return "a scale for each token needs all of its heads, which no program of attention sees"
+    if value(out).shape[-1] != GROUP:
+        return f"its scales are for {GROUP} channels, and a head has {value(out).shape[-1]}"
+    return None
+
+
+def _rewrite(
+    graph: CapturedGraph, node: fx.Node, arguments: tuple[Any, ...], reader: tuple[fx.Node, fx.Node], given: Any
+) -> None:
+    """`reader`: the quantisation, and what it reads."""
+    quant, x = reader
+    out = arguments[_NAMES.index("out")]
+    sizes = tuple(out.args[0]) if isinstance(out.args[0], (tuple, list)) else out.args
+    with graph.graph.inserting_before(out):
+        q = _empty(graph, sizes, FP8, value(out).device)
+        scale = _empty(graph, (sizes[1], sizes[0]), torch.float32, value(out).device) if given is None else given
+    named = {**dict(zip(_NAMES, arguments, strict=True)), "out": q, "given_scale": given, "out_scale": scale}
+    op = _ATTENTION_FP8 if given is None else _ATTENTION
+    with graph.graph.inserting_before(node):
+        replaced = graph.graph.call_function(op, tuple(named[argument.name] for argument in op._schema.arguments))
+    replaced.meta = dict(node.meta)
+    graph.graph.erase_node(node)
+    out.replace_all_uses_with(q)
+    graph.graph.erase_node(out)
+    for part in list(quant.users):
+        assert part.target is operator.getitem, "a result of several tensors is unpacked where it is made"
+        part.replace_all_uses_with(x if part.args[1] == 0 else scale)
+        graph.graph.erase_node(part)
+    graph.graph.erase_node(quant)
+    refresh(graph, {q: value(q)})
+
+
+def _empty(graph: CapturedGraph, sizes: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> fx.Node:
+    """A call of `empty` at the place where the graph inserts, with its fake value."""
+    node = graph.graph.call_function(torch.empty, sizes, {"dtype": dtype, "device": device})
+    with graph.faking():
+        real = [value(size) if isinstance(size, fx.Node) else size for size in sizes]
+        node.meta["example_value"] = torch.empty(real, dtype=dtype, device=device)
+    return node

@@ -1,0 +1,150 @@
+"""FP8 linears that read the same tensor quantise it once and become one product: q/k/v, gate/up.
+
+Before                                        After
+    a, s = fp8_quant(x, group)                    a, s = fp8_quant(x, group)
+    b, t = fp8_quant(x, group)                    y = fp8_linear(a, s, W, S)         W = [Wq; Wk], S = [Sq; Sk]
+    q = fp8_linear(a, s, Wq, Sq)                  q, k = split(y, [...], -1)
+    k = fp8_linear(b, t, Wk, Sk)
+
+When      the quantisations have one group and one given scale (the same tensor, or one of the same value) or none; weights, their
+          scales and biases are parameters; scales are all by row, or all by block with weights of whole blocks; all have a bias
+          or none has; nothing writes to x between the calls and no boundary op lies between them; every reader of q, k takes a
+          strided view.
+Numerics  exact: each output element is the same dot product (a BLAS may choose another order of summation). A scale for a
+          whole weight is kept for each of its rows, so that weights with different ones can be stacked.
+Memory    none: the module's parameters become views of the stacked weight.
+Pays      at every token count: x is quantised once, and one product fills the device better than three.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+import torchweave.ops.quant.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
+from torchweave.compiler.ir.graph import CapturedGraph
+from torchweave.compiler.ir.mutation import storage
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.partition.split import normalize
+from torchweave.compiler.passes.base import GraphPass, NearMiss, PassResult
+from torchweave.compiler.passes.torch_ir.stacking import Call, Stacked, barrier, stack, stretches
+from torchweave.ops.quant.fp8 import GROUP
+
+QUANT = torch.ops.torchweave.fp8_quant.default
+_LINEAR = torch.ops.torchweave.fp8_linear.default
+
+
+class MergeFp8Linears(GraphPass):
+    """See the module's text."""
+
+    name = "merge_fp8_linears"
+
+    def run(self, graph: CapturedGraph) -> PassResult:
+        near_misses: list[NearMiss] = []
+        matches = rewritten = 0
+        for gone in _share_quants(graph, near_misses):
+            matches, rewritten = matches + 1, rewritten + gone
+        stacked: Stacked = {}
+        for group in _groups(graph, near_misses):
+            why = stack(graph, group, stacked)
+            if why is not None:
+                near_misses.append(NearMiss(", ".join(item.node.name for item in group), why))
+                continue
+            matches, rewritten = matches + 1, rewritten + len(group)
+        graph.drop_unused_constants()
+        return PassResult(matches, rewritten, tuple(near_misses))
+
+
+def calls_of(graph: CapturedGraph, op: Any) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
+    """Every call of a custom op, written as its packet or its overload, with all its arguments in the schema's order."""
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and node.target in (op, op.overloadpacket):
+            yield node, normalize(op, tuple(node.args), dict(node.kwargs))[0]
+
+
+def _share_quants(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[int]:
+    """Let quantisations of one tensor be one; yields how many calls each group lost."""
+    by_input: dict[fx.Node, list[tuple[fx.Node, Any, Any]]] = {}
+    for node, (x, group, scale) in calls_of(graph, QUANT):
+        by_input.setdefault(x, []).append((node, group, scale))
+    for x, quants in by_input.items():
+        first, *others = quants
+        gone = 0
+        for node, group, scale in others:
+            why = _difference(graph, first, (node, group, scale)) or barrier(graph, first[0], node, storage(x))
+            if why is not None:
+                near_misses.append(NearMiss(node.name, f"quantises {x.name} like {first[0].name}, but {why}"))
+                first = (node, group, scale)
+                continue
+            _replace_outputs(graph, node, first[0])
+            gone += 1
+        if gone:
+            yield gone
+
+
+def _difference(graph: CapturedGraph, one: tuple[fx.Node, Any, Any], other: tuple[fx.Node, Any, Any]) -> str | None:
+    """Why two quantisations of one tensor differ in their result, or None."""
+    if one[1] != other[1]:
+        return f"by groups of {other[1]}, not {one[1]}"
+    if one[2] is other[2]:
+        return None
+    scales = [graph.constant(scale) for scale in (one[2], other[2])]
+    if any(scale is None for scale in scales) or not torch.equal(*(scale for scale in scales if scale is not None)):
+        return "with another given scale"
+    return None
+
+
+def _replace_outputs(graph: CapturedGraph, node: fx.Node, by: fx.Node) -> None:
+    """Let the readers of a call with two results read another call's."""
+    parts = {user.args[1]: user for user in by.users if user.target is operator.getitem}
+    for user in list(node.users):
+        assert user.target is operator.getitem, "a result of several tensors is unpacked where it is made"
+        index = user.args[1]
+        if index not in parts:
+            with graph.graph.inserting_after(by):
+                parts[index] = graph.graph.call_function(operator.getitem, (by, index))
+            parts[index].meta = dict(user.meta)
+        user.replace_all_uses_with(parts[index])
+        graph.graph.erase_node(user)
+    graph.graph.erase_node(node)
+
+
+def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[Call]]:
+    """Products that read one quantised tensor and agree in kind, two or more, in the graph's order."""
+    found: dict[tuple[Any, ...], list[Call]] = {}
+    calls = [(node, arguments) for node, arguments in calls_of(graph, _LINEAR)]
+    for node, (q, s, w, w_scale, bias, dtype) in calls:
+        if sum(other[0] is q for _, other in calls) < 2:
+            continue
+        why = _refusal(graph, w, w_scale, bias)
+        if why is not None:
+            near_misses.append(NearMiss(node.name, why))
+            continue
+        constants = (w, w_scale) if bias is None else (w, w_scale, bias)
+        call = Call(node, q, constants, _arguments(q, s, dtype))
+        found.setdefault((q, s, value(w_scale).ndim, bias is None, dtype), []).append(call)
+    for group in found.values():
+        yield from stretches(graph, group, near_misses)
+
+
+def _arguments(q: fx.Node, s: fx.Node, dtype: torch.dtype) -> Callable[..., tuple[Any, ...]]:
+    def arguments(constants: Sequence[Any], read: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
+        w, w_scale, *bias = constants
+        return (read(q), read(s), w, w_scale, bias[0] if bias else None, dtype)
+
+    return arguments
+
+
+def _refusal(graph: CapturedGraph, w: Any, w_scale: Any, bias: Any) -> str | None:
+    """Why a weight cannot be stacked with others, or None."""
+    if any(graph.constant(each) is None for each in (w, w_scale) if each is not None):
+        return "its weight or scale is computed, not a parameter"
+    if bias is not None and graph.constant(bias) is None:
+        return "its bias is computed, not a parameter"
+    if value(w_scale).ndim == 2 and value(w).shape[0] % GROUP:
+        return f"its {value(w).shape[0]} rows are not whole blocks of {GROUP}, and those behind it would be cut anew"
+    return None

@@ -1,0 +1,107 @@
+"""Linears that read the same tensor become one: q/k/v, gate/up, and whatever else a model has.
+
+Before                                  After
+    q = linear(x, Wq)                       y = linear(x, W)              W = [Wq; Wk; Wv]
+    k = linear(x, Wk)                       q, k, v = split(y, [...], -1)
+    v = linear(x, Wv)
+
+When      weights (and biases) are parameters of one dtype and a multiple of 8 rows, all have a bias or none has, nothing
+          writes to x between the calls, no boundary op lies between them, and every reader of q, k, v takes a strided view.
+Numerics  exact: each output element is the same dot product (a BLAS may choose another order of summation).
+Memory    none: the module's parameters become views of the merged weight.
+Pays      at every token count: one matmul reads x once and fills the device better than three.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchweave.compiler.ir.graph import CapturedGraph
+from torchweave.compiler.passes.base import GraphPass, Mismatch, NearMiss, PassResult
+from torchweave.compiler.passes.torch_ir.stacking import Call, Stacked, stack, stretches
+
+LINEAR = torch.nn.functional.linear  # the builtin itself, which is what tracing records
+
+_ALIGNED = 8  # rows of a weight, columns of the result: 16 bytes of bfloat16, what fast matmuls want
+
+
+class MergeLinears(GraphPass):
+    """See the module's text."""
+
+    name = "merge_linears"
+
+    def run(self, graph: CapturedGraph) -> PassResult:
+        near_misses: list[NearMiss] = []
+        stacked: Stacked = {}
+        matches = rewritten = 0
+        for group in _groups(graph, near_misses):
+            why = stack(graph, group, stacked)
+            if why is not None:
+                near_misses.append(NearMiss(", ".join(item.node.name for item in group), why))
+                continue
+            matches += 1
+            rewritten += len(group)
+        graph.drop_unused_constants()
+        return PassResult(matches, rewritten, tuple(near_misses))
+
+
+def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[Call]]:
+    """Linears over parameters that read one tensor and agree in kind, two or more, in the graph's order."""
+    by_input: dict[fx.Node, dict[_Kind, list[Call]]] = {}
+    for node, x, weight, bias in _linears(graph, near_misses):
+        tensor = graph.constant(weight)
+        if tensor is None or (bias is not None and graph.constant(bias) is None):
+            near_misses.append(NearMiss(node.name, "its weight or bias is computed, not a parameter"))
+            continue
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            near_misses.append(NearMiss(node.name, f"its weight is a {type(tensor).__name__}"))
+            continue
+        if tensor.ndim != 2 or tensor.shape[0] % _ALIGNED:
+            near_misses.append(NearMiss(node.name, f"its {tensor.shape[0]} rows would misalign those behind it"))
+            continue
+        kind = _Kind(bias is not None, tensor.dtype, tensor.device)
+        constants = (weight,) if bias is None else (weight, bias)
+        by_input.setdefault(x, {}).setdefault(kind, []).append(Call(node, x, constants, _arguments(x)))
+    for x, kinds in by_input.items():
+        most = max(kinds.values(), key=len)
+        for group in kinds.values():
+            if group is not most:
+                beside = ", ".join(item.node.name for item in most)
+                near_misses.append(
+                    NearMiss(group[0].node.name, f"reads {x.name} like {beside}, but differs in bias or dtype")
+                )
+            yield from stretches(graph, group, near_misses)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    has_bias: bool
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _linears(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[tuple[fx.Node, Any, Any, Any]]:
+    """Every linear that reads what another one reads, with its arguments."""
+    found: list[tuple[fx.Node, Any, Any, Any]] = []
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target is LINEAR:
+            try:
+                found.append((node, *GraphPass.bind(node, "input", "weight", bias=None)))
+            except Mismatch as mismatch:
+                near_misses.append(NearMiss(node.name, str(mismatch)))
+    readers = Counter(x for _, x, _, _ in found)
+    yield from (each for each in found if readers[each[1]] > 1)
+
+
+def _arguments(x: fx.Node) -> Callable[..., tuple[Any, ...]]:
+    def arguments(constants: Sequence[Any], read: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
+        weight, *bias = constants
+        return (read(x), weight, bias[0] if bias else None)
+
+    return arguments

@@ -1,0 +1,160 @@
+"""Calls that read one tensor and differ in constants that can be stacked by rows become one call over the stacked ones.
+
+What `merge_linears` and `merge_fp8_linears` share: the search for what lies between the calls, the check that every reader takes a
+strided view, the rewrite, and moving the module's parameters into the stacked constants.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from torchweave.compiler.ir.graph import CapturedGraph, refresh
+from torchweave.compiler.ir.mutation import storage, written
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.partition.split import boundary_op
+from torchweave.compiler.passes.base import NearMiss
+
+Stacked = dict[tuple[fx.Node, ...], tuple[fx.Node, ...]]
+"""First constants of the calls of a group -> all its stacked constants; a weight that two groups read is stacked once."""
+
+_BY_STRIDES: tuple[tuple[str, Any], ...] = (
+    ("call_method", "as_strided"),
+    ("call_method", "as_strided_"),
+    ("call_function", torch.as_strided),
+    ("call_function", torch.as_strided_),
+    ("call_function", torch.ops.aten.as_strided.default),
+)
+"""What these find depends on how their argument lies in memory, and nothing fails where that is another way."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a group.
+
+    Attributes:
+        node: the call, with outputs `[..., N]`.
+        x: what all calls of the group read.
+        constants: what is stacked along the first dimension, the weight `[N, K]` first.
+        arguments: the call's arguments over other constants (nodes or fake values) in their place; `read` maps the nodes that
+            stay to what stands for them.
+    """
+
+    node: fx.Node
+    x: fx.Node
+    constants: tuple[fx.Node, ...]
+    arguments: Callable[[Sequence[Any], Callable[[fx.Node], Any]], tuple[Any, ...]]
+
+
+def stretches(graph: CapturedGraph, group: Sequence[Call], near_misses: list[NearMiss]) -> Iterator[list[Call]]:
+    """The group in the graph's order, divided where a boundary op or a write to what they read lies between two of them."""
+    stretch = list(group[:1])
+    for last, item in pairwise(group):
+        why = barrier(graph, last.node, item.node, storage(item.x))
+        if why is not None:
+            near_misses.append(NearMiss(item.node.name, f"reads {item.x.name} like {last.node.name}, but {why}"))
+            if len(stretch) > 1:
+                yield stretch
+            stretch = []
+        stretch.append(item)
+    if len(stretch) > 1:
+        yield stretch
+
+
+def barrier(graph: CapturedGraph, node: fx.Node, last: fx.Node, read: int | None) -> str | None:
+    """What keeps a call at `last` from moving up to `node`, or None."""
+    while node is not last:
+        node = node.next
+        if node.op == "call_function" and boundary_op(node.target, graph.boundary_ops) is not None:
+            return f"the boundary op {node.name} lies between them"
+        if any(storage(argument) == read for argument in written(node)):
+            return f"{node.name} writes to it between them"
+    return None
+
+
+def stack(graph: CapturedGraph, group: Sequence[Call], stacked: Stacked) -> str | None:
+    """Make one call of a group of at least two; the reason when it is left alone."""
+    key = tuple(item.constants[0] for item in group)
+    parts = {weight for known in stacked for weight in known}
+    if key not in stacked and (len(set(key)) < len(key) or parts & set(key)):
+        return "a weight is already part of another merged weight"
+    try:
+        faked = _fake_outputs(graph, group)
+    except Exception as error:  # whatever a reader raises when it cannot take a strided view
+        return f"a reader needs a contiguous result ({str(error).splitlines()[0]})"
+    made = {storage(item.node) for item in group}
+    for node in (node for op, target in _BY_STRIDES for node in graph.graph.find_nodes(op=op, target=target)):
+        if any(storage(source) in made for source in node.all_input_nodes):
+            return f"{node.name} reads a result by strides of its own"
+    _rewrite(graph, group, stacked, faked)
+    return None
+
+
+class _Faked(NamedTuple):
+    """Fake values of the one call, its parts, and every node downstream whose geometry changes with them."""
+
+    whole: Any
+    parts: tuple[Any, ...]
+    changed: dict[fx.Node, Any]
+
+
+def _fake_outputs(graph: CapturedGraph, group: Sequence[Call]) -> _Faked:
+    """What stacking would change; raises what a reader raises that cannot take it."""
+    sizes = [value(item.constants[0]).shape[0] for item in group]
+    target: Any = group[0].node.target
+    columns = zip(*(item.constants for item in group), strict=True)
+    constants = [graph.runs.run(torch.cat, ([value(node) for node in column],), {}) for column in columns]
+    whole = graph.runs.run(target, group[0].arguments(constants, value), {})
+    parts = graph.runs.run(torch.split, (whole, sizes), {"dim": -1})
+    changed = refresh(graph, {item.node: part for item, part in zip(group, parts, strict=True)}, commit=False)
+    return _Faked(whole, parts, changed)
+
+
+def _rewrite(graph: CapturedGraph, group: Sequence[Call], stacked: Stacked, faked: _Faked) -> None:
+    key = tuple(item.constants[0] for item in group)
+    if key not in stacked:
+        columns = zip(*(item.constants for item in group), strict=True)
+        stacked[key] = tuple(_merged(graph, column) for column in columns)
+    whole, parts, changed = faked
+    for node, new in changed.items():
+        node.meta["example_value"] = new
+    sizes = [part.shape[-1] for part in parts]
+    nodes, first = graph.graph, group[0].node
+    target: Any = first.target
+    with nodes.inserting_before(first):
+        one = nodes.call_function(target, group[0].arguments(stacked[key], lambda node: node))
+        pieces = nodes.call_function(torch.split, (one, sizes), {"dim": -1})
+        items = [nodes.call_function(operator.getitem, (pieces, index)) for index in range(len(group))]
+    one.meta.update(example_value=whole, stack_trace=first.meta.get("stack_trace"))
+    pieces.meta["example_value"] = parts
+    for item, new, part in zip(group, items, parts, strict=True):
+        new.meta["example_value"] = part
+        item.node.replace_all_uses_with(new)
+        nodes.erase_node(item.node)
+
+
+def _merged(graph: CapturedGraph, nodes: Sequence[fx.Node]) -> fx.Node:
+    """One constant that holds all of them, of which they become views."""
+    tensors = [graph.constant(node) for node in nodes]
+    whole = _stacked([tensor for tensor in tensors if tensor is not None])
+    start = 0
+    for node, tensor in zip(nodes, tensors, strict=True):
+        assert tensor is not None, "only constants are stacked"
+        end = start + tensor.shape[0]
+        graph.move(node, whole[start:end])
+        start = end
+    return graph.add_constant(f"merged_{nodes[0].name}", whole)
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """`torch.cat`, of FP8 as the bytes that it is."""
+    with torch.no_grad():
+        if tensors[0].dtype.is_floating_point and tensors[0].dtype.itemsize == 1:
+            return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
+        return torch.cat(list(tensors))

@@ -1,0 +1,143 @@
+"""Processes that build Triton kernels: to build one takes up to some seconds, and its Python would take turns with that of weaving.
+
+One process imports what it needs and forks another for each kernel. It is a command, not of `multiprocessing`, for the reason given
+in `torchweave.distributed.launchers.local`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, InvalidStateError, wait
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
+
+from torchweave.compiler.precompile.kernel_jobs import Built, Order
+
+_MOST = 16  # kernels that are built at once
+_PATIENCE = 120.0  # seconds; what is still missing then is built when it is first launched
+_ENDED = "the process that builds kernels ended"
+_START = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {most})"
+
+
+class KernelWorkers:
+    """Builds what it is told to; `with` ends the processes.
+
+    Args:
+        most: kernels to build at once.
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._connection, theirs = Pipe()
+        most = max(min(most, len(os.sched_getaffinity(0))), 1)
+        with theirs:
+            start = _START.format(module=__name__, path=sys.path, fd=theirs.fileno(), most=most)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", start],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        self._asked: dict[int, tuple[Order, Future[str | None]]] = {}
+        self._finished = 0  # how many of them were waited for
+        threading.Thread(target=self._receive, name="torchweave-kernel-workers", daemon=True).start()
+
+    def __enter__(self) -> KernelWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+    def begin(self, orders: Iterable[Order]) -> None:
+        """Begin to build kernels; each is put in place when it is there."""
+        for order in orders:
+            number = len(self._asked)
+            self._asked[number] = order, Future()
+            try:
+                self._connection.send((number, order))
+            except OSError:
+                self._settle(number, _ENDED)
+
+    def finish(self) -> list[str]:
+        """Wait for all that was begun since the last time. Returns why some were not built."""
+        futures = [self._asked[number][1] for number in range(self._finished, len(self._asked))]
+        self._finished = len(self._asked)
+        done, late = wait(futures, _PATIENCE)
+        return [*filter(None, (each.result() for each in done)), *["it took too long"] * len(late)]
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._settle(*self._connection.recv())
+        except (EOFError, OSError):
+            for number in list(self._asked):
+                self._settle(number, _ENDED)
+
+    def _settle(self, number: int, result: Built | str) -> None:
+        order, future = self._asked[number]
+        failure = result if isinstance(result, str) else None
+        if isinstance(result, Built):
+            try:
+                order.put_in_place(result)
+            except Exception as error:  # of reading files, and of what Triton's next version does otherwise
+                failure = f"{order.name}: {type(error).__name__}: {error}"
+        with contextlib.suppress(InvalidStateError):  # it was settled when the process ended
+            future.set_result(failure)
+
+
+def main(fd: int, most: int) -> None:
+    """The process: builds what comes in over a connection until that is closed, each order in a fork."""
+    from triton.runtime.cache import triton_key
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it means the process that this one works for
+    gc.disable()  # every fork builds one kernel and ends
+    triton_key()  # read and hashed once, not in every fork
+    waiting: deque[tuple[int, Order]] = deque()
+    running: dict[Connection, int] = {}
+    with Connection(fd) as leader:
+        while True:
+            while waiting and len(running) < most:
+                number, order = waiting.popleft()
+                running[_fork(order)] = number
+            ready = wait_for_any([leader, *running])
+            for connection in [each for each in running if each in ready]:
+                leader.send((running.pop(connection), _result(connection)))
+            if leader in ready:
+                try:
+                    waiting.append(leader.recv())
+                except EOFError:
+                    return
+                waiting[-1][1].kernel()  # imported and hashed once too
+
+
+def _fork(order: Order) -> Connection:
+    """Build an order in a process of its own, which says what came of it."""
+    ours, theirs = Pipe(duplex=False)
+    if os.fork() == 0:
+        try:
+            theirs.send(order.build())
+        except BaseException as error:
+            theirs.send(f"{order.name}: {type(error).__name__}: {error}")
+        finally:
+            os._exit(0)
+    theirs.close()
+    return ours
+
+
+def _result(connection: Connection) -> Built | str:
+    with connection:
+        try:
+            return connection.recv()
+        except EOFError:
+            return "the process that built it ended"
+        finally:
+            os.wait()

@@ -1,0 +1,326 @@
+"""Woven: a module as straight-line code that calls its built pieces and hands its boundary ops over."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from torchweave.compiler.codegen.pieces import BuiltPiece
+from torchweave.compiler.ir.graph import Attribute, CapturedGraph, Constant, Input, OutputTree, Size
+from torchweave.compiler.ir.mutation import storage, written
+from torchweave.compiler.ir.symbols import is_size, token_count, value
+from torchweave.compiler.partition.split import BoundaryCall, Piece
+from torchweave.compiler.runtime.forward import Boundary
+from torchweave.report import Report
+
+Parts = list[Piece | BoundaryCall]
+
+
+class Woven:
+    """A compiled forward: `woven(boundary, *inputs)`.
+
+    Attributes:
+        code: the Python that a call runs; `piece_<digest>` are the built pieces, `constants_<i>` what piece i reads.
+        pieces: pieces in the order in which they run; equal digests share one built piece.
+        built: the built pieces by digest.
+        constants: what each piece reads besides its inputs, by the piece's index.
+        inputs: names of the inputs, in order.
+        sources: importable names of the modules whose code was traced.
+        sizes: smallest and largest value that a dynamic size may take.
+    """
+
+    def __init__(
+        self,
+        graph: CapturedGraph,
+        parts: Parts,
+        built: Mapping[str, BuiltPiece],
+        sizes: tuple[int, int],
+        report: Report,
+    ) -> None:
+        self.report = report
+        self.inputs = graph.inputs
+        self.sources = graph.sources
+        self.parts = parts
+        self.pieces = [part for part in parts if isinstance(part, Piece)]
+        self.built = dict(built)
+        self.sizes = sizes
+        self.code, namespace = stitch(graph, parts, built, sizes)
+        exec(compile(self.code, "<torchweave stitched>", "exec"), namespace)
+        self._run = namespace["forward"]
+        self.constants = {piece.index: namespace.get(f"constants_{piece.index}", ()) for piece in self.pieces}
+
+    def __call__(self, boundary: Boundary, *inputs: Tensor) -> Any:
+        """Run a step.
+
+        Args:
+            boundary: carries out the boundary ops.
+            inputs: in forward's order, contiguous, of the example's dtypes, devices and static sizes.
+
+        Raises:
+            ValueError: an input is not of that kind.
+        """
+        return self._run(boundary, *inputs)
+
+    @property
+    def plan(self) -> str:
+        """The pieces and boundary ops in the order in which they run, as text."""
+        lines = []
+        for part in self.parts:
+            if isinstance(part, BoundaryCall):
+                lines.append(f"  boundary  {part.op._schema.name}")
+            else:
+                how = self.built[part.digest].built
+                lines.append(f"piece {part.index:<4} {part.digest}  {part.num_calls()} operations  {how}")
+        return "\n".join(lines)
+
+    def piece_code(self, digest: str) -> str:
+        """The FX code of a distinct piece."""
+        piece = next(piece for piece in self.pieces if piece.digest == digest)
+        return piece.module.code
+
+
+def stitch(
+    graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece], sizes: tuple[int, int]
+) -> tuple[str, dict[str, Any]]:
+    """Straight-line code over the parts, and the namespace that it runs in. Each value is dropped after its last use."""
+    return _Stitcher(graph, parts, built, sizes).run()
+
+
+class _Stitcher:
+    def __init__(
+        self, graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece], sizes: tuple[int, int]
+    ) -> None:
+        self.graph, self.parts, self.built, self.sizes = graph, parts, built, sizes
+        self.namespace: dict[str, Any] = {"no_grad": torch.no_grad, "refuse": refuse, "refuse_shared": refuse_shared}
+        self.names: dict[fx.Node, str] = {}
+        self.arguments: dict[str, str] = {}
+        self.taken: set[str] = set(self.namespace)
+        self.lines: list[str] = []
+        self.chosen: dict[str, str] = {}
+        self.tokens = ""
+
+    def run(self) -> tuple[str, dict[str, Any]]:
+        pieces = [part for part in self.parts if isinstance(part, Piece)]
+        self.taken |= {
+            "tree",
+            *(f"piece_{piece.digest}" for piece in pieces),
+            *(f"constants_{piece.index}" for piece in pieces),
+        }
+        boundary = self._fresh("boundary")
+        self.arguments = {name: self._fresh(name) for name in self.graph.inputs}
+        self._check_inputs()
+        last_use = self._last_uses()
+        for position, part in enumerate(self.parts):
+            if isinstance(part, Piece):
+                self._call_piece(part)
+            else:
+                self._call_boundary(part)
+            dead = [self.names[node] for node, last in last_use.items() if last == position and node in self.names]
+            if dead:
+                self.lines.append(f"del {', '.join(dead)}")
+        self.lines.append(f"return {self._result()}")
+        body = "".join(f"    {line}\n" for line in self.lines)
+        return f"@no_grad()\ndef forward({', '.join((boundary, *self.arguments.values()))}):\n{body}", self.namespace
+
+    def _fresh(self, wanted: str) -> str:
+        base = re.sub(r"\W", "_", wanted)
+        base = f"{base}_" if keyword.iskeyword(base) else base
+        name, count = base, 1
+        while name in self.taken:
+            count += 1
+            name = f"{base}_{count}"
+        self.taken.add(name)
+        return name
+
+    def _check_inputs(self) -> None:
+        """Name the dynamic sizes, and refuse inputs for which the pieces were not built."""
+        known: dict[str, str] = {}
+        for node in self.graph.placeholders():
+            binding = self.graph.bindings[node.name]
+            if isinstance(binding, Input):
+                fake = value(node)
+                sizes = [
+                    self.graph.symbols.get(str(size), str(size)) if isinstance(size, torch.SymInt) else size
+                    for size in fake.shape
+                ]
+                self.names[node] = self.arguments[binding.name]
+                self._check_input(binding.name, sizes, fake.dtype, fake.device.type, known)
+        for each in self.graph.unread:
+            self._check_input(each.name, each.sizes, each.dtype, each.device, known)
+        self._check_memory()
+        symbol = token_count(self.graph.symbols)
+        self.tokens = known[self.graph.symbols[symbol]] if symbol is not None else ""
+        for node in self.graph.placeholders():
+            if isinstance(self.graph.bindings[node.name], Size) and node.users:
+                symbol = str(value(node))
+                self.names[node] = known[self.graph.symbols.get(symbol, symbol)]
+
+    def _check_input(
+        self, name: str, sizes: Sequence[int | str], dtype: torch.dtype, device: str, known: dict[str, str]
+    ) -> None:
+        """Refuse an input of another kind; `known` are the variables of dynamic sizes that were met, by name."""
+        low, high = self.sizes
+        given, conditions = self.arguments[name], []
+        for dim, size in enumerate(sizes):
+            if isinstance(size, str) and size not in known:
+                known[size] = self._fresh(size)
+                self.lines.append(f"{known[size]} = {given}.shape[{dim}] if {given}.dim() == {len(sizes)} else -1")
+                conditions.append(f"{low} <= {known[size]} <= {high}")
+        shape = "".join(f"{known[size] if isinstance(size, str) else size}, " for size in sizes)
+        text = str(dtype).removeprefix("torch.")
+        conditions += [f"{given}.dtype is {self._bound(text, dtype, None)}", f"{given}.shape == ({shape})"]
+        conditions += [f"{given}.is_contiguous()", f"{given}.is_cuda" if device == "cuda" else f"not {given}.is_cuda"]
+        self.lines.append(f"if not ({' and '.join(conditions)}):")
+        kind = f"{text}[{shape.strip(', ')}] on {device}"
+        self.lines.append(f"    refuse({name!r}, {given}, {f'{kind}, {low} <= sizes <= {high}'!r})")
+
+    def _check_memory(self) -> None:
+        """Refuse inputs of one memory where one of them is written to: pieces are built for inputs that are apart."""
+        nodes = self.graph.graph.nodes
+        changed = {storage(target) for node in nodes for target in written(node)} - {None}
+        read = {
+            node: self.arguments[binding.name]
+            for node in self.graph.placeholders()
+            if isinstance(binding := self.graph.bindings[node.name], Input)
+        }
+        for node, given in read.items():
+            others = ", ".join(other for other in read.values() if other != given)
+            if storage(node) in changed and others:
+                self.lines.append(f"refuse_shared({given!r}, {given}, {others})")
+
+    def _last_uses(self) -> dict[fx.Node, int]:
+        """For every tensor that a piece makes, the last part that reads it; what is returned is left out."""
+        last: dict[fx.Node, int] = {}
+        for position, part in enumerate(self.parts):
+            if isinstance(part, Piece):
+                last.update(dict.fromkeys(part.outputs, position))
+                read = part.inputs
+            else:
+                read = part.node.all_input_nodes
+            last.update({node: position for node in read if node in last})
+        (output,) = (node for node in self.graph.graph.nodes if node.op == "output")
+        for node in output.all_input_nodes:
+            last.pop(node, None)
+        return last
+
+    def _call_piece(self, piece: Piece) -> None:
+        arguments = [self._value(node) for node in piece.inputs]
+        if piece.constants:
+            constants = f"constants_{piece.index}"
+            self.namespace[constants] = tuple(self._tensor(node) for node in piece.constants)
+            arguments.append(f"*{constants}")
+        for node in piece.outputs:
+            self.names[node] = self._fresh(node.name)
+        targets = ", ".join(self.names[node] for node in piece.outputs)
+        call = f"{self._chosen(piece.digest)}([{', '.join(arguments)}])"
+        self.lines.append(f"{targets}{',' if len(piece.outputs) == 1 else ''} = {call}" if targets else call)
+
+    def _chosen(self, digest: str) -> str:
+        """The built piece to call: itself, or the first of its variants that holds at this token count."""
+        if digest not in self.chosen:
+            built, choice = self.built[digest], f"piece_{digest}"
+            self.namespace[choice] = built.call
+            for variant in reversed(built.variants):
+                name = self._fresh(f"piece_{digest}_T{variant.high}")
+                self.namespace[name] = variant.built.call
+                holds = f"{self.tokens} {'==' if variant.low == variant.high else '<='} {variant.high}"
+                choice = f"{name} if {holds} else {choice}"
+            self.chosen[digest] = f"({choice})" if built.variants else choice
+        return self.chosen[digest]
+
+    def _call_boundary(self, call: BoundaryCall) -> None:
+        function = self._fresh(call.op._schema.name.split("::")[-1]) if call.op not in self.namespace.values() else ""
+        if function:
+            self.namespace[function] = call.op
+        function = next(name for name, item in self.namespace.items() if item is call.op)
+        args = "".join(f"{self._expression(argument)}, " for argument in call.args)
+        kwargs = ", ".join(f"{name!r}: {self._expression(argument)}" for name, argument in call.kwargs.items())
+        self.lines.append(f"boundary({function}, ({args}), {{{kwargs}}})")
+
+    def _value(self, node: fx.Node) -> str:
+        if node in self.names:
+            return self.names[node]
+        if self.graph.constant(node) is not None:
+            return self._bound(node.name, self._tensor(node), node)
+        assert is_size(node), f"{node} is not computed by any piece"
+        arguments = ", ".join(self._expression(argument) for argument in node.args)
+        self.names[node] = self._fresh(node.name)
+        self.lines.append(f"{self.names[node]} = {self._bound(node.name, node.target, None)}({arguments})")
+        return self.names[node]
+
+    def _tensor(self, node: fx.Node) -> Tensor:
+        constant = self.graph.constant(node)
+        assert constant is not None
+        return constant.detach()
+
+    def _bound(self, wanted: str, thing: Any, node: fx.Node | None) -> str:
+        name = self._fresh(f"const_{wanted}")
+        self.namespace[name] = thing
+        if node is not None:
+            self.names[node] = name
+        return name
+
+    def _expression(self, thing: Any) -> str:
+        if isinstance(thing, fx.Node):
+            return self._value(thing)
+        if isinstance(thing, (tuple, list)):
+            inner = "".join(f"{self._expression(item)}, " for item in thing)
+            return f"[{inner}]" if isinstance(thing, list) else f"({inner})"
+        if thing is None or (isinstance(thing, (bool, int, str)) or (isinstance(thing, float) and thing - thing == 0)):
+            return repr(thing)
+        return self._bound("value", thing, None)
+
+    def _result(self) -> str:
+        (output,) = (node for node in self.graph.graph.nodes if node.op == "output")
+        flat = [self._expression(item) for item in output.args[0]]
+        tree = self.graph.output
+        if tree.is_single_tensor():
+            return flat[0]
+        self.namespace["tree"] = _Tree(tree)
+        return f"tree(({''.join(f'{item}, ' for item in flat)}), {{{self._inputs_of(tree)}}})"
+
+    def _inputs_of(self, tree: OutputTree) -> str:
+        return ", ".join(
+            f"{leaf.name!r}: {self.arguments[leaf.name]}" for leaf in tree.leaves if isinstance(leaf, Input)
+        )
+
+
+def refuse(name: str, found: Tensor, wanted: str) -> None:
+    """Say what is wrong with an input of a woven module."""
+    kind = f"{str(found.dtype).removeprefix('torch.')}{list(found.shape)} on {found.device.type}"
+    raise ValueError(f"{name} is {kind}{'' if found.is_contiguous() else ', not contiguous'}; woven for {wanted}")
+
+
+def refuse_shared(name: str, changed: Tensor, *others: Tensor) -> None:
+    """Say what is wrong where an input that is written to lies in the memory of another one."""
+    begin, end = changed.data_ptr(), changed.data_ptr() + changed.nbytes
+    for other in others:
+        if begin < other.data_ptr() + other.nbytes and other.data_ptr() < end:
+            raise ValueError(
+                f"forward writes to {name}, which shares its memory with another input; pass a copy of one of them"
+            )
+
+
+class _Tree:
+    """Builds forward's return value from flat outputs."""
+
+    def __init__(self, tree: OutputTree) -> None:
+        self.tree = tree
+
+    def __call__(self, flat: tuple[Any, ...], inputs: dict[str, Tensor]) -> Any:
+        return pytree.tree_unflatten([self._leaf(leaf, flat, inputs) for leaf in self.tree.leaves], self.tree.spec)
+
+    def _leaf(self, leaf: Any, flat: tuple[Any, ...], inputs: dict[str, Tensor]) -> Any:
+        if isinstance(leaf, int):
+            return flat[leaf]
+        if isinstance(leaf, Attribute):
+            return getattr(inputs[leaf.name], leaf.attribute)
+        if isinstance(leaf, Input):
+            return inputs[leaf.name]
+        return leaf.tensor if isinstance(leaf, Constant) else leaf[1]

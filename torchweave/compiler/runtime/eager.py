@@ -1,0 +1,46 @@
+"""A module run as it is, its boundary ops handed over as they come up: graphs without the compiler.
+
+For a model that will not trace, and for whoever wants none of it: a recording breaks where the boundary ops are, found by a
+dispatch mode instead of by splitting a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchweave.compiler.partition.split import boundary_op, normalize
+from torchweave.compiler.runtime.forward import Boundary
+
+
+class _HandOver(TorchDispatchMode):
+    def __init__(self, boundary: Boundary, names: frozenset[str]) -> None:
+        super().__init__()
+        self.boundary, self.names = boundary, names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        op = boundary_op(func, self.names)
+        if op is None:
+            return func(*args, **(kwargs or {}))
+        return self.boundary(op, *normalize(op, args, kwargs or {}))
+
+
+class Broken:
+    """`broken(boundary, *inputs)`: the module's own forward, eagerly, without gradients."""
+
+    def __init__(self, module: nn.Module, boundary_ops: Iterable[str]) -> None:
+        self.module = module
+        self.boundary_ops = frozenset(boundary_ops)
+
+    def __call__(self, boundary: Boundary, *inputs: Tensor) -> Any:
+        with torch.no_grad(), _HandOver(boundary, self.boundary_ops):
+            return self.module(*inputs)
+
+
+def broken(module: nn.Module, boundary_ops: Iterable[str]) -> Broken:
+    """A forward that needs no compiler; see `Broken`."""
+    return Broken(module, boundary_ops)

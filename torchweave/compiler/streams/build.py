@@ -1,0 +1,230 @@
+"""Build a piece as runs on several streams, each run a piece of its own, or as it is where that is no gain."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from torchweave.compiler.codegen.pieces import BuiltPiece
+from torchweave.compiler.ir.aliasing import NotUnderstood
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.partition.split import Piece, carve
+from torchweave.compiler.streams.backends import Boxed, Lanes
+from torchweave.compiler.streams.cost import EVENT, Costs
+from torchweave.compiler.streams.program import Program, program
+from torchweave.compiler.streams.schedule import schedule
+from torchweave.compiler.streams.simulate import Timeline, simulate
+from torchweave.compiler.streams.tasks import TaskGraph, task_graph
+from torchweave.report import Report
+
+Build = Callable[[Piece], BuiltPiece]
+Saved = Callable[[Piece], float | None]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A piece as runs.
+
+    Attributes:
+        parts: for each run of the program the piece that it is; inputs, constants and outputs are nodes of the whole.
+        written: for each run the positions of the arguments that it writes to.
+    """
+
+    piece: Piece
+    graph: TaskGraph
+    program: Program
+    timeline: Timeline
+    parts: tuple[Piece, ...]
+    written: tuple[tuple[int, ...], ...]
+
+    def nodes(self, run: int) -> list[fx.Node]:
+        return [node for task in self.program.runs[run].tasks for node in self.graph.tasks[task].nodes]
+
+
+class StreamBuilder:
+    """Builds pieces, over several streams where that is predicted, and was not measured otherwise, to be faster.
+
+    Args:
+        lanes: as many as there may be streams; shared by all pieces.
+        built_by: what runs are built by; Inductor makes one kernel of what it can fuse, which counts once.
+        saved: microseconds that splitting a piece was measured to save, None where nobody measured.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        max_num_streams: int,
+        report: Report,
+        built_by: Literal["inductor", "fx"],
+        saved: Saved | None = None,
+        measured: Mapping[str, float] | None = None,
+    ) -> None:
+        self._lanes, self._report = lanes, report
+        self._max_num_streams, self._saved = max_num_streams, saved
+        self._costs = Costs(fused=built_by == "inductor", measured=measured or {})
+
+    def build(self, piece: Piece, one: Build) -> BuiltPiece:
+        """A piece, built by `one` as it is or run by run."""
+        try:
+            split = plan(piece, self._max_num_streams, self._costs)
+            if self._costs.fused:
+                _refuse_aliases(split)
+        except NotUnderstood as error:
+            self._report.event("streams", piece=piece.digest, lanes=[], kept=False, why=str(error))
+            return one(piece)
+        kept, why = self._verdict(split)
+        names = [[node.name for node in split.nodes(run)] for run in range(len(split.parts))]
+        self._report.event(
+            "streams",
+            piece=piece.digest,
+            lanes=split.timeline.lanes(names),
+            serial=split.timeline.serial,
+            makespan=split.timeline.makespan,
+            kept=kept,
+            why=why,
+        )
+        return self._build(split, one) if kept else one(piece)
+
+    def _verdict(self, split: Split) -> tuple[bool, str]:
+        if split.program.num_streams < 2:
+            return False, "each operation waits for the one before it"
+        kept, why = split.timeline.verdict()
+        saved = self._saved(split.piece) if kept and self._saved is not None else None
+        if saved is None:
+            return kept, f"{why}; not measured" if kept else why
+        return saved > 0, f"{why}; measured to save {saved:.3g} us"
+
+    def _build(self, split: Split, one: Build) -> BuiltPiece:
+        begin = time.monotonic()
+        built = [one(part) for part in split.parts]
+        call, code = join(split, [each.call for each in built], self._lanes)
+        self._report.artifact(f"pieces/{split.piece.digest}/streams.py", code)
+        kind = "cache" if all(each.built == "cache" for each in built) else built[0].built
+        highest = min(each.highest for each in built)
+        return BuiltPiece(split.piece.digest, call, kind, time.monotonic() - begin, highest=highest)
+
+
+def plan(piece: Piece, max_num_streams: int, costs: Costs) -> Split:
+    """The best split of a piece that list scheduling finds.
+
+    Raises:
+        NotUnderstood: why it cannot be split.
+    """
+    graph = task_graph(piece.module.graph, costs)
+    each = [task.cost for task in graph.tasks]
+    pinned = {index for index, task in enumerate(graph.tasks) if task.meets_ranks}
+    slots = schedule(each, graph.before, max_num_streams, EVENT, pinned)
+    runs = program(slots, graph.before)
+    placeholders = [node for node in piece.module.graph.nodes if node.op == "placeholder"]
+    constants = frozenset(placeholders[len(piece.inputs) :])
+    parts, written = [], []
+    for index, run in enumerate(runs.runs):
+        body = {node for task in run.tasks for node in graph.tasks[task].nodes}
+        ordered = [node for node in piece.module.graph.nodes if node in body]
+        part = carve(piece.module, ordered, index, is_constant=constants.__contains__, is_free=graph.free.__contains__)
+        parts.append(part)
+        written.append(_written(part, ordered, graph))
+    return Split(piece, graph, runs, simulate(runs, each), tuple(parts), tuple(written))
+
+
+def _refuse_aliases(split: Split) -> None:
+    """Inductor must know which inputs share memory when it writes to one of them, and a run's do not say.
+
+    Raises:
+        NotUnderstood: a run writes to an input, and another one may be a view of it.
+    """
+    for part, written in zip(split.parts, split.written, strict=True):
+        if len(written) > 1:
+            node = [*part.inputs, *part.constants][written[0]]
+            raise NotUnderstood(f"a run would write to {node.name}, of which another input may be a view")
+
+
+def _written(part: Piece, body: list[fx.Node], graph: TaskGraph) -> tuple[int, ...]:
+    writes = frozenset(group for node in body for group in graph.memory.access[node].writes)
+    taken = [*part.inputs, *part.constants]
+    return tuple(index for index, node in enumerate(taken) if graph.memory.holds[node] & writes)
+
+
+def join(split: Split, calls: list[Boxed], lanes: Lanes) -> tuple[Boxed, str]:
+    """One call out of the runs' calls, and the code that it is."""
+    namespace: dict[str, Any] = {"lanes": lanes}
+    for index, (call, written) in enumerate(zip(calls, split.written, strict=True)):
+        namespace[f"run_{index}"] = lanes.watched(call, written)
+    for stream in sorted({run.stream for run in split.program.runs} - {0}):
+        namespace[f"lane_{stream}"] = lanes[stream]
+    code = _Writer(split).text()
+    for name in set(re.findall(r"\b(?:event_\d+|fork)\b", code)):
+        namespace[name] = lanes.event()
+    exec(compile(code, f"<torchweave streams {split.piece.digest}>", "exec"), namespace)
+    return namespace["call"], code
+
+
+class _Writer:
+    """Writes the code of a split piece: runs in the order of launching, events, and what is dropped when."""
+
+    def __init__(self, split: Split) -> None:
+        self.split, self.program = split, split.program
+        graph = split.piece.module.graph
+        self.placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        (self.output,) = (node for node in graph.nodes if node.op == "output")
+        self.names = {
+            node: node.name for part in split.parts for node in (*part.inputs, *part.constants, *part.outputs)
+        }
+        self.names |= {node: node.name for node in (*self.placeholders, *self.output.all_input_nodes)}
+
+    def text(self) -> str:
+        lines = [
+            f"{''.join(f'{self.names[node]}, ' for node in self.placeholders)}= args",
+            "args.clear()",
+            "lanes.begin()",
+        ]
+        if self.program.forks:
+            lines.append("fork.record()")
+        dropped = self._dropped()
+        started: set[int] = set()
+        for index, run in enumerate(self.program.runs):
+            body = ["fork.wait()"] if run.stream in self.program.forks and run.stream not in started else []
+            started.add(run.stream)
+            body += [f"event_{each}.wait()" for each in run.waits]
+            body.append(self._call(index))
+            body += [f"event_{index}.record()"] if run.signals else []
+            dead = ", ".join(self.names[node] for node in dropped.get(index, ()))
+            body += [f"del {dead}"] if dead else []
+            lines += [f"with lane_{run.stream}:", *(f"    {line}" for line in body)] if run.stream else body
+        lines += [f"event_{each}.wait()" for each in self.program.joins]
+        lines += ["lanes.end()", f"return ({self._results()})"]
+        return "def call(args):\n" + "".join(f"    {line}\n" for line in lines)
+
+    def _call(self, index: int) -> str:
+        part = self.split.parts[index]
+        given = ", ".join(self.names[node] for node in (*part.inputs, *part.constants))
+        made = "".join(f"{self.names[node]}, " for node in part.outputs)
+        return f"{made}{'= ' if made else ''}run_{index}([{given}])"
+
+    def _results(self) -> str:
+        return "".join(f"{self.names[x] if isinstance(x, fx.Node) else repr(x)}, " for x in self.output.args[0])
+
+    def _dropped(self) -> dict[int, list[fx.Node]]:
+        """What can be dropped after which run: a tensor that was made, and is read, on one lane only.
+
+        What crosses is held to the end, so that its memory is not used again while another lane may read it. So is what the
+        caller brings: another piece may have made it on any lane.
+        """
+        lanes: dict[fx.Node, set[int]] = {}
+        last: dict[fx.Node, int] = {}
+        for index, (run, part) in enumerate(zip(self.program.runs, self.split.parts, strict=True)):
+            for node in (*part.inputs, *part.constants, *part.outputs):
+                lanes.setdefault(node, set()).add(run.stream)
+                last[node] = index
+        found: dict[int, list[fx.Node]] = {}
+        for node, index in last.items():
+            held = node.op == "placeholder" or node in self.output.all_input_nodes or len(lanes[node]) > 1
+            if not held and isinstance(value(node), torch.Tensor):
+                found.setdefault(index, []).append(node)
+        return found

@@ -1,0 +1,263 @@
+"""Tasks: the nodes that stay together when a piece is spread over streams.
+
+Nothing is torn apart that Inductor would fuse: pointwise operations and reductions that are connected, and have equally many
+matmuls or opaque ops above them, are one task. A matmul or opaque op is a task of its own. Then tasks in a chain become one,
+since a chain runs in order on whatever stream, and so does a pointwise task whose only reader is another.
+
+Views and sizes belong to no task: whoever reads one computes it again from what it looks at.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import islice
+
+from torch import Tensor, fx
+
+from torchweave.compiler.ir.aliasing import Memory, NotUnderstood, is_number, memory_of, op_name
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.partition.collectives import group_of
+from torchweave.compiler.streams.cost import ALLOCATIONS, Costs, is_opaque
+from torchweave.compiler.streams.hazards import Edges, Hazard, hazards
+
+
+@dataclass(frozen=True)
+class Task:
+    """Nodes that run one after the other on one stream, in the graph's order."""
+
+    nodes: tuple[fx.Node, ...]
+    cost: float
+
+    @property
+    def name(self) -> str:
+        """What a person would call it: its heaviest operation."""
+        return next((node.name for node in self.nodes if is_opaque(node)), self.nodes[-1].name)
+
+    @property
+    def meets_ranks(self) -> bool:
+        """Whether a collective is among them."""
+        return any(group_of(node) is not None for node in self.nodes)
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """Tasks in an order that can be run, and which of them must wait for which.
+
+    Attributes:
+        before: for each task, the tasks that it must come after, by index, with the reasons.
+        free: views and sizes, which are computed wherever they are read.
+        memory: accesses of the nodes.
+    """
+
+    tasks: tuple[Task, ...]
+    before: tuple[dict[int, frozenset[Hazard]], ...]
+    free: frozenset[fx.Node]
+    memory: Memory
+
+
+def task_graph(graph: fx.Graph, costs: Costs) -> TaskGraph:
+    """The tasks of a piece.
+
+    Raises:
+        NotUnderstood: the piece holds something that cannot be told apart safely.
+    """
+    memory = memory_of(graph)
+    free = _free(graph, memory)
+    edges = _without(hazards(graph, memory), free)
+    live = _live(graph, memory)
+    nodes = [node for node in graph.nodes if node in live and node not in free]
+    edges = {pair: why for pair, why in edges.items() if live.issuperset(pair)}
+    sets = _Sets(nodes)
+    for first, second in _glued(nodes, memory):
+        sets.join(sets[first], sets[second])
+    _join_fusible(edges, sets)
+    _join_chains(edges, sets, memory)
+    return TaskGraph(*_assemble(nodes, edges, sets, costs, memory), free, memory)
+
+
+def _free(graph: fx.Graph, memory: Memory) -> frozenset[fx.Node]:
+    """Views and sizes that a reader can compute for itself, from tensors that a piece can be handed.
+
+    A view that the piece returns is made once, by a task.
+    """
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    returned = set(output.all_input_nodes)
+    free: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or not (is_number(node) or node in memory.views):
+            continue
+        reachable = all(
+            isinstance(value(each), Tensor) or is_number(each) or each in free for each in node.all_input_nodes
+        )
+        if reachable and node not in returned:
+            free.add(node)
+    return frozenset(free)
+
+
+def _live(graph: fx.Graph, memory: Memory) -> frozenset[fx.Node]:
+    """Operations that something comes of: a result that is read, a write, or an effect."""
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        read = any(user in live or user.op == "output" for user in node.users)
+        if node.op not in ("placeholder", "output") and (read or memory.access[node].writes):
+            live.add(node)
+    return frozenset(live)
+
+
+def _without(edges: Edges, free: frozenset[fx.Node]) -> Edges:
+    """The same order among the other nodes: what a view hands on comes from what it looks at."""
+    sources: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for first, second in edges:
+        if second in free:
+            sources[second].append(first)
+
+    def origins(node: fx.Node) -> set[fx.Node]:
+        return {node} if node not in free else {origin for each in sources[node] for origin in origins(each)}
+
+    found: dict[tuple[fx.Node, fx.Node], frozenset[Hazard]] = {}
+    for (first, second), why in edges.items():
+        for origin in origins(first) if second not in free else ():
+            if origin is not second:
+                found[origin, second] = found.get((origin, second), frozenset()) | why
+    return found
+
+
+class _Sets:
+    """A partition of nodes. A set is known by the position of its first node, so that nothing depends on chance."""
+
+    def __init__(self, nodes: list[fx.Node]) -> None:
+        self._key = {node: index for index, node in enumerate(nodes)}
+        self.members = {index: [node] for index, node in enumerate(nodes)}
+
+    def __getitem__(self, node: fx.Node) -> int:
+        return self._key[node]
+
+    def join(self, one: int, other: int) -> None:
+        first, second = sorted((one, other))
+        if first == second:
+            return
+        moved = self.members.pop(second)
+        self.members[first] += moved
+        self._key.update(dict.fromkeys(moved, first))
+
+    def is_opaque(self, key: int) -> bool:
+        return any(map(is_opaque, self.members[key]))
+
+
+def _glued(nodes: list[fx.Node], memory: Memory) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Pairs that cannot be told apart: several results and their unpacking, an allocation and who first touches it."""
+    kept = set(nodes)
+    for node in nodes:
+        if not isinstance(value(node), Tensor):
+            yield from ((node, user) for user in node.users if user in kept and user.target is operator.getitem)
+        elif op_name(node)[1] in ALLOCATIONS:
+            touching = (each for each in nodes if each is not node and memory.holds[node] & memory.access[each].reads)
+            yield from ((node, each) for each in islice(touching, 1))
+
+
+def _before(edges: Edges, sets: _Sets) -> dict[int, set[int]]:
+    """Which sets come before which."""
+    found: dict[int, set[int]] = {key: set() for key in sets.members}
+    for first, second in edges:
+        if sets[first] != sets[second]:
+            found[sets[second]].add(sets[first])
+    return found
+
+
+def _in_order(before: Mapping[int, set[int]]) -> list[int]:
+    """An order in which every set comes after those before it, and otherwise as the graph has them."""
+    missing = {each: len(earlier) for each, earlier in before.items()}
+    after = _inverse(before)
+    ready = [each for each, count in missing.items() if not count]
+    order: list[int] = []
+    heapify(ready)
+    while ready:
+        order.append(heappop(ready))
+        for follower in after[order[-1]]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                heappush(ready, follower)
+    if len(order) < len(before):
+        raise NotUnderstood("operations that belong together cannot be put in an order")
+    return order
+
+
+def _inverse(before: Mapping[int, set[int]]) -> dict[int, set[int]]:
+    after: dict[int, set[int]] = {each: set() for each in before}
+    for each, earlier in before.items():
+        for one in earlier:
+            after[one].add(each)
+    return after
+
+
+def _join_fusible(edges: Edges, sets: _Sets) -> None:
+    """Connected operations that Inductor can fuse, with equally many opaque ones above them, become one set."""
+    before = _before(edges, sets)
+    opaque = {key: sets.is_opaque(key) for key in before}
+    first = {key: members[0] for key, members in sets.members.items()}
+    depth: dict[int, int] = {}
+    for key in _in_order(before):
+        depth[key] = max((depth[earlier] + opaque[earlier] for earlier in before[key]), default=0)
+    for key, earlier in before.items():
+        for one in earlier:
+            if depth[one] == depth[key] and not opaque[one] and not opaque[key]:
+                sets.join(sets[first[one]], sets[first[key]])
+
+
+def _join_chains(edges: Edges, sets: _Sets, memory: Memory) -> None:
+    """Join a set with its only follower when that one follows nothing else, or when both are of the kind that Inductor fuses;
+    and views that are returned with what they follow.
+
+    None of these joins closes a circle, whatever others are made beside it: no other way leads between the two.
+    """
+    while pairs := list(_chained(_reduced(_before(edges, sets)), sets, memory)):
+        for one, other in pairs:
+            sets.join(sets[one], sets[other])
+
+
+def _chained(before: dict[int, set[int]], sets: _Sets, memory: Memory) -> Iterator[tuple[fx.Node, fx.Node]]:
+    for key, followers in _inverse(before).items():
+        if len(followers) == 1:
+            (other,) = followers
+            joined = len(before[other]) == 1 or not (sets.is_opaque(key) or sets.is_opaque(other))
+        else:
+            (other, *more) = before[key] or [key]
+            joined = not (followers or more) and other != key and memory.views.issuperset(sets.members[key])
+        if joined:
+            yield sets.members[key][0], sets.members[other][0]
+
+
+def _reduced(before: Mapping[int, set[int]]) -> dict[int, set[int]]:
+    """The same order without what follows from the rest."""
+    ancestors: dict[int, int] = {}  # as bits
+    reduced: dict[int, set[int]] = {}
+    for each in _in_order(before):
+        implied = 0
+        for earlier in before[each]:
+            implied |= ancestors[earlier]
+        reduced[each] = {earlier for earlier in before[each] if not implied >> earlier & 1}
+        ancestors[each] = implied | sum(1 << earlier for earlier in reduced[each])
+    return reduced
+
+
+def _assemble(
+    nodes: list[fx.Node], edges: Edges, sets: _Sets, costs: Costs, memory: Memory
+) -> tuple[tuple[Task, ...], tuple[dict[int, frozenset[Hazard]], ...]]:
+    """Tasks in order, and for each the tasks before it."""
+    place = {node: index for index, node in enumerate(nodes)}
+    tasks: list[Task] = []
+    index_of: dict[fx.Node, int] = {}
+    for index, key in enumerate(_in_order(_before(edges, sets))):
+        chosen = tuple(sorted(sets.members[key], key=place.__getitem__))
+        tasks.append(Task(chosen, costs.of(chosen, memory.views)))
+        index_of.update(dict.fromkeys(chosen, index))
+    before: list[dict[int, frozenset[Hazard]]] = [{} for _ in tasks]
+    for (first, second), why in edges.items():
+        earlier, later = index_of[first], index_of[second]
+        if earlier != later:
+            before[later][earlier] = before[later].get(earlier, frozenset()) | why
+    return tuple(tasks), tuple(before)

@@ -1,0 +1,81 @@
+"""Built pieces as the tuner sees them: the same piece built in two ways, on the weights of every layer in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweave.compiler.codegen.pieces import Boxed, BuiltPiece
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.partition.split import Piece
+from torchweave.compiler.runtime.compiled_graph import Woven
+from torchweave.compiler.tuning.measure import Call, copies_for
+from torchweave.compiler.tuning.table import COMPILE_SIZES, STREAMS
+from torchweave.compiler.tuning.tuner import Question
+
+
+def questions(subject: str, today: Woven, other: Woven, tokens: Sequence[int]) -> Iterator[Question]:
+    """Whether `other`'s build of each piece is worth it, at each number of tokens; pieces that both built alike are left out.
+
+    The two are woven from one module and differ by `subject` alone: a pass of the ATen stage, streams, builds for fixed sizes.
+    The choice is called `on`.
+    """
+    first = {piece.digest: piece for piece in reversed(today.pieces)}
+    for digest, piece in first.items():
+        if digest not in other.built:
+            continue
+        layers = [today.constants[each.index] for each in today.pieces if each.digest == digest]
+        for count in tokens:
+            before, after = at(today.built[digest], count), at(other.built[digest], count)
+            if _differ(subject, before, after):
+                inputs = operands(piece, count)
+                calls = [_call(each.call, inputs, layers) for each in (before, after)]
+                size = sum(tensor.numel() * tensor.element_size() for tensor in layers[0])
+                copies = max(len(layers), copies_for(max(size, 1)))
+                yield Question(subject, digest, count, calls[0], {"on": calls[1]}, copies)
+
+
+def _differ(subject: str, before: BuiltPiece, after: BuiltPiece) -> bool:
+    """Whether two builds may run differently; a pass makes a difference where it found something."""
+    if subject not in (STREAMS, COMPILE_SIZES) and not any(
+        facts["name"] == subject and facts["matches"] for facts in after.passes
+    ):
+        return False
+    facts = [(each.digest, each.code, each.passes) for each in (before, after)]
+    return facts[0] != facts[1] or not before.code
+
+
+def at(built: BuiltPiece, tokens: int) -> BuiltPiece:
+    """The variant of a built piece that is called at a number of tokens."""
+    for variant in built.variants:
+        if variant.low <= tokens and (variant.high is None or tokens <= variant.high):
+            return variant.built
+    return built
+
+
+def operands(piece: Piece, tokens: int) -> list[Any]:
+    """Inputs of a piece: random numbers, zeros where they are no floats, and every symbolic size `tokens`."""
+    placeholders = [node for node in piece.module.graph.nodes if node.op == "placeholder"][: len(piece.inputs)]
+    return [_operand(value(node), tokens) for node in placeholders]
+
+
+def _operand(fake: Any, tokens: int) -> Any:
+    if not isinstance(fake, Tensor):
+        return _size(fake, tokens)
+    shape, stride = ([_size(each, tokens) for each in sizes] for sizes in (fake.shape, fake.stride()))
+    tensor = torch.empty_strided(shape, stride, dtype=fake.dtype, device=fake.device)
+    return tensor.normal_() if fake.dtype.is_floating_point else tensor.zero_()
+
+
+def _size(size: Any, tokens: int) -> int:
+    if not isinstance(size, torch.SymInt):
+        return size
+    expression = size.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, tokens)))
+
+
+def _call(call: Boxed, inputs: list[Any], layers: list[tuple[Tensor, ...]]) -> Call:
+    return lambda i: call([*inputs, *layers[i % len(layers)]])

@@ -1,0 +1,63 @@
+"""Tables where they are kept: what was tuned on this machine in the compile cache, before what the package ships."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+
+from torchweave.compiler.cache.store import CompileCache, key_of
+from torchweave.compiler.ir.graph import CapturedGraph
+from torchweave.compiler.tuning.table import FORMAT, DamagedTable, Table, device_kind, merged, shipped
+from torchweave.report import Report
+
+
+def table_for(device: torch.device, cache: CompileCache | None, report: Report) -> Table:
+    """Everything that is known of a kind of device: what was tuned here, before what the package ships."""
+    kind = device_kind(device)
+    kept = Table(kind) if cache is None else load(cache, kind)
+    try:
+        default = shipped(kind)
+    except DamagedTable as error:
+        why = f"ignored the table of {kind} that came with the package: {error}"
+        report.event("warning", what="choice table", why=why)
+        default = Table(kind)
+    return merged((kept, default), kind)
+
+
+def tell(table: Table, graph: CapturedGraph, report: Report) -> None:
+    """An event `table`: how much is known of the device, and the answers about weights of this graph."""
+    weights = (binding.tensor for _, binding in graph.constants())
+    shapes = {f"{each.shape[0]}x{each.shape[1]}" for each in weights if each.ndim == 2}
+    entries = [asdict(entry) for entry in table if entry.shape.partition("/")[0] in shapes]
+    report.event("table", device=table.device, answers=len(table.entries), entries=entries)
+
+
+def load(cache: CompileCache, kind: str) -> Table:
+    """What was tuned before for a kind of device; empty when nothing was, or, with one warning, when it is damaged."""
+    if not (cache.folder / "table").is_dir():  # nothing was ever tuned: no miss worth telling
+        return Table(kind)
+    entry = cache.load("table", _factors(kind))
+    if entry is None:
+        return Table(kind)
+    try:
+        table = Table.read(entry.payload)
+        if table.device != kind:
+            raise DamagedTable(f"it is for {table.device}")
+    except DamagedTable as error:
+        cache.reject("table", entry.key, str(error))
+        return Table(kind)
+    cache.hit(entry)
+    return table
+
+
+def store(cache: CompileCache, table: Table) -> str:
+    """Keep a table, over what was kept before; returns the entry's key."""
+    whole = table.over(load(cache, table.device))
+    factors = _factors(table.device)
+    cache.store("table", factors, whole.write().encode(), {"answers": len(whole.entries)})
+    return key_of("table", factors)
+
+
+def _factors(kind: str) -> dict[str, str | int]:
+    return {"device": kind, "table": FORMAT}

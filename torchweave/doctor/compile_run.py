@@ -1,0 +1,93 @@
+"""Weave the subject with the stack itself, and compare what it computes with the eager run at every size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from torchweave.compiler.backend import weave
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.errors import WeaveError
+from torchweave.compiler.runtime.compiled_graph import Woven
+from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.config.options import TorchCompileConfig
+from torchweave.doctor.eager_run import SIZES, Observed, drawn_alike
+from torchweave.doctor.subject import Subject
+from torchweave.report import Report
+
+
+@dataclass
+class Wove:
+    """What the stack made of the subject.
+
+    Attributes:
+        woven: the whole, None when it was refused.
+        error: why it was refused.
+        unbacked_error: why it is refused when no size is known while tracing.
+        wrong: size -> in what the result differs from the eager one.
+        report: every decision on the way.
+    """
+
+    report: Report = field(default_factory=lambda: Report(show=False))
+    woven: Woven | None = None
+    error: WeaveError | None = None
+    unbacked_error: WeaveError | None = None
+    wrong: dict[int, str] = field(default_factory=dict)
+
+    def captured(self) -> list[fx.GraphModule]:
+        return [piece.module for piece in self.woven.pieces] if self.woven is not None else []
+
+
+def attempt(subject: Subject, observed: Observed) -> Wove:
+    """Weave with the default rule for sizes and compare; then capture once more with sizes that are not known."""
+    wove = Wove()
+    inputs = dict(zip(subject.inputs, subject.arguments(23), strict=True))
+    config = TorchCompileConfig(enable_inductor=False, compile_cache=False)
+    try:
+        wove.woven = weave(
+            subject.module,
+            inputs,
+            subject.dynamic,
+            boundary_ops=subject.boundary_ops,
+            config=config,
+            report=wove.report,
+        )
+    except WeaveError as error:
+        wove.error = error
+        return wove
+    for variant, size in enumerate(SIZES):
+        if size in observed.results:
+            why = _compare(wove.woven, subject.arguments(size, variant), observed.results[size])
+            if why:
+                wove.wrong[size] = why
+    if subject.dynamic:
+        try:
+            capture(subject.module, inputs, subject.dynamic, "unbacked")
+        except WeaveError as error:
+            wove.unbacked_error = error
+    return wove
+
+
+def _compare(woven: Woven, arguments: list[Any], expected: Any) -> str:
+    try:
+        with torch.no_grad(), drawn_alike():
+            result = woven(call_as_is, *arguments)
+    except Exception as error:  # whatever a wrong graph raises
+        return f"it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    pairs = zip(_tensors(result), _tensors(expected), strict=False)
+    for one, other in pairs:
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return f"it returns {one.dtype}{list(one.shape)} instead of {other.dtype}{list(other.shape)}"
+        loose = one.dtype in (torch.float16, torch.bfloat16)
+        rtol, atol = (3e-2, 1e-2) if loose else (1e-3, 1e-4)
+        if not torch.allclose(one.double(), other.double(), rtol=rtol, atol=atol, equal_nan=True):
+            return f"results differ by up to {(one.double() - other.double()).abs().max().item():.3g}"
+    return ""
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]

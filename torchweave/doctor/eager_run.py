@@ -1,0 +1,231 @@
+"""Run the subject as it is, under watch: which lines ran, where the host waited for a value, and whether ops keep their word.
+
+Every op that is not torch's own is run once more on fake tensors of the same geometry, and what its fake kernel says is
+compared with what the op did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchweave.doctor.source_reader import innermost, is_users
+from torchweave.doctor.subject import Subject
+
+SIZES = (64, 7, 2, 1)
+_TORCHS_OWN = ("aten", "prims", "prim", "quantized", "inductor", "profiler", "_c10d_functional")
+_WAITS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.is_nonzero.default)
+
+
+@dataclass(frozen=True)
+class OpFault:
+    """An op that does not keep its word: `what` is `missing`, `wrong`, `mutates` or `aliases`."""
+
+    op: torch._ops.OpOverload
+    where: str
+    what: str
+    detail: str
+
+
+@dataclass
+class Observed:
+    """What eager runs showed.
+
+    Attributes:
+        results: what forward returned, by size; a size at which it raised is not there.
+        errors: what it raised instead.
+        lines: the subject's lines that ran, `file:line`; those that ran within a custom op are `inside` instead, with the
+            first line of each function there.
+        waits: lines at which the host waited for the value of a tensor.
+        faults: ops that do not keep their word.
+        numbers: (line, op, argument) of plain `int` arguments of custom ops -> size -> the values that they had, in order.
+    """
+
+    results: dict[int, Any] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    lines: set[str] = field(default_factory=set)
+    inside: set[str] = field(default_factory=set)
+    waits: set[str] = field(default_factory=set)
+    faults: list[OpFault] = field(default_factory=list)
+    numbers: dict[tuple[str, str, str], dict[int, list[int]]] = field(default_factory=dict)
+
+
+def observe(subject: Subject, sizes: Sequence[int] = SIZES) -> Observed:
+    """Run the subject at each size."""
+    observed = Observed()
+    for variant, size in enumerate(sizes):
+        before, watch = sys.gettrace(), _Watch(observed, size)
+        sys.settrace(_tracer(observed, watch))
+        try:
+            with torch.no_grad(), drawn_alike(), watch:
+                observed.results[size] = subject.module(*subject.arguments(size, variant))
+        except Exception as error:  # whatever the subject raises
+            observed.errors[size] = f"{type(error).__name__}: {error}"
+        finally:
+            sys.settrace(before)
+    return observed
+
+
+@contextlib.contextmanager
+def drawn_alike() -> Iterator[None]:
+    """Let what draws random numbers draw the same ones meanwhile as in every other such place."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def _tracer(observed: Observed, watch: _Watch) -> Any:
+    def each_line(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            lines = observed.inside if watch.in_op else observed.lines
+            lines.add(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return each_line
+
+    def each_call(frame: FrameType, event: str, _: Any) -> Any:
+        if not is_users(frame.f_code.co_filename):
+            return None
+        if watch.in_op:
+            observed.inside.add(f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno}")
+        return each_line
+
+    return each_call
+
+
+class _Watch(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, observed: Observed, size: int) -> None:
+        super().__init__()
+        self.observed, self.size = observed, size
+        self.in_op = False
+        self.checked: set[tuple[Any, str, tuple]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):  # `cond` and its like: what is in them comes by itself
+            return func(*args, **kwargs)
+        if func in _WAITS:
+            self.observed.waits.add(_here())
+        if func.namespace in _TORCHS_OWN:
+            return func(*args, **kwargs)
+        self.in_op = True
+        try:
+            return self._custom(func, args, kwargs, _here())
+        finally:
+            self.in_op = False
+
+    def _custom(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> Any:
+        self._note_numbers(func, args, where)
+        shapes = tuple(tuple(item.shape) for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor))
+        if (func, where, shapes) in self.checked:
+            return func(*args, **kwargs)
+        self.checked.add((func, where, shapes))
+        result, faults = check(func, args, kwargs)
+        known = {(fault.op, fault.what, fault.where) for fault in self.observed.faults}
+        self.observed.faults += [
+            OpFault(func, where, what, detail) for what, detail in faults if (func, what, where) not in known
+        ]
+        return result
+
+    def _note_numbers(self, func: Any, args: tuple, where: str) -> None:
+        for given, declared in zip(args, func._schema.arguments, strict=False):
+            if type(given) is int and isinstance(declared.real_type, torch.IntType):
+                place = (where, func._schema.name, declared.name)
+                self.observed.numbers.setdefault(place, {}).setdefault(self.size, []).append(given)
+
+
+def _here() -> str:
+    return innermost(traceback.extract_stack())
+
+
+def check(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[tuple[str, str]]]:
+    """Run an op, and hold what its schema and its fake kernel promise against what it did.
+
+    Returns:
+        The result, and faults as (what, detail).
+    """
+    promised, fault = _fake(func, args, kwargs)
+    given = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+    copies = [item.clone() for item in given]
+    result = func(*args, **kwargs)
+    faults = [fault] if fault else []
+    declared = _written(func, args, kwargs)
+    for tensor, copy in zip(given, copies, strict=True):
+        if id(tensor) not in declared and not torch.equal(tensor.nan_to_num(), copy.nan_to_num()):
+            faults.append(("mutates", "it writes to an argument that its schema does not name as mutated"))
+            break
+    outputs = [item for item in pytree.tree_leaves(result) if isinstance(item, Tensor)]
+    owned = {tensor.untyped_storage().data_ptr() for tensor in given if tensor.numel()}
+    if not any(value.alias_info for value in func._schema.returns) and any(
+        out.numel() and out.untyped_storage().data_ptr() in owned for out in outputs
+    ):
+        faults.append(("aliases", "its output shares memory with an argument, which its schema does not say"))
+    if fault is None:
+        fakes = [item for item in pytree.tree_leaves(promised) if isinstance(item, Tensor)]
+        if len(fakes) != len(outputs):
+            faults.append(("wrong", f"it promises {len(fakes)} tensors and returns {len(outputs)}"))
+        faults += [
+            ("wrong", why) for fake, out in zip(fakes, outputs, strict=False) if (why := disagreement(fake, out))
+        ]
+    return result, faults[:1] if faults and faults[0][0] == "missing" else faults
+
+
+def _fake(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple[str, str] | None]:
+    """What the fake kernel promises for these arguments, or the fault that keeps it from doing so."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+
+    def faked(item: Any) -> Any:
+        return mode.from_tensor(item, static_shapes=True) if isinstance(item, Tensor) else item
+
+    args, kwargs = pytree.tree_map(faked, (args, kwargs))
+    tracer = sys.gettrace()
+    sys.settrace(None)  # what torch loads the first time would be traced line by line
+    try:
+        with mode:
+            return func(*args, **kwargs), None
+    except UnsupportedOperatorException:
+        return None, ("missing", "")
+    except Exception as error:  # whatever the kernel raises
+        text = str(error)
+        if "no fake impl" in text or "no fake kernel" in text.lower() or isinstance(error, NotImplementedError):
+            return None, ("missing", "")
+        return None, ("wrong", f"it raises {type(error).__name__}: {text.splitlines()[0] if text else ''}")
+    finally:
+        sys.settrace(tracer)
+
+
+def disagreement(fake: Tensor, real: Tensor) -> str:
+    """In what a fake result differs from the real one, as a clause; "" when it does not. An unknown size fits any."""
+    if fake.dtype != real.dtype:
+        return f"it promises {fake.dtype}, the op returns {real.dtype}"
+    if fake.dim() != real.dim() or not all(map(_fits, fake.shape, real.shape)):
+        return f"it promises shape {tuple(fake.shape)}, the op returns {tuple(real.shape)}"
+    if fake.device.type != real.device.type:
+        return f"it promises a tensor on {fake.device}, the op returns one on {real.device}"
+    if not all(_fits(a, b) for a, b, size in zip(fake.stride(), real.stride(), real.shape, strict=True) if size > 1):
+        return f"it promises strides {tuple(fake.stride())}, the op returns {tuple(real.stride())}"
+    return ""
+
+
+def _fits(promised: Any, real: int) -> bool:
+    return not isinstance(promised, int) or promised == real
+
+
+def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> set[int]:
+    names = {
+        argument.name for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
+    }
+    named = {**{declared.name: given for given, declared in zip(args, func._schema.arguments, strict=False)}, **kwargs}
+    return {id(item) for name in names for item in pytree.tree_leaves(named.get(name))}

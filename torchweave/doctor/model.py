@@ -1,0 +1,38 @@
+"""Examine a model as the engine would run it: the doctor's three looks at the step of a decoder."""
+
+from __future__ import annotations
+
+import torch
+
+from torchweave.config import resolve
+from torchweave.config.options import EngineConfig
+from torchweave.doctor.examine import examine
+from torchweave.doctor.finding import Finding
+from torchweave.doctor.subject import InputSpec, Subject
+from torchweave.engine.facts import device_facts
+from torchweave.models.load import load, model_facts
+from torchweave.ops.registry import boundary_ops
+from torchweave.report import Report
+
+
+def examine_model(config: EngineConfig, report: Report) -> list[Finding]:
+    """What the doctor finds in a model; see `compile.doctor.examine`.
+
+    Raises:
+        ValueError: the model or an option cannot be.
+    """
+    if config.num_ranks > 1:
+        raise ValueError(
+            "A model is examined on one rank: what it is traced to does not depend on others. Leave --tp and --pp out."
+        )
+    facts = model_facts(config.model, config.trust_remote_code)
+    plan = resolve(config, device_facts(config.device), facts)
+    dtype = getattr(torch, plan.dtype)
+    trust = config.trust_remote_code
+    loaded = load(config.model, dtype, plan.device, config.load_format, trust, report, plan.max_model_len)
+    inputs = {
+        "input_ids": InputSpec("int64", ("T",), loaded.module.vocab_size),
+        "positions": InputSpec("arange", ("T",)),
+        "logits_index": InputSpec("int64", ("N",), "T"),
+    }
+    return examine(Subject(facts.name, loaded.module, inputs, boundary_ops(), plan.device))

@@ -1,0 +1,186 @@
+"""Performance findings: the module is captured, but something keeps it from being cut, shared, fused or recorded well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchweave.compiler.errors import InvariantError, place
+from torchweave.compiler.ir.mutation import storage, written
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.partition.split import Piece, boundary_op, structure
+from torchweave.doctor.compile_run import Wove
+from torchweave.doctor.finding import Finding
+from torchweave.doctor.source_reader import source_line
+from torchweave.doctor.subject import Subject
+from torchweave.doctor.tracing import Traced
+
+_NARROW = (torch.float16, torch.bfloat16)
+_MATMULS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention")
+
+
+def find(subject: Subject, traced: Traced, wove: Wove | None) -> Iterator[Finding]:
+    broken = [
+        finding
+        for gm in traced.graphs
+        for finding in (*_boundary_outputs(gm, subject.boundary_ops), *_mutated_constants(gm))
+    ]
+    yield from broken
+    for gm in traced.graphs:
+        yield from _host_copies(gm)
+        yield from _upcasts(gm)
+    if wove is None:
+        return
+    if isinstance(wove.error, InvariantError) and not broken:
+        yield Finding(
+            "performance",
+            "invariant",
+            wove.error.where,
+            wove.error.cause,
+            "see the rules of pieces in docs/diagnosis.md",
+        )
+    yield from _near_misses(wove, traced.graphs)
+    if wove.woven is not None:
+        yield from _unshared(wove.woven.pieces)
+
+
+def _boundary_outputs(gm: fx.GraphModule, names: frozenset[str]) -> Iterator[Finding]:
+    for node in gm.graph.nodes:
+        op = boundary_op(node.target, names) if node.op == "call_function" else None
+        if op is not None and op._schema.returns:
+            yield Finding(
+                "performance",
+                "boundary_output",
+                place(node),
+                f"the boundary op {op._schema.name} has an output, whose address changes from call to call",
+                "let it write into a tensor that is given to it: allocate with torch.empty before, name it in mutates_args",
+            )
+
+
+def _mutated_constants(gm: fx.GraphModule) -> Iterator[Finding]:
+    owners = {
+        storage(node): node.name for node in gm.graph.nodes if node.op == "placeholder" and node.meta["of_a_module"]
+    }
+    owners.pop(None, None)
+    for node in gm.graph.nodes:
+        if any(storage(argument) in owners for argument in written(node)):
+            yield Finding(
+                "performance",
+                "mutated_constant",
+                place(node),
+                "forward writes to a parameter or buffer, but constants are bound once when pieces are built",
+                "pass the tensor in as an input, or write to it in a boundary op",
+            )
+
+
+def _host_copies(gm: fx.GraphModule) -> Iterator[Finding]:
+    for node in gm.graph.nodes:
+        if node.op == "call_method" and (node.target in ("cpu", "numpy") or _names_cpu(node)):
+            yield Finding(
+                "performance",
+                "host_synchronisation",
+                place(node),
+                "a tensor is copied to the host in the forward: the host waits, and a CUDA graph cannot hold it",
+                "keep the work on the device, or do it after the forward",
+                "warning",
+            )
+
+
+def _names_cpu(node: fx.Node) -> bool:
+    """Whether a `.to` names the CPU itself, and not the device of another tensor that is on one."""
+    return node.target == "to" and re.search(r"""["']cpu["']""", source_line(place(node))) is not None
+
+
+def _upcasts(gm: fx.GraphModule) -> Iterator[Finding]:
+    """Matrix products in float32 whose operand came from a narrower type: norms and RoPE may compute in float32, these need not."""
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", str(node.target))
+        if not node.op.startswith("call") or name not in _MATMULS:
+            continue
+        for operand in node.all_input_nodes:
+            cast = _widened(operand)
+            if cast is not None:
+                yield Finding(
+                    "performance",
+                    "upcast_matmul",
+                    place(cast),
+                    f"a matrix product runs in float32 because its operand was widened from {cast_from(cast)}",
+                    "multiply in the narrow type (it accumulates in float32 anyway), and widen the result where needed",
+                    "warning",
+                )
+                break
+
+
+def _widened(node: fx.Node) -> fx.Node | None:
+    """The cast from a narrow type to float32 behind a node, through views."""
+    for _ in range(6):
+        out = value(node)
+        if not isinstance(out, Tensor) or out.dtype != torch.float32 or not node.all_input_nodes:
+            return None
+        source = node.all_input_nodes[0]
+        before = value(source)
+        if isinstance(before, Tensor) and before.dtype in _NARROW:
+            return node
+        if not isinstance(before, Tensor) or storage(source) != storage(node):
+            return None
+        node = source
+    return None
+
+
+def cast_from(node: fx.Node) -> str:
+    before: Any = value(node.all_input_nodes[0])
+    return str(before.dtype).removeprefix("torch.")
+
+
+def _near_misses(wove: Wove, graphs: Iterable[fx.GraphModule]) -> Iterator[Finding]:
+    places = {node.name: place(node) for gm in graphs for node in gm.graph.nodes}
+    for event in wove.report.select("pass"):
+        for miss in event.get("near_misses", ()):
+            node, _, why = str(miss).partition(": ")
+            yield Finding(
+                "performance",
+                "near_miss",
+                places.get(node.partition(",")[0], ""),
+                f"the pass {event['name']} does not match {node}: {why}",
+                "write the line the way the pass knows (docs/passes.md), or leave it: results are right either way",
+                "note",
+            )
+
+
+def _unshared(pieces: Iterable[Piece]) -> Iterator[Finding]:
+    """Pieces that do the same operations in the same order and still differ, so that each is built by itself."""
+    first: dict[str, Piece] = {}
+    told: set[tuple[str, str]] = set()
+    for piece in pieces:
+        nodes = [node for node in piece.module.graph.nodes if node.op.startswith("call")]
+        same = first.setdefault(" ".join(str(node.target) for node in nodes), piece)
+        pair = (same.digest, piece.digest)
+        if len(nodes) < 2 or same.digest == piece.digest or pair in told:
+            continue
+        told.add(pair)
+        where, difference = _difference(same, piece)
+        yield Finding(
+            "performance",
+            "unshared_pieces",
+            where,
+            f"pieces {same.index} and {piece.index} do the same operations but are built twice: {difference}",
+            "hand what differs over as a tensor, or make it equal (an index of a layer, a number in its config)",
+            "note",
+        )
+
+
+def _difference(one: Piece, other: Piece) -> tuple[str, str]:
+    """(line, first difference) between two pieces of equal operations."""
+    left, right = (structure(piece.module, len(piece.inputs)).splitlines()[1:] for piece in (one, other))
+    for node, a, b in zip(other.module.graph.nodes, left, right, strict=False):
+        if a != b:
+            return place(node), f"`{_short(a)}` against `{_short(b)}`"
+    return "", "they read a different number of inputs"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 90 else text[:87] + "..."

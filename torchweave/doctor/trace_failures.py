@@ -1,0 +1,121 @@
+"""Trace failures: ops without an honest fake kernel, loops that unroll, and whatever tracing could not run at all."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from torch import fx
+
+from torchweave.doctor.eager_run import Observed
+from torchweave.doctor.finding import Finding
+from torchweave.doctor.source_reader import Statement, is_users, source_line, statement
+from torchweave.doctor.tracing import Traced
+
+_UNROLLED = 32  # times that one line of one module was traced from one place
+_FRAMES = re.compile(r'File "([^"]+)", line (\d+)')
+
+_FIXES = {
+    "missing": "register one with register_fake: outputs by torch.empty of the right shape, dtype and strides, no values read",
+    "wrong": "make the fake kernel return what the op returns, at every size; torchweave's `define` and "
+    "torch.library.opcheck test it",
+    "mutates": "name the argument in mutates_args (or as Tensor(a!) in the schema), or write to a copy",
+    "aliases": "return a copy, or declare the alias in the schema",
+}
+_CAUSES = {
+    "missing": "the custom op {op} has no fake kernel, so its result cannot be traced",
+    "wrong": "the fake kernel of {op} is wrong: {detail}",
+    "mutates": "the custom op {op} breaks its schema: {detail}",
+    "aliases": "the custom op {op} breaks its schema: {detail}",
+}
+_RULES = {
+    "missing": "missing_fake_kernel",
+    "wrong": "wrong_fake_kernel",
+    "mutates": "undeclared_mutation",
+    "aliases": "undeclared_alias",
+}
+
+
+def find(observed: Observed, traced: Traced) -> Iterator[Finding]:
+    yield from _ops(observed)
+    yield from _loops(traced.graphs)
+    yield from _refused(traced, {fault.where for fault in observed.faults})
+    if observed.errors:
+        sizes = ", ".join(map(str, observed.errors))
+        said = " ".join(next(iter(observed.errors.values())).split())[:200]
+        yield Finding(
+            "trace_failure",
+            "raises",
+            "",
+            f"forward itself raises at a size of {sizes} ({said})",
+            "make it take every size from 1; steps of one token are the most common",
+        )
+
+
+def _ops(observed: Observed) -> Iterator[Finding]:
+    for fault in observed.faults:
+        op = fault.op._schema.name
+        yield Finding(
+            "trace_failure",
+            _RULES[fault.what],
+            fault.where,
+            _CAUSES[fault.what].format(op=op, detail=fault.detail),
+            _FIXES[fault.what],
+        )
+
+
+def _loops(graphs: Iterable[fx.GraphModule]) -> Iterator[Finding]:
+    """Loops whose body was traced many times, counted by the whole stack and the module: layers of a model are modules."""
+    times: dict[tuple[str, str], int] = defaultdict(int)
+    for gm in graphs:
+        for node in gm.graph.nodes:
+            stack = node.meta.get("stack_trace")
+            if node.op.startswith("call") and stack:
+                modules = node.meta.get("nn_module_stack") or {}
+                times[stack, str(list(modules)[-1:])] += 1
+    told: dict[tuple[str, bool], int] = {}
+    for (stack, _), count in times.items():
+        found = _loop_of(stack) if count >= _UNROLLED else None
+        if found is not None:
+            told[found] = told.get(found, 0) + count
+    for (where, sized), count in told.items():
+        cause = f"the loop was unrolled into {count} operations, which makes tracing and building slow"
+        if sized:
+            cause += ", and its count follows a size, so each size would be captured anew"
+        yield Finding(
+            "trace_failure",
+            "unrolled_loop",
+            where,
+            cause,
+            "write the loop as tensor operations, or put it into one custom op; a short loop over layers may stay",
+            "error" if sized else "warning",
+        )
+
+
+def _loop_of(stack: str) -> tuple[str, bool] | None:
+    """The line of the innermost loop around any frame of a stack, and whether its count follows a size; None: there is none, or it
+    goes over modules. A loop that stands on one line with its body is read by itself, not by its line."""
+    for file, line in reversed(_FRAMES.findall(stack)):
+        around = statement(f"{file}:{line}") if is_users(file) else Statement(None)
+        node = around.loop() or around.comprehension()
+        if node is not None:
+            loop = Statement(node)
+            return None if loop.goes_over_modules() else (f"{file}:{node.lineno}", loop.reads_shape())
+    return None
+
+
+def _refused(traced: Traced, known: set[str]) -> Iterator[Finding]:
+    for where, text in traced.errors:
+        if where and where not in known:
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            cause = next(
+                (line.split("got ", 1)[1] for line in lines if "got " in line), lines[0] if lines else "unknown"
+            )
+            yield Finding(
+                "trace_failure",
+                "fake_run",
+                where,
+                f"`{source_line(where)}` cannot be run on symbolic sizes: {cause}",
+                "make it hold for every size that is declared dynamic, or put it into a custom op with a fake kernel",
+            )

@@ -1,0 +1,171 @@
+"""Trace the subject with Dynamo, breaks and guards allowed: where it breaks, and what makes it compile again.
+
+Behind a break Dynamo goes on, so that all of them are seen. An op that is known to have no honest fake kernel is made a
+break as well. Numbers are constants and only declared sizes are dynamic, as when the stack captures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchweave.compiler.errors import whole_name
+from torchweave.compiler.ir.symbols import shapes_mode, value
+from torchweave.doctor.source_reader import innermost
+from torchweave.doctor.subject import Subject
+
+# Sizes in the order in which they are run; a third call with the numbers of the first must find its code again.
+_CALLS = ((64, 0), (7, 1), (1, 2))
+_GUARD_PLACE = re.compile(r"# (?P<code>.*?)\s+# (?P<file>\S+):(?P<line>\d+) in (?P<function>\S+)")
+
+
+@dataclass(frozen=True)
+class Break:
+    """A graph break: its line, the frames above it, Dynamo's own name of it, and its explanation."""
+
+    where: str
+    callers: tuple[str, ...]
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """A guard that failed: the expression, the line that made it, where Dynamo knows it, and the first line of its function."""
+
+    guard: str
+    where: str
+    function: str
+    first_line: str
+
+
+@dataclass
+class Traced:
+    """What tracing showed: `graphs` of the first call, breaks, recompiles, and errors as (line, text)."""
+
+    graphs: list[fx.GraphModule] = field(default_factory=list)
+    breaks: list[Break] = field(default_factory=list)
+    recompiles: list[Recompile] = field(default_factory=list)
+    errors: list[tuple[str, str]] = field(default_factory=list)
+
+    def is_one_graph(self) -> bool:
+        return not self.breaks and not self.errors and len(self.graphs) == 1
+
+
+def trace(subject: Subject, dishonest: Iterable[torch._ops.OpOverload] = ()) -> Traced:
+    """Run the subject compiled, at several sizes. `dishonest` ops are kept out of the graph."""
+    import torch._dynamo as dynamo
+
+    traced = Traced()
+    call = 0
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        if call == 0:
+            _mark_constants(gm)
+            traced.graphs.append(gm)
+        return gm.forward
+
+    def failed(failure: Any) -> None:
+        traced.recompiles.append(_recompile(failure))
+
+    rules = dynamo.config.patch(
+        specialize_int=True, specialize_float=True, assume_static_by_default=True, automatic_dynamic_shapes=False
+    )
+    dynamo.reset()
+    try:
+        with rules, shapes_mode("backed_size_oblivious"), torch.no_grad(), _breaks(traced.breaks), _kept_out(dishonest):
+            compiled = dynamo.optimize(backend, guard_fail_fn=failed)(_as_one_call(subject.module))
+            for call, (size, variant) in enumerate(_CALLS):  # noqa: B007  the closures above read it
+                arguments = subject.arguments(size, variant)
+                for given, dims in zip(arguments, map(subject.dynamic.get, subject.inputs), strict=True):
+                    for dim in dims or ():
+                        dynamo.maybe_mark_dynamic(given, dim)
+                try:
+                    compiled(*arguments)
+                except Exception as error:  # whatever tracing or the subject raises
+                    traced.errors.append((innermost(getattr(error, "real_stack", None) or ()), str(error)))
+    finally:
+        dynamo.reset()
+    return traced
+
+
+def _as_one_call(module: nn.Module) -> Callable[..., Any]:
+    """The module; or a function that calls it, where it has hooks: Dynamo traces those of the outermost module by themselves."""
+    if not (module._forward_hooks or module._forward_pre_hooks):
+        return module
+
+    def call(*arguments: Any) -> Any:
+        return module(*arguments)
+
+    return call
+
+
+def _recompile(failure: Any) -> Recompile:
+    """A guard's text is `0/1: n == 5   # y = x * n  # file.py:12 in forward`."""
+    expression, _, _ = failure.reason.partition("#")
+    guard = expression.partition(":")[2].strip() or expression.strip()
+    place = _GUARD_PLACE.search(failure.reason)
+    code, where = failure.orig_code, ""
+    if place is not None:
+        # Dynamo cuts paths; the rest of the file's name is that of the frame, in the stack behind the guard, or a module's: of a
+        # function that the frame calls.
+        full = [code.co_filename, *re.findall(r'File "([^"]+)"', failure.reason)]
+        file = next((name for name in full if name.endswith(place["file"].lstrip("."))), "") or whole_name(
+            place["file"]
+        )
+        where = f"{file}:{place['line']}" if file else ""
+    return Recompile(guard, where, code.co_name, f"{code.co_filename}:{code.co_firstlineno}")
+
+
+@contextlib.contextmanager
+def _breaks(found: list[Break]) -> Iterator[None]:
+    """Note every graph break meanwhile. Dynamo tells of breaks to a log alone, without their place as data."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
+
+    original = Translator.log_graph_break
+
+    def note(self: Any, code_options: Any, reason: str, exc: Any, *args: Any, **kwargs: Any) -> Any:
+        stack = list(getattr(exc, "real_stack", None) or ())
+        places = tuple(f"{frame.filename}:{frame.lineno}" for frame in stack)
+        found.append(Break(innermost(stack), places, str(getattr(exc, "gb_type", "") or ""), str(exc)))
+        return original(self, code_options, reason, exc, *args, **kwargs)
+
+    with mock.patch.object(Translator, "log_graph_break", note):
+        yield
+
+
+@contextlib.contextmanager
+def _kept_out(ops: Iterable[torch._ops.OpOverload]) -> Iterator[None]:
+    """Let Dynamo break at these ops meanwhile."""
+    from torch._dynamo import trace_rules
+
+    ids: set[int] = set()
+    for op in ops:
+        packet = op.overloadpacket
+        ids |= {id(op), id(packet)}
+    rules: Any = trace_rules._disallowed_callable_ids
+    added = [one for one in ids if one not in rules]
+    for one in added:
+        rules.add(one)
+    try:
+        yield
+    finally:
+        for one in added:
+            rules.remove(one)
+
+
+def _mark_constants(gm: fx.GraphModule) -> None:
+    """Note on each placeholder whether it is a parameter or buffer; Dynamo forgets where they came from once it is done."""
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            source = getattr(node.meta.get("grapharg"), "source", None)
+            name = getattr(source, "name", "")
+            text = name if isinstance(name, str) else name()
+            node.meta["of_a_module"] = isinstance(value(node), Tensor) and ("_parameters" in text or "_buffers" in text)
