@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from bench.attention import COLD_BYTES, COPY_GB_PER_S, HEADS, make, time_us
-from torchweave.engine.movers import StreamMover
+from torchweave.engine.kv_cache.block_copy import StreamMover
 from torchweave.ops.attention.backends.triton import TritonBackend
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
 

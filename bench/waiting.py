@@ -22,13 +22,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.cli.benchmarks.result import environment
-from torchweave.engine.batch import Batch
-from torchweave.engine.kv_cache import KVCache
-from torchweave.engine.kv_groups import Sight
-from torchweave.engine.limits import Limits
+from torchweave.engine.kv_cache.block_manager import KVCache
+from torchweave.engine.kv_cache.layer_groups import Sight
 from torchweave.engine.request import InferenceRequest, SamplingParams
-from torchweave.engine.scheduler import POLICIES
-from torchweave.engine.step import StepResult
+from torchweave.engine.scheduler.limits import Limits
+from torchweave.engine.scheduler.policies import POLICIES
+from torchweave.engine.scheduler.scheduler import Batch
+from torchweave.engine.scheduler.step import StepResult
 from torchweave.ops.slot_state import SlotState
 
 BLOCK, VOCAB, SLOTS = 16, 128_000, 256

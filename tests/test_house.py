@@ -151,7 +151,7 @@ def test_the_picture_is_drawn_from_code_that_exists():
         assert drawing.paragraph(station)
         assert f">{station.symbol}<" in picture and f">torchweave/{station.file}<" in picture
     with pytest.raises(LookupError, match=r"has no Runner\.fly"):
-        drawing.paragraph(drawing.Station("engine/runner.py", "Runner.fly"))
+        drawing.paragraph(drawing.Station("engine/runner/model_runner.py", "Runner.fly"))
 
 
 def test_the_reference_names_every_option():

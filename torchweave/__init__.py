@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from torchweave.config.options import TorchCompileConfig as TorchCompileConfig
     from torchweave.engine.batch_manager import BatchManager as BatchManager
     from torchweave.engine.llm import LLM as LLM
-    from torchweave.engine.open import open_engine as open_engine
     from torchweave.engine.request import InferenceRequest as InferenceRequest
     from torchweave.engine.request import SamplingParams as SamplingParams
     from torchweave.engine.request import StructuredOutputs as StructuredOutputs
+    from torchweave.engine.startup.open import open_engine as open_engine
 
 LAZY_EXPORTS = {
     "LLM": "torchweave.engine.llm",
@@ -28,7 +28,7 @@ LAZY_EXPORTS = {
     "StructuredOutputs": "torchweave.engine.request",
     "InferenceRequest": "torchweave.engine.request",
     "BatchManager": "torchweave.engine.batch_manager",
-    "open_engine": "torchweave.engine.open",
+    "open_engine": "torchweave.engine.startup.open",
     "EngineConfig": "torchweave.config.options",
     "TorchCompileConfig": "torchweave.config.options",
     "CudaGraphConfig": "torchweave.config.options",

@@ -28,7 +28,7 @@ from torchweave.compiler.tuning.table import DamagedTable, Entry, Table, device_
 from torchweave.compiler.tuning.tune import Module, tune_module
 from torchweave.compiler.tuning.tuner import Question, decide, tune
 from torchweave.config.options import EngineConfig, TorchCompileConfig
-from torchweave.engine.build import tune as tune_engine
+from torchweave.engine.startup.build import tune as tune_engine
 from torchweave.ops.linear import Around
 from torchweave.ops.linear_config import LinearConfig, pick, read_choices, rule
 from torchweave.report import Report

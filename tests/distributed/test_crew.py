@@ -20,7 +20,7 @@ from torchweave.distributed import channel
 from torchweave.distributed.launchers.local import LocalMember, WaitingRanks
 from torchweave.distributed.process_groups import World
 from torchweave.distributed.worker_group import Crew, RankFailure
-from torchweave.engine.lead import Lead
+from torchweave.engine.ranks.leader_runner import Lead
 
 LIMIT = 10.0
 

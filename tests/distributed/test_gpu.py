@@ -12,7 +12,7 @@ import pytest
 
 from torchweave.config.options import EngineConfig
 from torchweave.distributed import gpu_context as gpu
-from torchweave.engine import waiting
+from torchweave.engine.startup import early_start as waiting
 
 DRIVER = """
 #include <stdio.h>

@@ -108,7 +108,7 @@ def test_joining_a_world_imports_nothing():
     """A thread imports Inductor meanwhile: two that import modules which import each other might see half of one."""
     code = """
 import sys
-import torchweave.engine.worker
+import torchweave.engine.ranks.worker
 from torchweave.distributed.process_groups import close_world, init_world, join_meeting_point, open_meeting_point
 store, address = open_meeting_point("127.0.0.1")
 before = set(sys.modules)

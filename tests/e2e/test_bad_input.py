@@ -18,7 +18,7 @@ import torch
 import torchweave
 from torchweave import LLM, SamplingParams
 from torchweave.cli.main import main
-from torchweave.engine import build as building
+from torchweave.engine.startup import build as building
 from torchweave.report import Report
 
 DEMO = Path(torchweave.__file__).parent / "models" / "demo"

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchweave.engine.batch import Batch
-from torchweave.engine.beam_search import BeamSearch, Continuations, num_candidates
-from torchweave.engine.buffers import StepBuffers, pack, packed_size
-from torchweave.engine.forming import GRANT_AHEAD
-from torchweave.engine.kv_cache import KVCache
-from torchweave.engine.kv_groups import Sight
-from torchweave.engine.limits import Limits
-from torchweave.engine.offload import HostPool
+from torchweave.engine.kv_cache.block_manager import KVCache
+from torchweave.engine.kv_cache.cpu_offload import HostPool
+from torchweave.engine.kv_cache.layer_groups import Sight
 from torchweave.engine.request import SamplingParams
-from torchweave.engine.scheduler import POLICIES
-from torchweave.engine.step import Step, StepLogprobs, StepResult
+from torchweave.engine.runner.step_buffers import StepBuffers, pack, packed_size
+from torchweave.engine.sampling.beam_search import BeamSearch, Continuations, num_candidates
+from torchweave.engine.scheduler.limits import Limits
+from torchweave.engine.scheduler.policies import POLICIES
+from torchweave.engine.scheduler.scheduler import Batch
+from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
+from torchweave.engine.scheduler.step_builder import GRANT_AHEAD
 from torchweave.ops.slot_state import SlotState
 from torchweave.ops.step_io import advance, prepare, prepare_decode
 

@@ -18,8 +18,8 @@ import numpy as np
 from tests.engine.fake import VOCAB, FakeMover, expected, expected_beams, make
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.responses import Response
-from torchweave.engine.scheduler import POLICIES
-from torchweave.engine.step import Step
+from torchweave.engine.scheduler.policies import POLICIES
+from torchweave.engine.scheduler.step import Step
 
 MAX_AGE = 6000  # steps from arrival to answer; a batch holds at most `MOST_ACTIVE` requests of some hundred tokens each
 MOST_ACTIVE = 24

@@ -21,10 +21,10 @@ from transformers import (
 
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig, TorchCompileConfig
-from torchweave.engine.active import Active
-from torchweave.engine.adjustments import Adjustments
 from torchweave.engine.request import InferenceRequest
-from torchweave.engine.step import Adjust
+from torchweave.engine.sampling.logits_processors import Adjustments
+from torchweave.engine.scheduler.request_state import Active
+from torchweave.engine.scheduler.step import Adjust
 from torchweave.models import load
 from torchweave.report import Report
 from torchweave.verify import zoo

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.engine.fake import VOCAB, expected, make
-from torchweave.engine.batch import Batch
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.responses import Response
+from torchweave.engine.scheduler.scheduler import Batch
 
 
 def request(number: int, prompt: list[int], **params: object) -> InferenceRequest:

@@ -11,7 +11,7 @@ from tests.engine.fake import VOCAB, expected, expected_beams, make
 from tests.engine.test_batch import drive, request, tokens_of
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.responses import Response
-from torchweave.engine.scheduler import POLICIES
+from torchweave.engine.scheduler.policies import POLICIES
 
 
 def beam_request(number: int, prompt: list[int], **params: object) -> InferenceRequest:

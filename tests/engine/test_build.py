@@ -7,7 +7,7 @@ import torch
 
 from torchweave.config import AttentionFacts, DeviceFacts, ModelFacts, Plan, resolve
 from torchweave.config.options import EngineConfig
-from torchweave.engine import build
+from torchweave.engine.startup import build
 from torchweave.ops.attention.op import LayerSpec
 
 LAYER = LayerSpec(num_kv_heads=2, head_dim=64, value_dim=64, num_heads=4, window=128)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compile.tape import TapePool
 from torchweave.config.options import EngineConfig, TorchCompileConfig
-from torchweave.engine.build import Engine, build
 from torchweave.engine.request import InferenceRequest, SamplingParams
+from torchweave.engine.startup.build import Engine, build
 from torchweave.report import Report
 from torchweave.utils.openmp import release_workers
 
@@ -99,7 +99,7 @@ def test_recordings_are_let_go_of_once_they_have_ended(engine: Engine, monkeypat
     stream = SimpleNamespace(query=lambda: False)
     engine.runner.record_decode(2, TapePool())
     monkeypatch.setattr(engine.runner, "_stream", stream)
-    monkeypatch.setattr("torchweave.engine.runner._PATIENCE", 0.02)
+    monkeypatch.setattr("torchweave.engine.runner.model_runner._PATIENCE", 0.02)
     engine.runner.forget_recordings()
     assert engine.runner._decode_graphs, "it runs"
     stream.query = lambda: True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchweave.engine.host_time import measure_without_device, summary
+from torchweave.bench.host_time import measure_without_device, summary
 
 
 def test_host_time_at_256_requests_stays_below_its_budget() -> None:

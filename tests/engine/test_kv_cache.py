@@ -10,8 +10,8 @@ import pytest
 
 from tests.engine.fake import make
 from tests.engine.test_batch import request
-from torchweave.engine.kv_cache import KVCache
-from torchweave.engine.kv_match import Hashes, Match
+from torchweave.engine.kv_cache.block_manager import KVCache
+from torchweave.engine.kv_cache.prefix_index import Hashes, Match
 
 
 def test_grants_fill_the_table_in_order() -> None:

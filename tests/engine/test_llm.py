@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from torchweave import LLM, EngineConfig, SamplingParams, TorchCompileConfig
-from torchweave.engine.flight import Flight
-from torchweave.engine.step import Step
+from torchweave.engine.request_stream import Flight
+from torchweave.engine.scheduler.step import Step
 from torchweave.models import load
 from torchweave.models.load import LoadedModel
 from torchweave.report import Report

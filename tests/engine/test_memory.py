@@ -7,8 +7,8 @@ import torch
 
 from torchweave.config import AttentionFacts, DeviceFacts, ModelFacts, Plan, resolve
 from torchweave.config.options import EngineConfig
-from torchweave.engine.build import _kept
-from torchweave.engine.memory import GIB, MemoryUse, blocks_that_fit, bytes_per_block
+from torchweave.engine.runner.memory import GIB, MemoryUse, blocks_that_fit, bytes_per_block
+from torchweave.engine.startup.build import _kept
 from torchweave.ops.attention.op import LayerSpec
 
 LAYERS = [LayerSpec(num_kv_heads=8, head_dim=64, value_dim=64, num_heads=32)] * 16

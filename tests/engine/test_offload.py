@@ -11,8 +11,8 @@ import torch
 from tests.engine.fake import FakeMover, expected, make
 from tests.engine.test_batch import drive, request, tokens_of
 from torchweave import LLM, SamplingParams, TorchCompileConfig
-from torchweave.engine.movers import PlainMover
-from torchweave.engine.offload import HostPool
+from torchweave.engine.kv_cache.block_copy import PlainMover
+from torchweave.engine.kv_cache.cpu_offload import HostPool
 from torchweave.engine.stats import IterationFacts, statistics
 from torchweave.report import Report
 

@@ -23,9 +23,9 @@ from torchweave.config import DeviceFacts, ModelFacts, resolve
 from torchweave.config.options import EngineConfig
 from torchweave.config.validate import config_from
 from torchweave.distributed.process_groups import World
-from torchweave.engine import weaving
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
+from torchweave.engine.startup import compile_model as weaving
 from torchweave.report import Report
 from torchweave.verify import zoo
 

@@ -9,12 +9,12 @@ import pytest
 
 from tests.engine.fake import VOCAB, expected, make
 from tests.engine.test_batch import drive, request, tokens_of
-from torchweave.engine.planner import _OneByOne
 from torchweave.engine.responses import Response
-from torchweave.engine.scheduler import POLICIES, Context, Generation, Snapshot, Waiting
-from torchweave.engine.scheduler.chunking import chunk_sizes
-from torchweave.engine.scheduler.mixed_steps import step_tokens
-from torchweave.engine.scheduler.waiting import holds_back
+from torchweave.engine.scheduler.planner import _OneByOne
+from torchweave.engine.scheduler.policies import POLICIES, Context, Generation, Snapshot, Waiting
+from torchweave.engine.scheduler.policies.chunking import chunk_sizes
+from torchweave.engine.scheduler.policies.mixed_step_size import step_tokens
+from torchweave.engine.scheduler.policies.prefill_delay import holds_back
 
 
 def prompts(rng: np.random.Generator, count: int, longest: int) -> list[list[int]]:

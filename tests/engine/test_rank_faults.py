@@ -15,8 +15,8 @@ from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.distributed.channel import Link
 from torchweave.distributed.process_groups import TENSOR, World
 from torchweave.distributed.worker_group import RankFailure
-from torchweave.engine import worker
-from torchweave.engine.lead import LeadRunner
+from torchweave.engine.ranks import worker
+from torchweave.engine.ranks.leader_runner import LeadRunner
 from torchweave.ops.collectives.op import register_communicator
 
 

@@ -18,12 +18,12 @@ import pytest
 
 from tests.distributed.two_ranks import agreed
 from torchweave.config.options import EngineConfig
-from torchweave.engine import open as opening
 from torchweave.engine.llm import LLM
+from torchweave.engine.ranks.step_message import decode, encode
+from torchweave.engine.ranks.worker import Task
 from torchweave.engine.request import SamplingParams
-from torchweave.engine.step import Adjust, Chunk, Step
-from torchweave.engine.step_message import decode, encode
-from torchweave.engine.worker import Task
+from torchweave.engine.scheduler.step import Adjust, Chunk, Step
+from torchweave.engine.startup import open as opening
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",

@@ -16,7 +16,7 @@ from tests.engine.fake import VOCAB, make
 from tests.engine.simulate import World, random_beams, random_options, random_tokens, run
 from tests.engine.test_batch import request
 from torchweave.engine.request import SamplingParams
-from torchweave.engine.scheduler import POLICIES
+from torchweave.engine.scheduler.policies import POLICIES
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -19,7 +19,7 @@ from tests.engine import fake
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import TorchCompileConfig
 from torchweave.engine.request import InferenceRequest, StructuredOutputs
-from torchweave.engine.structured import why_not
+from torchweave.engine.sampling.structured_output import why_not
 from torchweave.report import Report
 
 PLAIN = TorchCompileConfig(enable_fullgraph=False)  # starts at once; what is tested is behind the model

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from torchweave.engine.detokenizer import Answer
 from torchweave.engine.request import SamplingParams, TokenLogprobs
-from torchweave.engine.text import Answer
 
 
 class Letters:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchweave.compiler.cache.store import CompileCache
-from torchweave.engine.weaving import Turns
+from torchweave.engine.startup.compile_model import Turns
 from torchweave.report import Report
 
 LIMIT = 20.0

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchweave.engine.buffers import StepBuffers
-from torchweave.engine.warm_up import _LENGTHS, _TOKENS, StandIn, draw_again
+from torchweave.engine.runner.step_buffers import StepBuffers
+from torchweave.engine.runner.warm_up import _LENGTHS, _TOKENS, StandIn, draw_again
 from torchweave.models import load
 from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerSpec, Rotary
 from torchweave.ops.slot_state import SlotState

@@ -8,8 +8,8 @@ import pytest
 from tests.engine.fake import FakeMover, expected, make
 from tests.engine.test_batch import drive, request, tokens_of
 from tests.engine.test_offload import conversations
-from torchweave.engine.kv_cache import KVCache
-from torchweave.engine.kv_groups import Layout, Sight, layout_of, longest_sequence, most_blocks
+from torchweave.engine.kv_cache.block_manager import KVCache
+from torchweave.engine.kv_cache.layer_groups import Layout, Sight, layout_of, longest_sequence, most_blocks
 from torchweave.ops.attention.op import LayerSpec
 
 FULL, WINDOW, CHUNK = Sight(), Sight(window=10), Sight(chunk=16)

@@ -15,7 +15,7 @@ from tests.gpu.test_ops_attention import REALISTIC, attend, backend_for
 from tests.ops.attention_cases import CASES, TURNING, build, in_fp8
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig
-from torchweave.engine.movers import StreamMover
+from torchweave.engine.kv_cache.block_copy import StreamMover
 from torchweave.models import load
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
 from torchweave.report import Report

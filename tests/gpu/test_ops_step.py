@@ -10,7 +10,7 @@ import torch
 
 from tests.ops.sampling_cases import PARAMETERS, build
 from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step
-from torchweave.engine.buffers import Exchange
+from torchweave.engine.runner.step_buffers import Exchange
 from torchweave.ops.sampling.sample import sample
 from torchweave.ops.step_io import advance, carry, prepare, prepare_decode
 

@@ -12,7 +12,7 @@ import torch
 from tests.ops.collective_cases import mirrored
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.process_groups import World
-from torchweave.engine.weaving import weave_model
+from torchweave.engine.startup.compile_model import weave_model
 from torchweave.models import LoadedModel, UnsupportedModel, load
 from torchweave.models.parallel import pipeline_stages as stages
 from torchweave.models.parallel.pipeline_stages import share

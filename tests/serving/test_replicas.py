@@ -23,8 +23,8 @@ from tests.serving.test_metrics import Values, values_of
 from tests.serving.watched import STATS, asking, some_traffic, watched_replicas
 from torchweave.config.options import EngineConfig, ServerConfig, TorchCompileConfig
 from torchweave.config.validate import check_server
-from torchweave.engine.replica import config_of_replica
 from torchweave.engine.request import SamplingParams
+from torchweave.engine.startup.replica import config_of_replica
 from torchweave.serving import wire
 from torchweave.serving.flight import EngineGone, Flight
 from torchweave.serving.own_engine import OwnEngine, own_engines

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchweave.engine.request import StructuredOutputs
-from torchweave.engine.structured import why_not
+from torchweave.engine.sampling.structured_output import why_not
 from torchweave.serving.protocol import Function, Tool
 from torchweave.serving.tools import (
     Arguments,

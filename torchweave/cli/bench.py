@@ -283,8 +283,8 @@ def _startup(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _host(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
+    from torchweave.bench.host_time import measure_without_device, summary
     from torchweave.cli.benchmarks.result import environment
-    from torchweave.engine.host_time import measure_without_device, summary
 
     options = fill(Options, args)
     if options.running < 1:

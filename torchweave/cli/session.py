@@ -13,7 +13,7 @@ from torchweave.cli.arguments import engine_config, fill
 from torchweave.config.options import EngineConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
-from torchweave.engine.waiting import waiting_ranks
+from torchweave.engine.startup.early_start import waiting_ranks
 from torchweave.report import Report
 from torchweave.utils import gc
 
@@ -26,7 +26,7 @@ def start(config: EngineConfig, report: Report) -> LLM:
     """
     with waiting_ranks(config) as waiting:
         with report.stage("imports"), gc.for_good():
-            import_module("torchweave.engine.open")
+            import_module("torchweave.engine.startup.open")
         return LLM.from_config(config, report, waiting)
 
 

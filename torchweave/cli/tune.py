@@ -25,7 +25,7 @@ def parser() -> Parser:
 def run(argv: Sequence[str]) -> int:
     args = parser().read(argv)
     config = engine_config(args)
-    from torchweave.engine.build import tune
+    from torchweave.engine.startup.build import tune
 
     table = tune(config, Report(show=False if args.quiet else None), again=args.all)
     _print(table)

@@ -9,7 +9,7 @@ from torchweave.config.options import EngineConfig
 from torchweave.doctor.examine import examine
 from torchweave.doctor.finding import Finding
 from torchweave.doctor.subject import InputSpec, Subject
-from torchweave.engine.facts import device_facts
+from torchweave.engine.startup.device_facts import device_facts
 from torchweave.models.load import load, model_facts
 from torchweave.ops.registry import boundary_ops
 from torchweave.report import Report

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections import deque
 
-from torchweave.engine.batch import Batch
 from torchweave.engine.loop import (
     Callbacks,
     GenerationLoop,
@@ -23,6 +22,7 @@ from torchweave.engine.loop import (
     TellMoves,
     Timing,
 )
+from torchweave.engine.scheduler.scheduler import Batch
 
 
 class BatchManager:

@@ -16,18 +16,18 @@ from torchweave.compiler.explain.page import keep_explanation
 from torchweave.config.options import EngineConfig
 from torchweave.config.validate import config_from
 from torchweave.engine.client import Client
-from torchweave.engine.flight import Flight
+from torchweave.engine.detokenizer import in_tokens
 from torchweave.engine.request import CompletionOutput, InferenceRequest, RequestOutput, SamplingParams
-from torchweave.engine.structured import why_not
-from torchweave.engine.text import in_tokens
-from torchweave.engine.waiting import waiting_ranks
+from torchweave.engine.request_stream import Flight
+from torchweave.engine.sampling.structured_output import why_not
+from torchweave.engine.startup.early_start import waiting_ranks
 from torchweave.report import Report
 from torchweave.utils import gc
 
 if TYPE_CHECKING:
     from torchweave.distributed.launchers.local import WaitingRanks
     from torchweave.engine.batch_manager import BatchManager
-    from torchweave.engine.build import Engine
+    from torchweave.engine.startup.build import Engine
     from torchweave.models.load import LoadedModel
     from torchweave.tokenizer import Tokenizer
 
@@ -80,7 +80,7 @@ class LLM:
             with gc.uncollected():
                 from torchweave.compiler.dump import open_dump
                 from torchweave.engine.batch_manager import BatchManager
-                from torchweave.engine.open import open_engine
+                from torchweave.engine.startup.open import open_engine
             open_dump(config.torch_compile_config, self.report)
             self.engine: Engine = open_engine(config, self.report, loaded, waiting)
         self.plan = self.engine.plan

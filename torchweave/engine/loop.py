@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from torchweave.distributed.worker_group import RankFailure
-from torchweave.engine.batch import Batch, Move
 from torchweave.engine.request import MAX_REQUEST_ID, InferenceRequest, Output
 from torchweave.engine.responses import Response, Responses, refusal
+from torchweave.engine.scheduler.scheduler import Batch, Move
+from torchweave.engine.scheduler.step import Step, StepResult
 from torchweave.engine.stats import IterationFacts, statistics
-from torchweave.engine.step import Step, StepResult
 from torchweave.utils import gc
 
 GetRequests = Callable[[int], Iterable[InferenceRequest]]

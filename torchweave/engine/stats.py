@@ -10,8 +10,8 @@ import json
 import time
 from dataclasses import dataclass
 
-from torchweave.engine.kv_cache import KVCache
-from torchweave.engine.step import Step
+from torchweave.engine.kv_cache.block_manager import KVCache
+from torchweave.engine.scheduler.step import Step
 
 
 @dataclass(frozen=True)

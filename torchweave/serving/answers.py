@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchweave.engine.detokenizer import Answer
 from torchweave.engine.request import SamplingParams, TokenLogprobs
 from torchweave.engine.responses import Response
-from torchweave.engine.text import Answer
 from torchweave.serving.flight import Flight, Mail
 from torchweave.serving.text import Codec
 

@@ -22,11 +22,11 @@ from torchweave.compiler.explain.page import keep_explanation
 from torchweave.config.options import EngineConfig
 from torchweave.distributed.launchers.local import WaitingRanks
 from torchweave.engine.batch_manager import BatchManager
-from torchweave.engine.build import Engine
-from torchweave.engine.open import open_engine
-from torchweave.engine.replica import config_of_replica
 from torchweave.engine.request import InferenceRequest, Output
 from torchweave.engine.responses import NO_TOKENS, Response
+from torchweave.engine.startup.build import Engine
+from torchweave.engine.startup.open import open_engine
+from torchweave.engine.startup.replica import config_of_replica
 from torchweave.report import Report
 from torchweave.serving import wire
 from torchweave.serving.stream import Sender

@@ -8,7 +8,7 @@ import shutil
 from multiprocessing.context import SpawnProcess
 
 from torchweave.config.options import EngineConfig
-from torchweave.engine.waiting import waiting_ranks
+from torchweave.engine.startup.early_start import waiting_ranks
 from torchweave.serving import wire
 from torchweave.serving.engine_client import EngineClient, Side
 from torchweave.serving.frontends.messages import Became, Began, Ended

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torchweave.config.options import ServerConfig, file_text
 from torchweave.engine.request import SamplingParams
-from torchweave.engine.structured import why_not
+from torchweave.engine.sampling.structured_output import why_not
 from torchweave.serving.answers import Run
 from torchweave.serving.errors import ApiError
 from torchweave.serving.flight import EngineGone

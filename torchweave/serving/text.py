@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchweave.engine.detokenizer import in_tokens
 from torchweave.engine.request import SamplingParams
-from torchweave.engine.text import in_tokens
 from torchweave.tokenizer import TextStream, Tokenizer, check_text, import_without_torch
 
 Value = TypeVar("Value")

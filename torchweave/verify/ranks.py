@@ -17,8 +17,8 @@ import torch
 
 from torchweave.config.options import EngineConfig
 from torchweave.distributed.process_groups import World, close_world, init_world, join_meeting_point, open_meeting_point
-from torchweave.engine.build import build
 from torchweave.engine.request import InferenceRequest, SamplingParams
+from torchweave.engine.startup.build import build
 from torchweave.models import load
 from torchweave.report import Report
 

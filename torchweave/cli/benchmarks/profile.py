@@ -17,10 +17,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, schedule
 
-from torchweave.engine.build import Engine
 from torchweave.engine.request import InferenceRequest, SamplingParams
-from torchweave.engine.scheduler.mixed_steps import step_tokens
-from torchweave.engine.step import Step
+from torchweave.engine.scheduler.policies.mixed_step_size import step_tokens
+from torchweave.engine.scheduler.step import Step
+from torchweave.engine.startup.build import Engine
 
 KINDS = ("decode", "mixed")
 _WARM = 3

@@ -1,0 +1,121 @@
+"""The requests of one call: submitted together, answered together, and stopped together when the caller leaves early."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchweave.engine.client import Client, Inbox
+from torchweave.engine.detokenizer import Answer, Detokenizer
+from torchweave.engine.request import SamplingParams
+from torchweave.engine.responses import Response
+from torchweave.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torchweave.engine.batch_manager import BatchManager
+
+_LOOK_SECONDS = 1.0  # between two looks at whether the engine is still alive, while waiting for it
+
+
+class Flight:
+    """Belongs to one thread. Leaving its `with` block, or dropping it, stops the requests that are not done.
+
+    Args:
+        client: takes the requests.
+        manager: runs them.
+        tokenizer: turns answers into text; None when the model has none.
+
+    Attributes:
+        answers: what has come of each request so far, by request id; a beam search has several.
+    """
+
+    def __init__(self, client: Client, manager: BatchManager, tokenizer: Tokenizer | None) -> None:
+        self.answers: dict[int, list[Answer]] = {}
+        self._open: set[int] = set()
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._client = client
+        self._manager = manager
+        self._tokenizer = tokenizer
+
+    def submit(self, prompt: np.ndarray, params: SamplingParams, streaming: bool) -> list[int]:
+        """Queue the `n` answers of a prompt; returns their request ids. `launch` follows the last of them.
+
+        Raises:
+            RuntimeError: the engine was shut down.
+        """
+        answers = [Answer(params, self._detokenizer(prompt, params), index) for index in range(params.n)]
+        if params.beam_width > 1:
+            return [self._submit(prompt, params, streaming, answers)]
+        ids = []
+        for answer, seeded in zip(answers, params.each(), strict=True):
+            ids.append(self._submit(prompt, seeded, streaming, [answer]))
+        return ids
+
+    def _submit(self, prompt: np.ndarray, params: SamplingParams, streaming: bool, answers: list[Answer]) -> int:
+        request_id = self._client.submit(prompt, params, self._inbox, streaming)
+        self._open.add(request_id)
+        self.answers[request_id] = answers
+        return request_id
+
+    def _detokenizer(self, prompt: np.ndarray, params: SamplingParams) -> Detokenizer | None:
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.stream(prompt.tolist(), params.skip_special_tokens)
+
+    def launch(self) -> None:
+        """Tell the batch manager that there are new requests.
+
+        Raises:
+            RuntimeError: the engine failed before.
+        """
+        if not self._manager.alive:
+            raise self._ended() from self._manager.failure
+        self._manager.wake()
+
+    def responses(self) -> Iterator[tuple[int, bool]]:
+        """Feed responses to their answers as they come; yields (request id, whether that was its last response).
+
+        Raises:
+            RuntimeError: the engine failed or was shut down.
+        """
+        while self._open:
+            for response in self._next():
+                if response.final:
+                    self._open.discard(response.id)
+                if response.error:
+                    raise RuntimeError(response.error) from self._manager.failure
+                output = response.output
+                answers = self.answers[response.id]
+                answers[0].prompt_logprobs += output.prompt_logprobs
+                for answer, said in zip(answers, output.beams or (output,), strict=False):
+                    if answer.add(said.token_ids.tolist(), said.finish_reason, said.logprobs):
+                        self._client.stop(response.id)
+                yield response.id, response.final
+
+    def _next(self) -> Sequence[Response]:
+        while True:
+            try:
+                return self._inbox.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                if not self._manager.alive and self._inbox.empty():
+                    raise self._ended() from self._manager.failure
+
+    def _ended(self) -> RuntimeError:
+        return RuntimeError(f"The engine has ended: {self._manager.failure or 'it was shut down'}")
+
+    def close(self) -> None:
+        """Stop the requests that are not done: an error, an interrupt, or a caller who has heard enough."""
+        while self._open:
+            self._client.stop(self._open.pop())
+
+    def __enter__(self) -> Flight:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

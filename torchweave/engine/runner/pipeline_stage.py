@@ -1,0 +1,83 @@
+"""A step on one stage of a pipeline: hidden states come from the stage before, tokens from the last one.
+
+    first stage                last stage
+    embedding, layers  ----->  layers, output layer
+    tokens             <-----  draw
+
+All stages keep the same slots and get the same steps. The last one draws the tokens and tells them to the others within the same
+step, so that the slots of all advance alike and a recorded step is whole on each of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from torchweave.compiler.runtime.compiled_graph import Woven
+from torchweave.compiler.runtime.cuda_graphs import Boundary
+from torchweave.distributed.pipeline_transport import Pipeline
+from torchweave.distributed.process_groups import World
+from torchweave.engine.runner.resample import Redraw
+from torchweave.engine.scheduler.step import Adjust
+from torchweave.models.parallel import Stage
+from torchweave.ops.sampling.logits_processors import ROW, SLOT
+from torchweave.ops.sampling.sample import sample
+from torchweave.ops.slot_state import SlotState
+
+
+class StageForward:
+    """The forward of one stage, between its hand-overs: `(boundary, ids[T], positions[T], logits_index[N]) -> logits`.
+
+    The logits of a stage that is not the last one have no columns, `[N, 0]`: another stage has them.
+
+    Args:
+        woven: the model, cut to the stage.
+        stage: which.
+        world: of all stages.
+
+    Attributes:
+        sizes: smallest and largest value that a dynamic size may take.
+        pipeline: this rank's end of the pipeline.
+    """
+
+    def __init__(self, woven: Woven, stage: Stage, world: World) -> None:
+        self.sizes = woven.sizes
+        self.pipeline = Pipeline(world)
+        self._woven = woven
+        self._width, self._dtype = stage.width, stage.dtype
+
+    def __call__(self, boundary: Boundary, *inputs: Tensor) -> Tensor:
+        ids, _, index = inputs
+        if not self.pipeline.is_first:
+            inputs = (*inputs, self.pipeline.receive((1, ids.shape[0], self._width), self._dtype))
+        out = self._woven(boundary, *inputs)
+        if self.pipeline.is_last:
+            return out
+        self.pipeline.send(out)
+        return torch.empty((index.shape[0], 0), dtype=self._dtype, device=ids.device)
+
+    def draw(self, logits: Tensor, slots: Tensor, state: SlotState, tokens: Tensor) -> None:
+        """Sample on the last stage, and let all stages have the tokens, int32 [N]."""
+        if self.pipeline.is_last:
+            sample(logits, slots, state, tokens)
+        self.pipeline.share(tokens)
+
+
+class StageRedraw(Redraw):
+    """Rows with changed logits are drawn again on the last stage; the other stages hear what came of it."""
+
+    def __init__(self, state: SlotState, pipeline: Pipeline) -> None:
+        super().__init__(state)
+        self._pipeline = pipeline
+
+    def __call__(self, adjust: Adjust, logits: Tensor, tokens: Tensor, out: Tensor) -> None:
+        if self._pipeline.is_last:
+            super().__call__(adjust, logits, tokens, out)
+        if not adjust.rows.shape[1]:
+            return
+        self._pipeline.share(tokens)
+        if not self._pipeline.is_last:
+            records, _ = self._on_device(replace(adjust, masks=None))
+            self._state.last_token[records[SLOT].long()] = tokens[records[ROW].long()]

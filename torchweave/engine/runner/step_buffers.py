@@ -1,0 +1,139 @@
+"""Inputs and outputs of a step at fixed addresses, and the pinned memory that carries them between host and device.
+
+Graphs replay on addresses, so every bucket of a kind reads views of the same few tensors. What the host has to say about a
+step with context rows is packed into one int32 array and goes over at once:
+
+    slots[R] | query_start[R + 1] | emit[R] | last_token_row[R] | token ids[T] | positions[T]
+
+A pure decode step needs none of it: the device knows everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchweave.engine.scheduler.step import Step
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Views of the packed inputs of one (rows, tokens) bucket."""
+
+    slots: Tensor
+    query_start: Tensor
+    emit: Tensor
+    logits_index: Tensor
+    ids: Tensor
+    positions: Tensor
+
+
+def packed_size(rows: int, tokens: int) -> int:
+    return 4 * rows + 1 + 2 * tokens
+
+
+def pack(step: Step, rows: int, tokens: int, out: np.ndarray) -> None:
+    """Write a step into `out`, int32 [packed_size(rows, tokens)]; rows and tokens beyond the step's are padding."""
+    out[: 4 * rows + 1] = 0
+    slots, starts, emit, index, ids, positions = _split(out, rows, tokens)
+    num_rows, num_generation = step.num_rows, step.num_generation
+    slots[:num_rows] = step.slots
+    slots[num_rows:] = -1
+    sizes = [len(chunk.tokens) for chunk in step.chunks]
+    starts[1 : num_generation + 1] = np.arange(1, num_generation + 1)
+    starts[num_generation + 1 : num_rows + 1] = num_generation + np.cumsum(sizes)
+    starts[num_rows + 1 :] = step.num_tokens
+    emit[:num_rows] = step.emits
+    index[:num_rows] = starts[1 : num_rows + 1] - 1
+    ids[:num_generation] = -1  # the device knows the last token, the host may not know it yet
+    positions[:num_generation] = step.starts
+    at = num_generation
+    for chunk, size in zip(step.chunks, sizes, strict=True):
+        ids[at : at + size] = chunk.tokens
+        positions[at : at + size] = np.arange(chunk.start, chunk.start + size)
+        at += size
+    ids[at:] = 0
+    positions[at:] = 0
+
+
+def _split(flat: np.ndarray, rows: int, tokens: int) -> list[np.ndarray]:
+    ends = np.cumsum([rows, rows + 1, rows, rows, tokens, tokens])
+    return [
+        flat[end - size : end] for end, size in zip(ends, (rows, rows + 1, rows, rows, tokens, tokens), strict=True)
+    ]
+
+
+class StepBuffers:
+    """Device tensors that steps read and write, sized for the largest step.
+
+    ids, positions int64 [T]; slot_mapping int64 [T], or [G, T] for G groups of layers; seq_lens int32 [R];
+    tokens, out int32 [R]; arange int64 [R].
+    """
+
+    def __init__(self, max_rows: int, max_tokens: int, device: torch.device, num_tables: int = 1) -> None:
+        self.device = device
+        self.ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        shape = (max_tokens,) if num_tables == 1 else (num_tables, max_tokens)
+        self.slot_mapping = torch.full(shape, -1, dtype=torch.int64, device=device)
+        self.seq_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.out = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.logits_index = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.rows = torch.arange(max_rows + 1, dtype=torch.int32, device=device)  # query_start of a decode step
+        self.row_index = torch.arange(max_rows, dtype=torch.int64, device=device)
+        self.every = torch.ones(max_rows, dtype=torch.int32, device=device)  # `emit` of a decode step
+        self.packed = torch.zeros(packed_size(max_rows, max_tokens), dtype=torch.int32, device=device)
+
+    def views(self, rows: int, tokens: int) -> Packed:
+        sizes = (rows, rows + 1, rows, rows, tokens, tokens)
+        return Packed(*self.packed[: sum(sizes)].split(sizes))
+
+
+class Exchange:
+    """Host memory that a step reads and writes, a turn for each step in flight; pinned when the device is a GPU.
+
+    A turn is used again only after its step has ended.
+
+    Args:
+        said: int32 that the host may have to say about a step.
+        drawn: tokens that a step draws at the most.
+        depth: turns.
+        device: what runs the steps.
+
+    Attributes:
+        said: int32 [said] a turn.
+        drawn: int32 [drawn] a turn.
+    """
+
+    def __init__(self, said: int, drawn: int, depth: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.said, self.drawn = (
+            [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(depth)] for size in (said, drawn)
+        )
+        self._ended = [torch.cuda.Event() for _ in range(depth)] if cuda else []
+        self._turn = 0
+
+    def next(self) -> int:
+        """A turn that no step in flight has."""
+        turn = self._turn
+        self._turn = (turn + 1) % len(self.said)
+        self.wait(turn)
+        return turn
+
+    def mark(self, turn: int) -> None:
+        """All of the step that has this turn has been enqueued on the current stream."""
+        if self._ended:
+            self._ended[turn].record()
+
+    def ready(self, turn: int) -> bool:
+        return not self._ended or self._ended[turn].query()
+
+    def wait(self, turn: int) -> Tensor:
+        """Tokens that the step has drawn, once it has ended."""
+        if self._ended:
+            self._ended[turn].synchronize()
+        return self.drawn[turn]

@@ -1,0 +1,128 @@
+"""What a step and a request may hold, and what is said of a request that can never run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchweave.engine.kv_cache.block_manager import KVCache
+from torchweave.engine.request import InferenceRequest, SamplingParams
+from torchweave.ops.sampling.logits_processors import LONGEST_WORD
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a step and a request may hold.
+
+    Attributes:
+        max_batch_size: requests in a step.
+        max_num_tokens: tokens in a step.
+        max_model_len: tokens of a request, prompt and answer.
+        vocab_size: token ids are below this.
+        chunked_context: a prompt may be read in several steps.
+        equal_progress: prompts that do not fit together are each read a part; else the oldest first.
+        mixed_step_sizes: tokens of steps that read prompts while others generate, see `step_tokens`; empty: any number.
+        batch_wait_timeout_iters, batch_wait_max_tokens_ratio: when prompts wait for more of them, see `holds_back`.
+    """
+
+    max_batch_size: int
+    max_num_tokens: int
+    max_model_len: int
+    vocab_size: int
+    chunked_context: bool = True
+    equal_progress: bool = False
+    mixed_step_sizes: tuple[int, ...] = ()
+    batch_wait_timeout_iters: int = 0
+    batch_wait_max_tokens_ratio: float = 0.0
+
+    def last_position(self, request: InferenceRequest) -> int:
+        """Tokens whose keys and values a request may come to store: all but the last one generated."""
+        room = self.max_model_len - len(request.input_ids)
+        max_tokens = request.sampling.max_tokens
+        return len(request.input_ids) + (room if max_tokens is None else min(max_tokens, room)) - 1
+
+    def most_blocks(self, request: InferenceRequest, kv: KVCache) -> int:
+        """Blocks that a request may come to hold. Beams have the prompt's full blocks in common, and no more for sure."""
+        common = len(request.input_ids) // kv.block_size
+        return kv.most_blocks_of_forks(self.last_position(request), request.sampling.beam_width, common)
+
+    def _why_no_beams(self, request: InferenceRequest) -> str:
+        width = request.sampling.beam_width
+        if width > self.max_batch_size:
+            return (
+                f"beam_width={width} needs as many rows in a step, but max_batch_size is {self.max_batch_size}; lower beam_width "
+                "or raise max_batch_size."
+            )
+        if request.streaming:
+            return "A beam search has no answer before its end, so it cannot be streamed; ask for the whole answer."
+        return ""
+
+    def why_not(self, request: InferenceRequest, kv: KVCache) -> str:
+        """Why a request can never run, in one sentence; empty when it can."""
+        if why := _why_not_drawn(request.sampling, self.vocab_size) or _why_not_queued(request):
+            return why
+        prompt = np.asarray(request.input_ids)
+        if prompt.ndim != 1 or prompt.size == 0:
+            return "The prompt is empty; give at least one token."
+        if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= self.vocab_size:
+            return f"The prompt holds a token id outside 0..{self.vocab_size - 1}, which this model does not know."
+        if prompt.size >= self.max_model_len:
+            return (
+                f"The prompt has {prompt.size} tokens, but max_model_len is {self.max_model_len} and the answer needs at least "
+                "one; shorten the prompt, or raise max_model_len if the model has positions, and the KV cache blocks, for more."
+            )
+        if not self.chunked_context and prompt.size > self.max_num_tokens:
+            return (
+                f"The prompt has {prompt.size} tokens, but a step holds {self.max_num_tokens} and chunked context is off; "
+                "shorten the prompt, raise max_num_tokens or turn enable_chunked_context on."
+            )
+        if request.sampling.beam_width > 1 and (why := self._why_no_beams(request)):
+            return why
+        blocks = self.most_blocks(request, kv)
+        if -(-blocks // kv.num_groups) > kv.num_blocks // kv.num_groups:
+            return (
+                f"The request may need {blocks} KV cache blocks, but there are {kv.num_blocks}; lower max_tokens (or "
+                "beam_width) or give the KV cache more memory."
+            )
+        return ""
+
+
+def _why_not_queued(request: InferenceRequest) -> str:
+    """What is wrong with what orders and separates requests; the loop looks at it when others run."""
+    if not isinstance(request.priority, (int, np.integer)):
+        return f"priority must be a whole number, but is {request.priority!r}."
+    try:
+        request.cache_salt.encode()
+    except (AttributeError, UnicodeEncodeError):
+        return f"cache_salt must be a text, empty for none, but is {request.cache_salt!r}."
+    return ""
+
+
+def _why_not_drawn(params: SamplingParams, vocab_size: int) -> str:
+    """What is wrong with the tokens that a request names."""
+    named = {name: getattr(params, name) or () for name in ("logit_bias", "allowed_token_ids", "stop_token_ids")}
+    for word in params.bad_words or ():
+        if isinstance(word, str):
+            return f"bad_words holds the text {word!r}, but the engine takes token ids; see `in_tokens`."
+        if len(word) > LONGEST_WORD:
+            return f"bad_words holds a word of {len(word)} tokens; give words of at most {LONGEST_WORD} tokens."
+        named["bad_words"] = (*named.get("bad_words", ()), *word)
+    for name, ids in named.items():
+        if ids and max(ids) >= vocab_size:
+            return f"{name} holds the token id {max(ids)}, but this model knows 0..{vocab_size - 1}."
+    return ""
+
+
+def why_not_together(params: SamplingParams, eos: Sequence[int]) -> str:
+    """Which fields exclude each other; empty when none do. `eos` are the model's own end tokens."""
+    allowed = params.allowed_token_ids
+    if allowed is None:
+        return ""
+    if params.structured_outputs is not None:
+        return "structured_outputs and allowed_token_ids both say which tokens are allowed; give one of them."
+    stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos)}
+    if params.min_tokens and stops.issuperset(allowed):
+        return "allowed_token_ids holds stop tokens alone, which min_tokens holds back; allow others too, or leave min_tokens out."
+    return ""

@@ -1,0 +1,17 @@
+"""A batch starts together and ends together: nothing joins it while one of its requests runs.
+
+Source: V1 batching of TensorRT-LLM's batch manager. What a request needs to its end is reserved, as in `guaranteed_no_evict`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchweave.engine.scheduler.policies.base import Decision, Snapshot
+from torchweave.engine.scheduler.policies.guaranteed_no_evict import guaranteed_no_evict
+
+
+def static_batch(snapshot: Snapshot) -> Decision:
+    if snapshot.taken_slots:
+        return guaranteed_no_evict(replace(snapshot, waiting=()))
+    return guaranteed_no_evict(snapshot)

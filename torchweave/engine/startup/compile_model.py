@@ -1,0 +1,144 @@
+"""A loaded model, woven by a plan, or run as it is when it will not trace."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from torchweave.compiler.backend import weave
+from torchweave.compiler.cache.store import CompileCache, open_cache
+from torchweave.compiler.codegen.inductor import inductor_ending
+from torchweave.compiler.errors import TraceError
+from torchweave.compiler.runtime.compiled_graph import Woven
+from torchweave.compiler.runtime.cuda_graphs import Forward
+from torchweave.compiler.runtime.eager import broken
+from torchweave.config import Plan
+from torchweave.config.options import TorchCompileConfig
+from torchweave.distributed.process_groups import World
+from torchweave.engine.runner.pipeline_stage import StageForward
+from torchweave.engine.startup.tune import tune_model
+from torchweave.models.parallel import Stage
+from torchweave.ops.registry import boundary_ops
+from torchweave.report import Report
+
+_LOOK_SECONDS = 0.01  # between two looks for what another rank makes
+
+
+def effective(plan: Plan) -> TorchCompileConfig:
+    """The plan's compile config, with what is effective in the place of what was asked."""
+    return replace(
+        plan.config.torch_compile_config,
+        enable_inductor=plan.inductor,
+        compile_sizes=plan.compile_sizes,
+        max_num_streams=plan.max_num_streams,
+        enable_userbuffers=plan.userbuffers,
+        tune=False,  # what was tuned is in the table by now
+    )
+
+
+def weave_model(
+    module: torch.nn.Module,
+    config: TorchCompileConfig,
+    device: torch.device,
+    cache: CompileCache | None,
+    report: Report,
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Woven:
+    """A decoder's forward over flattened tokens, woven with attention and its like as boundaries; `turn` as in `weave`.
+
+    Raises:
+        TraceError: it will not trace.
+    """
+    example = {
+        "input_ids": torch.zeros(23, dtype=torch.int64, device=device),
+        "positions": torch.arange(23, device=device),
+        "logits_index": torch.tensor([4, 9, 22], device=device),
+    }
+    dynamic = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
+    ops = boundary_ops()
+    return weave(module, example, dynamic, boundary_ops=ops, config=config, cache=cache, report=report, turn=turn)
+
+
+class Turns:
+    """One rank of a stage makes what the compile cache keeps, and the others load it: each entry as soon as it is there.
+
+    Args:
+        first: whether this rank is the one.
+        meet: waits for all ranks.
+    """
+
+    def __init__(self, first: bool, meet: Callable[[], None]) -> None:
+        self._first, self._meet = first, meet
+        self._over = threading.Event()
+        self._over.set()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """The first rank makes things in here, and the others, who stay until it has left, load them. Every rank comes here."""
+        if self._first:
+            try:
+                yield
+            finally:
+                self._meet()
+            return
+        self._over.clear()
+        with ThreadPoolExecutor(1, "torchweave-turn") as pool:
+            met = pool.submit(self._meet)
+            met.add_done_callback(lambda _: self._over.set())
+            try:
+                yield
+            finally:
+                met.result()
+
+    def wait(self, path: Path) -> None:
+        """Until an entry is there, or will not come."""
+        while not path.exists() and not self._over.wait(_LOOK_SECONDS):
+            pass
+
+
+def forward_of(
+    module: torch.nn.Module, plan: Plan, report: Report, world: World, stage: Stage | None = None
+) -> tuple[Forward, Plan]:
+    """The model woven, or, when it will not trace, run as it is with capture broken at boundary ops.
+
+    The ranks of a stage have the same graph: with a compile cache the first of them captures it and builds its pieces, and the
+    others load what it kept (`Turns`); passes run on all at the same time. Stages build theirs at the same time too.
+
+    Raises:
+        ValueError: a model that is divided into stages will not trace.
+    """
+    if not plan.fullgraph:
+        return broken(module, boundary_ops()), plan
+    config, device = effective(plan), torch.device(plan.device)
+    turns = Turns(world.tensor_rank == 0, world.barrier)
+    cache = open_cache(config, report, turns.wait)
+    turn = turns.turn if cache is not None and world.size > 1 else nullcontext
+    try:
+        if plan.tune and cache is not None:
+            with report.stage("tuning"):
+                tune_model(
+                    lambda each: weave_model(module, each, device, cache, Report(show=False)),
+                    config,
+                    device,
+                    cache,
+                    report,
+                )
+        with report.stage("weaving"), inductor_ending():
+            woven = weave_model(module, config, device, cache, report, turn)
+        return (woven if stage is None else StageForward(woven, stage, world)), plan
+    except TraceError as error:
+        if stage is not None:
+            raise ValueError(
+                f"The model cannot be divided into stages: {error}; use pipeline_parallel_size=1"
+            ) from error
+        report.event("fallback", what="the model runs without the compiler", why=str(error))
+        settled = plan.settle(
+            "torch_compile_config.enable_fullgraph", False, f"will not trace: {error}", fullgraph=False
+        )
+        return broken(module, boundary_ops()), settled
