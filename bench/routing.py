@@ -5,7 +5,8 @@
 A replica is an engine with the costs of an 8B model on an H100: a step takes `STEP`, and more for each prompt token that is read in
 it, each request that draws a token, and each token of its context. Prompts are read first come, first served, in steps of at most
 8,192 tokens, 1,024 beside answers; what was read is kept, the last `CACHE` tokens of it. The rules are `turn` (one after the
-other), `requests` (the fewest), `tokens` and `prefixes` (torchweave.serving.routing without and with what was read before).
+other), `requests` (the fewest), `tokens` and `prefixes` (torchweave.serving.engine_client.load_balancer without and with
+what was read before).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.cli.benchmarks.result import environment
-from torchweave.serving.routing import SPAN, Beginnings, Load, Router, spans_of
+from torchweave.serving.engine_client.load_balancer import SPAN, Beginnings, Load, Router, spans_of
 
 STEP, READ, DRAW, CONTEXT = 7.0, 0.035, 0.02, 0.000044  # milliseconds
 BATCH, CACHE, BUDGET, BESIDE = 256, 400_000, 8192, 1024

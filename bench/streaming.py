@@ -23,10 +23,10 @@ import uvicorn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.config.options import EngineConfig, ServerConfig
-from torchweave.serving import wire
-from torchweave.serving.app import create_app
-from torchweave.serving.engine_client import EngineClient, Side
-from torchweave.serving.replicas import Replicas
+from torchweave.serving.engine_client.client import EngineClient, Side
+from torchweave.serving.engine_client.replicas import Replicas
+from torchweave.serving.http.app import create_app
+from torchweave.serving.ipc import messages
 from torchweave.utils import gc
 
 ROOT = Path(__file__).parents[1]
@@ -56,30 +56,30 @@ class Speaker(EngineClient):
 
     async def start(self) -> None:
         folder = str(ROOT / "torchweave/models/demo")
-        self.model = wire.ModelCard("demo", folder, "Demo", "float32", "cpu", None, 1, 1 << 20, 4096, 104, 1, 16)
+        self.model = messages.ModelCard("demo", folder, "Demo", "float32", "cpu", None, 1, 1 << 20, 4096, 104, 1, 16)
         self.state, self.ids = "ready", list[int]()
         self._changed.set()
 
     async def stop(self, at_once: bool = False) -> None: ...
 
     def _send_bytes(self, message: bytes) -> None:
-        request = wire.decode_to_engine(message)
+        request = messages.decode_to_engine(message)
         self.ids.append(request.id)
-        asyncio.get_running_loop().call_soon(self._hear, wire.Accepted(request.id))
+        asyncio.get_running_loop().call_soon(self._hear, messages.Accepted(request.id))
 
     def say(self, tokens: np.ndarray) -> None:
         """One more token for each request, by way of the bytes of a message."""
         ids = np.array(self.ids, np.uint64).tobytes()
-        self._hear(wire.decode_from_engine(wire.encode(wire.Outputs(ids, tokens.tobytes(), []))))
+        self._hear(messages.decode_from_engine(messages.encode(messages.Outputs(ids, tokens.tobytes(), []))))
 
     def end(self) -> None:
-        last = [wire.Said(each, TOKENS[:1].tobytes(), "length", True, "") for each in self.ids]
-        self._hear(wire.Outputs(b"", b"", last))
+        last = [messages.Said(each, TOKENS[:1].tobytes(), "length", True, "") for each in self.ids]
+        self._hear(messages.Outputs(b"", b"", last))
 
 
 async def measure(streams: int, tokens: int) -> dict[str, Any]:
     side = Side()
-    speaker = Speaker(wire.Place(), side)
+    speaker = Speaker(messages.Place(), side)
     speaker.state = "starting"
     engines = Replicas(EngineConfig(model="demo"), [speaker], side)
     app = create_app(engines, ServerConfig(served_model_name=("m",), max_waiting_requests=streams), wait=True)

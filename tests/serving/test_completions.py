@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from tests.serving.running import Running
-from torchweave.serving import wire
-from torchweave.serving.protocol import CompletionRequest
-from torchweave.serving.sampling import completion_params
+from torchweave.serving.ipc import messages
+from torchweave.serving.openai.protocol import CompletionRequest
+from torchweave.serving.openai.sampling_fields import completion_params
 
 
 def test_E1_completions_answer(server: Running) -> None:
@@ -25,7 +25,7 @@ def test_E1_completions_answer(server: Running) -> None:
 
 
 def test_E1_the_penalty_of_the_checkpoint_holds_until_another_is_given() -> None:
-    card = wire.ModelCard("m", None, "D", "f", "cpu", None, 1, 64, 8, 104, 4, 16, repetition_penalty=1.3)
+    card = messages.ModelCard("m", None, "D", "f", "cpu", None, 1, 64, 8, 104, 4, 16, repetition_penalty=1.3)
     for given, penalty in (({}, 1.3), ({"repetition_penalty": 1.0}, 1.0), ({"beam_width": 2}, 1.0)):
         asked = CompletionRequest(model="m", prompt="1+1=", **given)
         assert completion_params(asked, card).repetition_penalty == penalty
@@ -144,7 +144,7 @@ def test_E1_a_beam_search_has_several_answers(server: Running) -> None:
 
 
 def test_E1_a_search_of_one_beam_draws_nothing() -> None:
-    card = wire.ModelCard(
+    card = messages.ModelCard(
         "m", None, "D", "f", "cpu", None, 1, 64, 8, 104, 4, 16, repetition_penalty=1.3, temperature=0.6
     )
     params = completion_params(CompletionRequest(prompt="1+1=", use_beam_search=True), card)

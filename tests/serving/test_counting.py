@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
-from torchweave.serving.counting import FIRST_TOKEN_SECONDS, Distribution, History, Percentiles, percentile
+from torchweave.serving.metrics.counters import FIRST_TOKEN_SECONDS, Distribution, History, Percentiles, percentile
 
 
 def test_a_distribution_counts_as_prometheus_does():

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from torchweave.serving.answers import Delta, Run
-from torchweave.serving.delivery import EventStream, answer_whole
-from torchweave.serving.errors import ApiError
-from torchweave.serving.events import event
-from torchweave.serving.replies import ChatReply, CompletionReply
+from torchweave.serving.http.errors import ApiError
+from torchweave.serving.http.responses import EventStream, answer_whole
+from torchweave.serving.http.sse import event
+from torchweave.serving.openai.generation import Delta, Run
+from torchweave.serving.openai.response_builders import ChatReply, CompletionReply
 
 
 class SlowRun:

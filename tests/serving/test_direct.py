@@ -12,8 +12,8 @@ import pytest
 from fastapi import APIRouter, Request, Response
 
 from tests.serving.running import Running
-from torchweave.serving.direct import Direct
-from torchweave.serving.protocol import CompletionRequest
+from torchweave.serving.http.fast_path import Direct
+from torchweave.serving.openai.protocol import CompletionRequest
 
 SMALL: dict[str, Any] = {"model": "demo", "prompt": "12+30=", "max_tokens": 4, "temperature": 0}
 TALK: dict[str, Any] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.serving.running import Running
-from torchweave.serving.protocol import ChatRequest, CompletionRequest
+from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 TEXT = PAGE.read_text(encoding="utf-8")

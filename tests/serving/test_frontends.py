@@ -38,12 +38,12 @@ from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.config.validate import check_server
 from torchweave.engine.request import Output
 from torchweave.engine.responses import NO_TOKENS, Response, Responses
-from torchweave.serving import wire
-from torchweave.serving.ledger import Ledger
-from torchweave.serving.listening import processes_for
-from torchweave.serving.own_engine import own_engines
+from torchweave.serving.engine_client.engine_supervisor import own_engines
+from torchweave.serving.engine_client.request_metrics import Traffic
+from torchweave.serving.http.listener import processes_for
+from torchweave.serving.ipc import messages
+from torchweave.serving.ipc.shared_load import Ledger
 from torchweave.serving.service import Service
-from torchweave.serving.traffic import Traffic
 
 SEVERAL = ("--api_server_count", "3")
 
@@ -328,12 +328,14 @@ def test_the_ledger_sums_what_each_has_in_flight() -> None:
 
 
 def test_what_the_engine_says_goes_to_whom_it_is_for() -> None:
-    place = wire.Place(index=1, count=2, frontends=3)
+    place = messages.Place(index=1, count=2, frontends=3)
     firsts = [list(islice(place.ids(frontend), 3)) for frontend in range(3)]
     assert firsts == [[1, 7, 13], [3, 9, 15], [5, 11, 17]]
 
     def said(item: Any) -> dict[int, Any]:
-        return {frontend: wire.decode_from_engine(message) for frontend, message in wire.messages(item, place, True)}
+        return {
+            frontend: messages.decode_from_engine(message) for frontend, message in messages.messages(item, place, True)
+        }
 
     end = Response(11, Output(NO_TOKENS, "length"), True)
     ids, tokens = np.array([1, 7, 5], np.uint64), np.array([40, 50, 60], np.int32)
@@ -343,13 +345,13 @@ def test_what_the_engine_says_goes_to_whom_it_is_for() -> None:
         assert list(each.new_tokens()) == [(1, 40), (7, 50), (5, 60)] and each.failing
     assert list(found[0].responses()) == [] and [each.id for each in found[2].responses()] == [11]
     assert said(Responses()) == {}
-    assert {who: said.id for who, said in said(wire.Accepted(9, "no")).items()} == {1: 9}
-    moves = said(wire.Moved([(1, "started"), (17, "paused"), (5, "answering")]))
+    assert {who: said.id for who, said in said(messages.Accepted(9, "no")).items()} == {1: 9}
+    moves = said(messages.Moved([(1, "started"), (17, "paused"), (5, "answering")]))
     assert {who: each.moves for who, each in moves.items()} == {
         0: [(1, "started")],
         2: [(17, "paused"), (5, "answering")],
     }
-    assert set(said(wire.Stats("{}"))) == {0}
+    assert set(said(messages.Stats("{}"))) == {0}
 
 
 def test_when_to_ask_again_is_by_the_answers_of_all() -> None:

@@ -26,7 +26,7 @@ from tests.serving.malformed import attack
 from tests.serving.running import Running
 from tests.serving.watched import watched
 from torchweave.engine.request import SamplingParams
-from torchweave.serving.flight import Flight
+from torchweave.serving.engine_client.request_stream import Flight
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 SCHEMA = schemathesis.openapi.from_dict(watched()[0].openapi())

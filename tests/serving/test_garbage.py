@@ -14,11 +14,11 @@ import pytest
 
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.models.resolve import resolve
-from torchweave.serving import wire
-from torchweave.serving.app import create_app
-from torchweave.serving.engine_client import EngineClient, Side
-from torchweave.serving.listening import Uvicorn, listen
-from torchweave.serving.replicas import Replicas
+from torchweave.serving.engine_client.client import EngineClient, Side
+from torchweave.serving.engine_client.replicas import Replicas
+from torchweave.serving.http.app import create_app
+from torchweave.serving.http.listener import Uvicorn, listen
+from torchweave.serving.ipc import messages
 
 TOKENS = np.arange(30, 32, dtype=np.int32)
 
@@ -27,7 +27,7 @@ class Parrot(EngineClient):
     """Answers every request with two tokens, one as part of a stream, and says that it is the end."""
 
     async def start(self) -> None:
-        self.model = wire.ModelCard(
+        self.model = messages.ModelCard(
             "demo", str(resolve("demo").folder), "D", "f", "cpu", None, 1, 1 << 20, 4096, 104, 1, 16
         )
         self.state = "ready"
@@ -36,12 +36,16 @@ class Parrot(EngineClient):
     async def stop(self, at_once: bool = False) -> None: ...
 
     def _send_bytes(self, message: bytes) -> None:
-        request = wire.decode_to_engine(message)
-        if isinstance(request, wire.Submit):
+        request = messages.decode_to_engine(message)
+        if isinstance(request, messages.Submit):
             ids = np.array([request.id], np.uint64).tobytes()
-            last = wire.Said(request.id, TOKENS[1:].tobytes(), "length", True, "")
+            last = messages.Said(request.id, TOKENS[1:].tobytes(), "length", True, "")
             for at, said in enumerate(
-                (wire.Accepted(request.id), wire.Outputs(ids, TOKENS[:1].tobytes(), []), wire.Outputs(b"", b"", [last]))
+                (
+                    messages.Accepted(request.id),
+                    messages.Outputs(ids, TOKENS[:1].tobytes(), []),
+                    messages.Outputs(b"", b"", [last]),
+                )
             ):
                 asyncio.get_running_loop().call_later(0.01 * at, self._hear, said)
 
@@ -63,7 +67,7 @@ async def garbage_of(path: str, body: dict[str, Any] | None) -> tuple[set[bytes]
     """What three requests were answered with, and the types of what only the collector of cycles finds of them."""
     side = Side()
     app = create_app(
-        Replicas(EngineConfig(model="demo"), [Parrot(wire.Place(), side)], side), ServerConfig(), wait=True
+        Replicas(EngineConfig(model="demo"), [Parrot(messages.Place(), side)], side), ServerConfig(), wait=True
     )
     door = listen("127.0.0.1", 0)
     uvicorn = Uvicorn(app)

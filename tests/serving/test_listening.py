@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.serving.running import free_port
-from torchweave.serving import listening
-from torchweave.serving.listening import Uvicorn, join, listen
+from torchweave.serving.http import listener as listening
+from torchweave.serving.http.listener import Uvicorn, join, listen
 
 # -- the address -------------------------------------------------------------------------------------------------------
 

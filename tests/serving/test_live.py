@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.serving.watched import STATS, asking, some_traffic, watched
-from torchweave.serving.routes.live import page
-from torchweave.serving.traffic import HISTORY_SECONDS
+from torchweave.serving.engine_client.request_metrics import HISTORY_SECONDS
+from torchweave.serving.http.routes.live import page
 
 EXPLANATION = {
     "passes": [

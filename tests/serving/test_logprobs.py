@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.models.test_tokenizer import byte_level, sentence_piece
 from torchweave.engine.request import TokenLogprobs
-from torchweave.serving.logprobs import Places, completion_logprobs
-from torchweave.serving.text import Codec
+from torchweave.serving.openai.logprobs import Places, completion_logprobs
+from torchweave.serving.tokenization import Codec
 
 
 @pytest.mark.parametrize("make", [byte_level, sentence_piece])

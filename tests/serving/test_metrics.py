@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families as families
 from tests.serving.running import Running, wait_until
 from tests.serving.watched import STATS, asking, some_traffic, watched
 from torchweave.config.options import EngineConfig, ServerConfig
-from torchweave.serving.app import create_app
-from torchweave.serving.counting import FIRST_TOKEN_SECONDS
-from torchweave.serving.own_engine import own_engines
+from torchweave.serving.engine_client.engine_supervisor import own_engines
+from torchweave.serving.http.app import create_app
+from torchweave.serving.metrics.counters import FIRST_TOKEN_SECONDS
 
 # What vLLM calls them (docs.vllm.ai, "Production Metrics"), under our prefix.
 OF_VLLM = {

@@ -10,8 +10,8 @@ import pytest
 from tests.serving.watched import asking
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.config.validate import check_server
-from torchweave.serving.app import create_app
-from torchweave.serving.own_engine import own_engines
+from torchweave.serving.engine_client.engine_supervisor import own_engines
+from torchweave.serving.http.app import create_app
 
 PAGE, OTHER = "https://chat.example.com", "https://other.example.com"
 ALLOWED = "access-control-allow-origin"

@@ -13,8 +13,9 @@ import pytest
 
 from tests.serving.running import serving, wait_until
 from torchweave.config.options import EngineConfig
-from torchweave.serving import own_engine, wire
-from torchweave.serving.processes import spawn, vital
+from torchweave.serving.engine_client import engine_supervisor as own_engine
+from torchweave.serving.ipc import messages
+from torchweave.serving.ipc.processes import spawn, vital
 
 
 def end_a_child() -> None:
@@ -102,4 +103,4 @@ def test_an_engine_ends_with_its_server_while_it_still_imports(monkeypatch: pyte
     monkeypatch.setattr(own_engine, "follow_parent", gone)
     monkeypatch.setattr(own_engine, "waiting_ranks", lambda *_: pytest.fail("ranks were started first"))
     with pytest.raises(SystemExit):
-        own_engine._run_engine(EngineConfig(model="demo"), wire.Addresses(str(tmp_path)), wire.Place())
+        own_engine._run_engine(EngineConfig(model="demo"), messages.Addresses(str(tmp_path)), messages.Place())

@@ -29,7 +29,7 @@ def client() -> Iterator[openai.OpenAI]:
     """A client of two replicas of the built-in model."""
     import ray
 
-    from torchweave.serving.on_ray_serve import app
+    from torchweave.serving.ray_serve import app
 
     before = dict(os.environ)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -115,7 +115,7 @@ def test_what_is_taken_away_finishes_what_it_has_begun(client: openai.OpenAI) ->
 
 
 def test_what_cannot_be_is_said() -> None:
-    from torchweave.serving.on_ray_serve import app
+    from torchweave.serving.ray_serve import app
 
     for options, sentence in (
         ({"port": 80}, "port has no effect behind Ray Serve"),

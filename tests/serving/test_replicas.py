@@ -25,10 +25,10 @@ from torchweave.config.options import EngineConfig, ServerConfig, TorchCompileCo
 from torchweave.config.validate import check_server
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.startup.replica import config_of_replica
-from torchweave.serving import wire
-from torchweave.serving.flight import EngineGone, Flight
-from torchweave.serving.own_engine import OwnEngine, own_engines
-from torchweave.serving.replicas import Replicas
+from torchweave.serving.engine_client.engine_supervisor import OwnEngine, own_engines
+from torchweave.serving.engine_client.replicas import Replicas
+from torchweave.serving.engine_client.request_stream import EngineGone, Flight
+from torchweave.serving.ipc import messages
 
 PROMPTS = [f"{left}+{right}=" for left in (11, 12, 13, 14) for right in range(20, 28)]
 
@@ -201,7 +201,7 @@ def test_tokens_flow_as_long_as_somebody_waits_for_one_of_them(monkeypatch: pyte
     requests = handed_in(replicas)
     assert replicas.num_in_flight == 2
     for engine, request in zip(replicas.engines, requests, strict=True):
-        engine._hear(wire.Outputs(b"", b"", [wire.Said(request, b"", "length", True, "")]))
+        engine._hear(messages.Outputs(b"", b"", [messages.Said(request, b"", "length", True, "")]))
     assert flow == [True, False] and replicas.num_in_flight == 0
 
 
@@ -242,7 +242,7 @@ def test_a_dead_one_runs_and_holds_nothing_and_what_it_counted_stays() -> None:
     app, engines, _ = watched_replicas(2)
     for engine in engines:
         engine.state = "ready"
-        engine._hear(wire.Stats(json.dumps(STATS), []))
+        engine._hear(messages.Stats(json.dumps(STATS), []))
     cast(OwnEngine, engines[0])._end_life()
     found = values_of(ask(app, "/metrics")[0].text)
     for name in ("num_requests_running", "num_requests_waiting", "num_requests_paused", "kv_cache_usage_perc"):

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchweave.serving.ledger import Ledger
-from torchweave.serving.routing import REQUEST_TOKENS, SPAN, Beginnings, Load, Router, Sent, spans_of
+from torchweave.serving.engine_client.load_balancer import (
+    REQUEST_TOKENS,
+    SPAN,
+    Beginnings,
+    Load,
+    Router,
+    Sent,
+    spans_of,
+)
+from torchweave.serving.ipc.shared_load import Ledger
 
 CACHE = 100 * SPAN
 

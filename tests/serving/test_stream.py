@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchweave.serving.stream import Sender, listen, read
+from torchweave.serving.ipc.socket_stream import Sender, listen, read
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 
 from torchweave.engine.request import StructuredOutputs
 from torchweave.engine.sampling.structured_output import why_not
-from torchweave.serving.protocol import Function, Tool
-from torchweave.serving.tools import (
+from torchweave.serving.openai.protocol import Function, Tool
+from torchweave.serving.openai.tools import (
     Arguments,
     Call,
     CallParser,

@@ -7,8 +7,8 @@ import contextlib
 
 import pytest
 
-from torchweave.serving import turns as module
-from torchweave.serving.turns import Turns
+from torchweave.serving.engine_client import admission_pacer as module
+from torchweave.serving.engine_client.admission_pacer import Turns
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import httpx
 from fastapi import FastAPI
 
 from torchweave.config.options import EngineConfig, ServerConfig
-from torchweave.serving.app import create_app
-from torchweave.serving.engine_client import EngineClient
-from torchweave.serving.own_engine import own_engines
-from torchweave.serving.traffic import Traffic
+from torchweave.serving.engine_client.client import EngineClient
+from torchweave.serving.engine_client.engine_supervisor import own_engines
+from torchweave.serving.engine_client.request_metrics import Traffic
+from torchweave.serving.http.app import create_app
 
 
 class Clock:

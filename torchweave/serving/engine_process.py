@@ -28,8 +28,8 @@ from torchweave.engine.startup.build import Engine
 from torchweave.engine.startup.open import open_engine
 from torchweave.engine.startup.replica import config_of_replica
 from torchweave.report import Report
-from torchweave.serving import wire
-from torchweave.serving.stream import Sender
+from torchweave.serving.ipc import messages as wire
+from torchweave.serving.ipc.socket_stream import Sender
 
 STATS_SECONDS = 0.2
 """Between two statistics that are sent."""

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from torchweave.config.options import ServerConfig, file_text
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.sampling.structured_output import why_not
-from torchweave.serving.answers import Run
-from torchweave.serving.errors import ApiError
-from torchweave.serving.flight import EngineGone
-from torchweave.serving.replicas import Replicas
-from torchweave.serving.text import Codec, prepare
-from torchweave.serving.tools import format_of
-from torchweave.serving.wire import ModelCard
+from torchweave.serving.engine_client.replicas import Replicas
+from torchweave.serving.engine_client.request_stream import EngineGone
+from torchweave.serving.http.errors import ApiError
+from torchweave.serving.ipc.messages import ModelCard
+from torchweave.serving.openai.generation import Run
+from torchweave.serving.openai.tools import format_of
+from torchweave.serving.tokenization import Codec, prepare
 
 _LONGEST_RETRY = 60  # seconds that a client is told to wait at the most
 _RATE_WINDOW = 64  # answers over which the rate of answering is taken

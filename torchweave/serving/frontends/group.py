@@ -15,12 +15,12 @@ import zmq
 import zmq.asyncio
 
 from torchweave.config.options import EngineConfig, ServerConfig
-from torchweave.serving.engine_client import EngineClient, Side
+from torchweave.serving.engine_client.client import EngineClient, Side
+from torchweave.serving.engine_client.load_balancer import Sent
 from torchweave.serving.frontends.messages import CannotServe, End, FromFrontend, Joined, Look, Seat, Seen, ToFrontend
-from torchweave.serving.ledger import Ledger
-from torchweave.serving.metrics import HttpCounts
-from torchweave.serving.processes import bury, ended, meeting_place, spawn, vital
-from torchweave.serving.routing import Sent
+from torchweave.serving.ipc.processes import bury, ended, meeting_place, spawn, vital
+from torchweave.serving.ipc.shared_load import Ledger
+from torchweave.serving.metrics.prometheus import HttpCounts
 from torchweave.utils import gc
 
 _LOOK_SECONDS = 1.0  # in which the others say what they have seen; who is later is shown as he was

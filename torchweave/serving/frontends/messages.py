@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from torchweave.serving.engine_client import State
-from torchweave.serving.routing import Sent
-from torchweave.serving.traffic import Traffic
-from torchweave.serving.wire import Addresses, ModelCard
+from torchweave.serving.engine_client.client import State
+from torchweave.serving.engine_client.load_balancer import Sent
+from torchweave.serving.engine_client.request_metrics import Traffic
+from torchweave.serving.ipc.messages import Addresses, ModelCard
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import zmq
 import zmq.asyncio
 
 from torchweave.config.options import EngineConfig, ServerConfig
-from torchweave.serving.app import create_app
-from torchweave.serving.engine_client import Side
+from torchweave.serving.engine_client.client import Side
+from torchweave.serving.engine_client.load_balancer import Sent
+from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.frontends.messages import (
     CannotServe,
     Draining,
@@ -24,13 +25,12 @@ from torchweave.serving.frontends.messages import (
     ToFrontend,
 )
 from torchweave.serving.frontends.shared_engine import SharedEngine
-from torchweave.serving.ledger import Ledger
-from torchweave.serving.listening import Uvicorn, join
-from torchweave.serving.processes import follow_parent, vital
-from torchweave.serving.replicas import Replicas
-from torchweave.serving.routing import Sent
+from torchweave.serving.http.app import create_app
+from torchweave.serving.http.listener import Uvicorn, join
+from torchweave.serving.ipc.messages import Place
+from torchweave.serving.ipc.processes import follow_parent, vital
+from torchweave.serving.ipc.shared_load import Ledger
 from torchweave.serving.service import Service
-from torchweave.serving.wire import Place
 from torchweave.utils import gc
 
 

@@ -6,10 +6,10 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
-from torchweave.serving.engine_client import EngineClient
+from torchweave.serving.engine_client.client import EngineClient
 from torchweave.serving.frontends.messages import Became, Began, Ended
-from torchweave.serving.processes import vital
-from torchweave.serving.wire import Addresses
+from torchweave.serving.ipc.messages import Addresses
+from torchweave.serving.ipc.processes import vital
 
 
 class SharedEngine(EngineClient):

@@ -1,0 +1,189 @@
+"""The engines behind one server: one, or several replicas of a model, with one face.
+
+engines = own_engines(config, count=2)
+await engines.start()
+with engines.flight() as flight: ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchweave.config.options import EngineConfig
+from torchweave.engine.request import SamplingParams
+from torchweave.serving.engine_client.client import EngineClient, Listener, Side, State
+from torchweave.serving.engine_client.load_balancer import Load, Router, Sent
+from torchweave.serving.engine_client.request_stream import EngineGone, Flight
+from torchweave.serving.ipc.messages import ModelCard
+
+
+class Replicas:
+    """Gives each request to one of several engines, and goes on as long as one of them serves.
+
+    Args:
+        config: of each engine.
+        engines: by number.
+        side: this HTTP process, the one of the engines.
+
+    Attributes:
+        turns: of requests, between tokens of the engines.
+    """
+
+    def __init__(self, config: EngineConfig, engines: Sequence[EngineClient], side: Side) -> None:
+        self.config = config
+        self.engines = tuple(engines)
+        self.turns = side.turns
+        self._changed = side.changed
+        self._router = Router(config.enable_prefix_caching, lambda sent: side.announce(sent), side.ledger)
+        self._opened = False
+
+    # -- their life ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start all engines; returns at once, see `wait_until_ready`."""
+        for engine in self.engines:
+            await engine.start()
+
+    async def wait_until_ready(self) -> None:
+        """Wait until all of them take requests.
+
+        Raises:
+            ValueError: an engine cannot be what was asked; one sentence says why and what to do.
+            EngineGone: one failed or was ended.
+        """
+        await self.wait_for(lambda: self.state != "starting")
+        if self.state != "ready":
+            asked = [engine.failure for engine in self.engines if engine.asked_too_much]
+            raise ValueError(asked[0]) if asked else EngineGone(self.failure)
+        self._opened = True
+
+    async def wait_for(self, holds: Callable[[], bool]) -> None:
+        """Wait until something about `state` or `num_in_flight` holds."""
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def stop(self, at_once: bool = False) -> None:
+        """End all engines, `at_once`: without waiting for them; requests in flight are answered with an error."""
+        await asyncio.gather(*(engine.stop(at_once) for engine in self.engines))
+
+    @property
+    def state(self) -> State:
+        """Until all were ready, what keeps them from it; then the best of theirs."""
+        states = {engine.state for engine in self.engines}
+        order: tuple[State, ...] = ("failed", "stopped", "starting", "ready")
+        if self._opened:
+            order = ("ready", "starting", "stopped", "failed")
+        return next(state for state in order if state in states)
+
+    @property
+    def alive(self) -> bool:
+        """Whether an engine takes requests, or is about to."""
+        return self.state in ("starting", "ready")
+
+    @property
+    def failure(self) -> str:
+        """Why engines failed, or else were ended; empty while all are there."""
+        failed = [engine for engine in self.engines if engine.state == "failed"] or self.engines
+        reasons = {engine.failure for engine in failed}
+        if len(reasons) == 1 and len(failed) == len(self.engines):
+            return reasons.pop()
+        return " ".join(f"Replica {engine.place.index}: {engine.failure}" for engine in failed if engine.failure)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def flight(self) -> Flight:
+        return Flight(self)
+
+    def submit(
+        self,
+        flight: Flight,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        streaming: bool,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> int:
+        """Hand in a request whose responses go to `flight`; returns its id.
+
+        Raises:
+            EngineGone: no engine is ready.
+            ValueError: the request holds what cannot be sent.
+        """
+        engine, num_known = self.engines[0], 0
+        if len(self.engines) > 1:
+            if not (loads := [_load(each) for each in self._ready]):
+                raise EngineGone(self.failure or "The engines are starting; see /ready.")
+            number, num_known = self._router.choose(prompt, cache_salt, loads)
+            engine = self.engines[number]
+        return engine.submit(flight, prompt, params, streaming, priority, cache_salt, num_known)
+
+    def learn(self, sent: Sent) -> None:
+        """Another HTTP process has given a prompt to one of the engines."""
+        self._router.learn(sent)
+
+    def cancel(self, ids: Sequence[int], whole: bool = False) -> None:
+        """Ask that requests are stopped; those that are in flight still get their final response.
+
+        Args:
+            whole: their answers are: a stop string ended them.
+        """
+        for engine in self.engines:
+            engine.cancel(ids, whole)
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> ModelCard | None:
+        """What is served, with requests as long as every engine that is ready takes them; None while none is ready."""
+        cards = [engine.model for engine in self.engines if engine.model is not None]
+        return min(cards, key=lambda card: card.max_model_len, default=None)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that were handed in and not yet answered for the last time."""
+        return sum(engine.num_in_flight for engine in self.engines)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in flight beyond those that a step of their engine can hold."""
+        return sum(max(engine.num_waiting, 0) for engine in self._ready)
+
+    @property
+    def num_free(self) -> int:
+        """Further requests that the next steps could hold."""
+        return sum(max(-engine.num_waiting, 0) for engine in self._ready)
+
+    @property
+    def progress(self) -> list[dict[str, Any]]:
+        """The latest of each long task of the engines' starts: `title`, `done`, `total`, `note`, `at`; of several, `replica`."""
+        return [self._numbered(engine, bar) for engine in self.engines for bar in engine.progress]
+
+    def listen(self, listener: Listener) -> None:
+        """Call `listener(kind, facts)` for every later event of the engines; of several, `facts` name the `replica`."""
+        for engine in self.engines:
+            engine.listen(lambda kind, facts, engine=engine: listener(kind, self._numbered(engine, facts)))
+
+    def _numbered(self, engine: EngineClient, facts: dict[str, Any]) -> dict[str, Any]:
+        return facts if len(self.engines) == 1 else {"replica": engine.place.index, **facts}
+
+    @property
+    def _ready(self) -> list[EngineClient]:
+        return [engine for engine in self.engines if engine.state == "ready"]
+
+
+def _load(engine: EngineClient) -> Load:
+    card = engine.model
+    cache = card.num_kv_blocks * card.block_size if card is not None else 0
+    return Load(
+        replica=engine.place.index,
+        life=engine.restarts,
+        num_requests=engine.num_in_flight,
+        unread=engine.unread,
+        is_full=engine.num_waiting >= 0,
+        cache_tokens=cache,
+    )

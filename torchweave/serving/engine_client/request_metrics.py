@@ -1,0 +1,229 @@
+"""What goes between the HTTP process and the engine, watched from the HTTP side: each request's times, and each iteration.
+
+The engine client calls `Traffic` as things happen; `metrics.py` and `live.py` read it. Prompts and answers are not kept.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from typing import Any
+
+from torchweave.serving.metrics.counters import (
+    BETWEEN_TOKENS_SECONDS,
+    FIRST_TOKEN_SECONDS,
+    ITERATION_TOKENS,
+    REQUEST_SECONDS,
+    REQUEST_TOKENS,
+    Distribution,
+    History,
+)
+
+HISTORY_SECONDS = 180
+_KEPT_REQUESTS = 40
+_KEPT_VALUES = 1000  # of which percentiles of now are taken
+_MAX_OPEN_SHOWN = 40
+
+
+@dataclass(slots=True)
+class Record:
+    """One answer in the making; times by the traffic's clock, 0 where it has not come to that.
+
+    Attributes:
+        started: when the engine began to read the prompt.
+        first: when its first token came; of one that is not streamed, when the engine drew it.
+        paused: it ran, and waits to go on.
+        unread: tokens of the prompt that the engine has to read, until it has.
+        whole: a stop string ended it, which the engine does not know: it says `cancelled`, or what came before it heard.
+        reason: why it ended; empty while it has not.
+    """
+
+    id: int
+    num_prompt: int
+    arrived: float
+    streaming: bool
+    started: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    num_tokens: int = 0
+    paused: bool = False
+    unread: int = 0
+    whole: bool = False
+    ended: float = 0.0
+    reason: str = ""
+
+    @property
+    def state(self) -> str:
+        """Why it ended, or what it does: `waiting`, `reading`, `answering` or `paused`."""
+        if self.reason or self.paused:
+            return self.reason or "paused"
+        return "answering" if self.first else "reading" if self.started else "waiting"
+
+
+@dataclass
+class Counts:
+    """What was counted since the server began, over all lives of the engine."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    reasons: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "cancelled", "error"), 0))
+    refused: int = 0
+    iterations: int = 0
+    compiles_after_ready: int = 0
+    first_token: Distribution = field(default_factory=lambda: Distribution(FIRST_TOKEN_SECONDS, _KEPT_VALUES))
+    inter_token: Distribution = field(default_factory=lambda: Distribution(BETWEEN_TOKENS_SECONDS, _KEPT_VALUES))
+    per_output_token: Distribution = field(default_factory=lambda: Distribution(BETWEEN_TOKENS_SECONDS))
+    latency: Distribution = field(default_factory=lambda: Distribution(REQUEST_SECONDS))
+    queue: Distribution = field(default_factory=lambda: Distribution(REQUEST_SECONDS))
+    request_prompt: Distribution = field(default_factory=lambda: Distribution(REQUEST_TOKENS))
+    request_generation: Distribution = field(default_factory=lambda: Distribution(REQUEST_TOKENS))
+    iteration_tokens: Distribution = field(default_factory=lambda: Distribution(ITERATION_TOKENS))
+    iteration_seconds: Distribution = field(default_factory=lambda: Distribution(BETWEEN_TOKENS_SECONDS, _KEPT_VALUES))
+
+    @classmethod
+    def together(cls, parts: Sequence[Counts]) -> Counts:
+        """What several engines have done."""
+        found: dict[str, Any] = {}
+        for item in fields(cls):
+            values = [getattr(part, item.name) for part in parts]
+            if isinstance(values[0], Distribution):
+                found[item.name] = Distribution.together(values)
+            elif isinstance(values[0], dict):
+                names = dict.fromkeys(name for value in values for name in value)
+                found[item.name] = {name: sum(value.get(name, 0) for value in values) for name in names}
+            else:
+                found[item.name] = sum(values)
+        return cls(**found)
+
+
+class Traffic:
+    """Watches one engine client. Belongs to its event loop.
+
+    Attributes:
+        open: answers that are not finished, by id.
+        recent: those that ended last, newest first.
+        unread: tokens of prompts that the engine was given and has not read.
+        history: tokens and step times by second.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.began = clock()
+        self.counts = Counts()
+        self.open: dict[int, Record] = {}
+        self.recent: deque[Record] = deque(maxlen=_KEPT_REQUESTS)
+        self.history = History(HISTORY_SECONDS, ("generated", "read", "ended"))
+        self.unread = 0
+
+    # -- what the client tells -----------------------------------------------------------------------------------------
+
+    def submitted(self, request_id: int, num_prompt: int, streaming: bool, num_known: int = 0) -> None:
+        """A request goes to the engine, which has read `num_known` tokens of its prompt before."""
+        record = Record(request_id, num_prompt, self.clock(), streaming, unread=num_prompt - num_known)
+        self.open[request_id] = record
+        self.unread += record.unread
+
+    def refused(self, request_id: int) -> None:
+        """The engine said that it can never run it."""
+        record = self.open.pop(request_id, None)
+        if record is not None:
+            self._read(record)
+            self.counts.refused += 1
+
+    def moved(self, moves: Iterable[tuple[int, str]]) -> None:
+        """Requests that `started`, were `paused`, or are `answering`."""
+        now = self.clock()
+        for request_id, move in moves:
+            record = self.open.get(request_id)
+            if record is None:
+                continue
+            record.paused = move == "paused"
+            if move == "started" and not record.started:
+                record.started = now
+                self.counts.queue.observe(now - record.arrived)
+            elif move == "answering" and not record.streaming and not record.first:
+                record.first = now
+                self.counts.first_token.observe(now - record.arrived)
+                self._read(record)
+
+    def completed(self, ids: Iterable[int]) -> None:
+        """A stop string ended these; their last responses are still to come."""
+        for request_id in ids:
+            if request_id in self.open:
+                self.open[request_id].whole = True
+
+    def answered(self, request_id: int, num_tokens: int, reason: str | None) -> None:
+        """A response came; `reason` where it is the last."""
+        record = self.open.get(request_id)
+        if record is None:
+            return
+        now = self.clock()
+        if num_tokens:
+            self._tokens(record, num_tokens, now)
+        if reason is not None:
+            del self.open[request_id]
+            whole = reason == "complete" or (record.whole and reason != "error")
+            self._ended(record, "stop" if whole else reason, now)  # as clients are told
+
+    def iterated(self, iterations: Sequence[tuple[float, int, int]]) -> None:
+        """Iterations since the last call: seconds, prompt tokens that were read, tokens that were drawn."""
+        counts = self.counts
+        counts.iterations += len(iterations)
+        for seconds, read, drawn in iterations:
+            counts.iteration_seconds.observe(seconds)
+            counts.iteration_tokens.observe(read + drawn)
+        self.history.add(
+            self.clock(),
+            [each[0] for each in iterations],
+            read=sum(each[1] for each in iterations),
+            generated=sum(each[2] for each in iterations),
+        )
+
+    def event(self, kind: str) -> None:
+        """An event of the engine's report."""
+        if kind == "compile_after_ready":
+            self.counts.compiles_after_ready += 1
+
+    def _tokens(self, record: Record, num_tokens: int, now: float) -> None:
+        counts = self.counts
+        record.num_tokens += num_tokens
+        counts.generation_tokens += num_tokens
+        if record.last:
+            counts.inter_token.observe(now - record.last)
+        else:
+            counts.prompt_tokens += record.num_prompt
+            self._read(record)
+            if record.streaming:  # else the engine tells of it: the only response comes at the end
+                record.first = now
+                counts.first_token.observe(now - record.arrived)
+        record.last = now
+
+    def _read(self, record: Record) -> None:
+        """There is nothing left of a prompt to be read."""
+        self.unread -= record.unread
+        record.unread = 0
+
+    def _ended(self, record: Record, reason: str, now: float) -> None:
+        counts = self.counts
+        self._read(record)
+        record.ended, record.reason = now, reason
+        self.recent.appendleft(record)
+        self.history.add(now, ended=1)
+        counts.reasons[reason] = counts.reasons.get(reason, 0) + 1
+        counts.latency.observe(now - record.arrived)
+        counts.request_prompt.observe(record.num_prompt)
+        counts.request_generation.observe(record.num_tokens)
+        if record.num_tokens > 1 and record.first:
+            counts.per_output_token.observe((now - record.first) / (record.num_tokens - 1))
+
+
+def shown(traffics: Sequence[Traffic]) -> list[Record]:
+    """Answers of several engines for people: those under way, the newest first, then those that ended last."""
+    newest = [list(reversed(traffic.open.values()))[:_MAX_OPEN_SHOWN] for traffic in traffics]
+    under_way = heapq.merge(*newest, key=lambda record: -record.arrived)
+    ended = heapq.merge(*(traffic.recent for traffic in traffics), key=lambda record: -record.ended)
+    return [*islice(under_way, _MAX_OPEN_SHOWN), *islice(ended, _KEPT_REQUESTS)]

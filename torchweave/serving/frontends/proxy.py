@@ -1,0 +1,102 @@
+"""What an HTTP process does not answer itself, the first one does: pages, probes, metrics, and whatever is wrong with a request."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httptools
+
+from torchweave.serving.http.errors import ApiError
+from torchweave.serving.http.middleware import App, Receive, Send
+from torchweave.serving.http.responses import while_heard
+from torchweave.serving.metrics.prometheus import RELAYED
+
+_OF_A_CONNECTION = frozenset({
+    b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
+    b"content-length", b"expect", b"date",
+})  # fmt: skip
+_READ_BYTES = 1 << 16
+
+
+class Relay:
+    """ASGI middleware that lets nothing through but the beginning and the end of the application: it asks the first HTTP process,
+    and hands its answer on as it comes.
+
+    Args:
+        address: its Unix socket.
+    """
+
+    def __init__(self, app: App, address: str) -> None:
+        self._app = app
+        self._address = address
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope[RELAYED] = True
+        bodyless = scope["method"] in ("GET", "HEAD", "OPTIONS")
+        body = b"" if bodyless else (await receive())["body"]  # whole: the guard has read it
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._address)
+        except OSError:
+            gone = ApiError(503, "The server is shutting down; ask another one.", code="shutting_down")
+            await gone.response(scope, receive, send)
+            return
+        try:
+            writer.write(_request(scope, body))
+            await while_heard(_pass_on(reader, send), receive)
+        finally:
+            writer.close()
+
+
+def _request(scope: Any, body: bytes) -> bytes:
+    target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+    headers = [each for each in scope["headers"] if each[0] not in _OF_A_CONNECTION]
+    headers += [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+    lines = [b"%s %s HTTP/1.1" % (scope["method"].encode("ascii"), target), *(b"%s: %s" % each for each in headers)]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+async def _pass_on(reader: asyncio.StreamReader, send: Send) -> None:
+    answer = _Answer()
+    parser = httptools.HttpResponseParser(answer)
+    begun = False
+    while not answer.ended and (data := await reader.read(_READ_BYTES)):
+        parser.feed_data(data)
+        if answer.whole_head and not begun:
+            begun = True
+            status = parser.get_status_code()
+            await send({"type": "http.response.start", "status": status, "headers": answer.headers})
+        if begun and answer.parts:
+            await send({"type": "http.response.body", "body": answer.take(), "more_body": True})
+    if not begun:
+        raise ConnectionError("the first HTTP process went before it answered")
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Answer:
+    """What httptools finds."""
+
+    def __init__(self) -> None:
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.parts: list[bytes] = []
+        self.whole_head = self.ended = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() not in _OF_A_CONNECTION or name.lower() == b"content-length":
+            self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.whole_head = True
+
+    def on_body(self, body: bytes) -> None:
+        self.parts.append(body)
+
+    def on_message_complete(self) -> None:
+        self.ended = True
+
+    def take(self) -> bytes:
+        body, self.parts = b"".join(self.parts), []
+        return body

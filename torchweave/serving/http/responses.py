@@ -1,0 +1,135 @@
+"""How an answer goes out: whole or as a stream of events, within a time limit, and only as long as somebody listens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from fastapi.responses import Response
+
+from torchweave.serving.http.errors import ApiError, api_error
+from torchweave.serving.http.sse import event
+from torchweave.serving.metrics.prometheus import STREAM_SEND
+from torchweave.serving.openai.generation import Delta, Run
+
+Value = TypeVar("Value")
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+_GONE = 499  # nginx's status for a client that left; nobody reads it but logs and metrics
+_DONE = b"data: [DONE]\n\n"
+
+
+class Reply(Protocol):
+    """Turns the answers to one request into the bodies of its response."""
+
+    def events(self, delta: Delta) -> bytes:
+        """Events of a stream for what is new of an answer; empty where there is nothing to tell."""
+        ...
+
+    def last_chunk(self) -> dict[str, Any]:
+        """The event with the number of tokens."""
+        ...
+
+    def whole(self, answers: list[Delta]) -> dict[str, Any]:
+        """The body of a response that is no stream."""
+        ...
+
+
+def as_response(body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+async def answer_whole(run: Run, reply: Reply, receive: Receive, seconds: float) -> Response:
+    """All answers in one body, once they have ended.
+
+    Raises:
+        ApiError: 504 when that takes longer than `seconds` (0: any time).
+        EngineGone: the engine ended before.
+    """
+    try:
+        answers = await while_heard(_in_time(run.whole(), seconds), receive)
+    finally:
+        run.close()
+    return Response(status_code=_GONE) if answers is None else as_response(reply.whole(answers))
+
+
+class EventStream(Response):
+    """The answers as server-sent events, each as soon as it is there. The run is closed with the last, or when the client has left.
+
+    A server of a small model sends tens of thousands of events a second: what is done for each of them is kept short.
+
+    Args:
+        seconds: in which all answers must have ended; 0: any time.
+        with_usage: the last event holds the number of tokens.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, run: Run, reply: Reply, seconds: float, with_usage: bool) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._run, self._reply, self._seconds, self._with_usage = run, reply, seconds, with_usage
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        send_part = scope.get(STREAM_SEND, send)
+
+        async def pump() -> bool:
+            last = await self._send_answers(send_part)
+            await send_part({"type": "http.response.body", "body": last + _DONE, "more_body": True})
+            return True
+
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if await while_heard(pump(), receive):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._run.close()
+
+    async def _send_answers(self, send: Send) -> bytes:
+        """Returns the last event; a fault on the way is one too, since the status has been sent."""
+        run, events = self._run, self._reply.events
+        try:
+            async with asyncio.timeout(self._seconds or None):
+                while deltas := await run.next():
+                    body = events(deltas[0]) if len(deltas) == 1 else b"".join(map(events, deltas))
+                    if body:
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+            return event(self._reply.last_chunk()) if self._with_usage else b""
+        except Exception as error:
+            run.close()  # at once: a client that does not read keeps the last event waiting
+            return event((_too_slow(self._seconds) if isinstance(error, TimeoutError) else api_error(error)).body)
+
+
+async def _in_time(work: Coroutine[Any, Any, Value], seconds: float) -> Value:
+    try:
+        async with asyncio.timeout(seconds or None):
+            return await work
+    except TimeoutError:
+        raise _too_slow(seconds) from None
+
+
+def _too_slow(seconds: float) -> ApiError:
+    sentence = (
+        f"The answer took longer than the {seconds:g} seconds that this server gives one request; lower max_tokens."
+    )
+    return ApiError(504, sentence, code="timeout")
+
+
+async def while_heard(work: Coroutine[Any, Any, Value], receive: Receive) -> Value | None:
+    """The result of `work`, or None when the client left before."""
+    task = asyncio.create_task(work)
+    leaving = asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        task.cancel()
+        leaving.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

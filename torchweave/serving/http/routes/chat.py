@@ -1,0 +1,44 @@
+"""`/v1/chat/completions`: a conversation in, its next message out."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from torchweave.serving.http.middleware import REQUEST_ID
+from torchweave.serving.http.responses import EventStream, answer_whole
+from torchweave.serving.http.routes.dependencies import service_of, stream_options
+from torchweave.serving.openai.chat_template import calling, encode
+from torchweave.serving.openai.protocol import ChatRequest
+from torchweave.serving.openai.response_builders import ChatReply
+from torchweave.serving.openai.sampling_fields import chat_params
+
+router = APIRouter(prefix="/v1", tags=["generation"])
+
+
+@router.post("/chat/completions", summary="The next message of a conversation")
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    service = service_of(request)
+    name = service.check_model(body.model)
+    options = stream_options(body)
+    tools = calling(service, body)
+    params = chat_params(body, service.model, tools.forced, tools.keep_special)
+    ids = await encode(service, body, tools.tools)
+    run = await service.ask([ids], params, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt)
+    reply = ChatReply(
+        run,
+        request.scope[REQUEST_ID],
+        name,
+        service.codec,
+        num_top=(body.top_logprobs or 0) if body.logprobs else None,
+        scores=body.prompt_logprobs is not None,
+        parser=tools.parser,
+        first_call_only=body.parallel_tool_calls is False,
+        calls_end=body.named_function is None,
+        new_id=tools.new_id,
+        counts=options.continuous_usage_stats,
+    )
+    seconds = service.settings.request_timeout
+    if body.stream:
+        return EventStream(run, reply, seconds, options.include_usage)
+    return await answer_whole(run, reply, request.receive, seconds)

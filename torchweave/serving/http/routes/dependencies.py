@@ -1,0 +1,27 @@
+"""What routes share."""
+
+from __future__ import annotations
+
+from fastapi import Request
+
+from torchweave.serving.http.errors import ApiError
+from torchweave.serving.openai.protocol import Generation, StreamOptions
+from torchweave.serving.service import Service
+
+
+def service_of(request: Request) -> Service:
+    """The server's state."""
+    return request.app.state.service
+
+
+def stream_options(body: Generation) -> StreamOptions:
+    """What a stream holds beside the answer.
+
+    Raises:
+        ApiError: 400, options of a stream for what is none.
+    """
+    if body.stream_options is None:
+        return StreamOptions()
+    if not body.stream:
+        raise ApiError(400, "stream_options needs stream=true.", param="stream_options")
+    return body.stream_options

@@ -1,0 +1,40 @@
+"""`/tokenize` and `/detokenize`, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from torchweave.serving.http.errors import ApiError
+from torchweave.serving.http.routes.dependencies import service_of
+from torchweave.serving.openai.chat_template import encode
+from torchweave.serving.openai.protocol import AnyTokenizeRequest, DetokenizeRequest, TokenizeRequest
+
+router = APIRouter(tags=["tokens"])
+
+
+@router.post("/tokenize", summary="The tokens of a text or a conversation")
+async def tokenize(body: AnyTokenizeRequest, request: Request) -> dict[str, Any]:
+    service = service_of(request)
+    service.check_model(body.model)
+    codec = service.need_codec()
+    if isinstance(body, TokenizeRequest):
+        ids = await codec.encode(body.prompt, body.add_special_tokens)
+    else:
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+        ids = await encode(service, body, tools)
+    texts = [codec.token_text(token) for token in ids] if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": service.model.max_model_len, "tokens": ids, "token_strs": texts}
+
+
+@router.post("/detokenize", summary="The text of tokens")
+async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+    service = service_of(request)
+    service.check_model(body.model)
+    size = service.model.vocab_size
+    if any(not 0 <= token < size for token in body.tokens):
+        raise ApiError(
+            400, f"tokens holds an id outside 0..{size - 1}, which this model does not know.", param="tokens"
+        )
+    return {"prompt": service.need_codec().decode(body.tokens)}

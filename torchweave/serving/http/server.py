@@ -1,0 +1,138 @@
+"""One server from its start to its end: the socket, the signals, the drain, and the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+
+from torchweave.config.options import EngineConfig, ServerConfig
+from torchweave.serving.engine_client.client import Side
+from torchweave.serving.engine_client.engine_supervisor import own_engines
+from torchweave.serving.frontends.group import Frontends
+from torchweave.serving.frontends.messages import Draining
+from torchweave.serving.http.app import create_app
+from torchweave.serving.http.listener import Uvicorn, listen, processes_for
+from torchweave.serving.ipc.processes import vital
+from torchweave.serving.ipc.shared_load import Ledger
+from torchweave.serving.service import Service
+from torchweave.utils import gc
+
+_FAILED_SECONDS = 1.0  # for those who ask to hear that the engine has failed
+_LOOK_SECONDS = 0.05  # between two looks at what other HTTP processes have in flight, while they finish it
+
+
+class Server:
+    """Serves one engine, or replicas of it, until a signal or the end of the last one.
+
+    Args:
+        config: of each engine.
+        settings: of the server.
+        on_ready: called with the server when it takes requests.
+
+    Attributes:
+        url: where it listens.
+
+    Raises:
+        ValueError: the address cannot be had.
+    """
+
+    def __init__(
+        self, config: EngineConfig, settings: ServerConfig, on_ready: Callable[[Server], None] = lambda _: None
+    ) -> None:
+        count = processes_for(settings.api_server_count)
+        self._config, self._settings, self._on_ready = config, settings, on_ready
+        self._socket = listen(settings.host, settings.port, shared=count > 1)
+        self._port: int = self._socket.getsockname()[1]
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self.url = f"http://{host}:{self._port}"
+        side = Side(ledger=Ledger(settings.data_parallel_size, count))
+        self._frontends = Frontends(count, side)
+        self.client = own_engines(config, settings.data_parallel_size, settings.restart_engine, side, count)
+        self.app = create_app(self.client, settings, others=self._frontends)
+        self.service: Service = self.app.state.service
+        self._draining: asyncio.Task[None] | None = None
+        self._uvicorn = Uvicorn(self.app)
+
+    @property
+    def failure(self) -> str:
+        """Why it cannot go on, or has not begun; empty while it can."""
+        if self.client.state == "failed":  # what else is amiss may be so for that
+            return self.client.failure
+        return self._frontends.failure or self.client.failure
+
+    def run(self) -> int:
+        """Serve; returns the exit code: 0 after a signal, 1 when the engine failed.
+
+        Raises:
+            ValueError: the engine cannot be what was asked; one sentence says why and what to do.
+        """
+        with self._uvicorn.runner() as runner:
+            return runner.run(self._serve())
+
+    async def _serve(self) -> int:
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(each, self.drain)
+        address = self._settings.host, self._port
+        further = self._frontends.start(self._config, self._settings, address, self.client.learn)
+        serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket, *further]))
+        tasks = [asyncio.create_task(self._greet()), vital(self._follow())]
+        await serving
+        await _end(*tasks, *([self._draining] if self._draining is not None else []))
+        at_once = self._uvicorn.force_exit
+        if at_once:  # uvicorn has left requests and application as they were, to be cancelled with the loop
+            await self.client.stop(at_once)
+            await self._uvicorn.lifespan.shutdown()
+        await self._frontends.stop(at_once)
+        if self.service.fault:
+            raise ValueError(self.service.fault)
+        return 1 if self.client.state == "failed" or self._frontends.failure else 0
+
+    async def _greet(self) -> None:
+        """Tell when the server is ready, or end it where it cannot be."""
+        await self.service.opened.wait()
+        if not self.service.ready:
+            self._uvicorn.should_exit = True
+            return
+        await self._frontends.joined()
+        if self._frontends.failure:
+            return
+        self._on_ready(self)
+        with gc.at_rest_by_turns():
+            await asyncio.Event().wait()
+
+    async def _follow(self) -> None:
+        """End the server with its engine, or with one of its HTTP processes, be it while it starts."""
+        opened = self.service.opened
+        await self.client.wait_for(lambda: bool(self._frontends.failure) or (opened.is_set() and not self.client.alive))
+        if self._frontends.failure:
+            await self.client.stop()  # whoever waits for an answer hears of it, in all HTTP processes
+        if self.failure:
+            await asyncio.sleep(_FAILED_SECONDS)
+        self._uvicorn.should_exit = True
+
+    def drain(self) -> None:
+        """Take no more requests and end when those that run have finished; called again: now."""
+        if self._draining is not None or not self.service.ready:
+            self._uvicorn.should_exit = True
+            self._uvicorn.force_exit = self._draining is not None
+            return
+        self.service.draining = True
+        self._frontends.announce(Draining())
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.drain_timeout):
+                while self.client.num_in_flight:
+                    await asyncio.sleep(_LOOK_SECONDS)
+        await self.client.stop()  # whoever is still there hears of it
+        self._uvicorn.should_exit = True
+
+
+async def _end(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

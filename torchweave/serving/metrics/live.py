@@ -1,0 +1,200 @@
+"""`/live`: everything that the page shows, as one JSON object that is made at most a few times a second.
+
+The engine is never asked: what it said last is in the engine client and in what was watched of its traffic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+import torchweave
+from torchweave.serving.engine_client.client import EngineClient
+from torchweave.serving.engine_client.request_metrics import HISTORY_SECONDS, Counts, Record, shown
+from torchweave.serving.metrics.counters import Distribution, Percentiles, percentile
+from torchweave.serving.metrics.prometheus import EngineNow
+from torchweave.serving.service import Service
+
+FRESH_SECONDS = 0.25
+"""How old an answer may be: so often is it made at the most, however many pages are open."""
+RATE_SECONDS = 5
+"""Over which the tokens a second of a replica are taken."""
+
+
+class Live:
+    """The page's data for one server.
+
+    Args:
+        look: brings what is known of other HTTP processes up to date.
+    """
+
+    def __init__(self, service: Service, look: Callable[[], Awaitable[None]]) -> None:
+        self._service = service
+        self._look = look
+        self._engines = service.client.engines
+        self._made = float("-inf")
+        self._making: asyncio.Task[None] | None = None
+        self._text = b""
+        self._compiled: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # an explanation, and what is shown of it
+        histories = [engine.traffic.history for engine in self._engines]
+        self._step_times = Percentiles(histories, HISTORY_SECONDS, (50, 99))
+
+    async def text(self) -> bytes:
+        """The JSON text, not older than `FRESH_SECONDS`."""
+        if self._engines[0].traffic.clock() - self._made >= FRESH_SECONDS:
+            if self._making is None or self._making.done():
+                self._making = asyncio.create_task(self._make())
+            await asyncio.shield(self._making)  # others may wait for it too
+        return self._text
+
+    async def _make(self) -> None:
+        await self._look()
+        now = self._engines[0].traffic.clock()
+        self._text, self._made = msgspec.json.encode(self.snapshot(now)), now
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """What `docs/operations.md` describes; times in seconds, unless a name ends in `_ms`."""
+        client = self._service.client
+        traffics = [traffic for engine in self._engines for traffic in engine.traffics]
+        counts = Counts.together([traffic.counts for traffic in traffics])
+        now_of_each = [EngineNow.of(engine) for engine in self._engines]
+        engine = EngineNow.together(now_of_each)
+        return {
+            "state": "draining" if self._service.draining else self._state(),
+            "failure": client.failure,
+            "version": torchweave.__version__,
+            "uptime": now - traffics[0].began,
+            "model": self._model(),
+            "startup": self._startup(),
+            "requests": {
+                "running": engine.running,
+                "waiting": engine.waiting,
+                "paused": engine.paused,
+                "open": sum(len(traffic.open) for traffic in traffics),
+                "ended": counts.reasons,
+                "refused": counts.refused,
+            },
+            "blocks": {
+                "total": engine.blocks,
+                "used": engine.used,
+                "tokens_per_block": engine.tokens_per_block,
+                "hit_rate": engine.hits / engine.queries if engine.queries else None,
+            },
+            "steps": {"count": counts.iterations, **_spread(counts.iteration_seconds)},
+            "first_token": _spread(counts.first_token),
+            "inter_token": _spread(counts.inter_token),
+            "tokens": {"read": counts.prompt_tokens, "generated": counts.generation_tokens},
+            "history": self._history(now),
+            "replicas": [_replica(*each, now) for each in zip(self._engines, now_of_each, strict=True)],
+            "recent": [_shown(record, now) for record in shown(traffics)],
+            "compiled": self._what_is_compiled() | {"compiles_after_ready": counts.compiles_after_ready},
+        }
+
+    def _state(self) -> str:
+        """`ready` only once requests are taken."""
+        state = self._service.client.state
+        return "starting" if state == "ready" and not self._service.ready else state
+
+    def _model(self) -> dict[str, Any]:
+        card = self._service.client.model
+        found: dict[str, Any] = {"name": self._service.names[0]}
+        if card is not None:
+            names = ("architecture", "dtype", "device", "quantization", "num_parameters", "max_model_len")
+            found |= {name: getattr(card, name) for name in names} | {"text": card.folder is not None}
+            found["max_batch_size"] = sum(each.model.max_batch_size for each in self._engines if each.model is not None)
+        return found
+
+    def _startup(self) -> dict[str, Any]:
+        """Stages that are done with their seconds, and long work under way, of the first engine that is not there yet."""
+        engine = next((each for each in self._engines if each.state != "ready"), self._engines[0])
+        stages = [event for event in engine.events if event["event"] == "stage"]
+        done = {event["name"] for event in stages}
+        return {
+            "stages": [{"name": event["name"], "seconds": event["seconds"]} for event in stages],
+            "bars": [
+                {name: bar[name] for name in ("title", "done", "total", "note")}
+                for bar in engine.progress
+                if bar["title"] not in done
+            ],
+        }
+
+    def _history(self, now: float) -> dict[str, Any]:
+        sums = [traffic.history.sums(now) for engine in self._engines for traffic in engine.traffics]
+        p50, p99 = self._step_times.of(now)
+        return {
+            "seconds": HISTORY_SECONDS,
+            **{name: [sum(each) for each in zip(*(part[name] for part in sums), strict=True)] for name in sums[0]},
+            "step_p50_ms": _milliseconds(p50),
+            "step_p99_ms": _milliseconds(p99),
+        }
+
+    def _what_is_compiled(self) -> dict[str, Any]:
+        """Of the first engine, as of all of them."""
+        explanation = self._engines[0].explanation
+        if self._compiled[0] is not explanation:
+            self._compiled = explanation, _compiled(explanation)
+        return self._compiled[1]
+
+
+def _replica(engine: EngineClient, numbers: EngineNow, now: float) -> dict[str, Any]:
+    """One of the engines, in short."""
+    card, generated = engine.model, engine.traffic.history.sums(now)["generated"][-RATE_SECONDS:]
+    return {
+        "replica": engine.place.index,
+        "state": engine.state,
+        "failure": engine.failure,
+        "restarts": engine.restarts,
+        "device": card.device if card is not None else None,
+        "open": sum(len(traffic.open) for traffic in engine.traffics),
+        "running": numbers.running,
+        "generated_per_second": sum(generated) / len(generated),
+        "usage": numbers.usage,
+        "hit_rate": numbers.hits / numbers.queries if numbers.queries else None,
+    }
+
+
+def _compiled(explanation: dict[str, Any]) -> dict[str, Any]:
+    """Passes, pieces and graphs in use, in short."""
+    if not explanation:
+        return {"passes": [], "pieces": 0, "distinct_pieces": 0, "graphs": [], "fallbacks": []}
+    graphs: dict[tuple[str, str], list[int]] = {}
+    for graph in explanation["graphs"]:
+        graphs.setdefault((graph["step"], graph["kind"]), []).append(graph["key"])
+    return {
+        "passes": [
+            {"name": each["name"], "matches": each["matches"]}
+            for each in explanation["passes"]
+            if each["enabled"] and each["matches"]
+        ],
+        "pieces": sum(piece["shared_by"] for piece in explanation["pieces"]),
+        "distinct_pieces": len(explanation["pieces"]),
+        "graphs": [{"step": step, "kind": kind, "sizes": sorted(sizes)} for (step, kind), sizes in graphs.items()],
+        "fallbacks": [each["what"] for each in explanation["fallbacks"]],
+    }
+
+
+def _spread(values: Distribution) -> dict[str, float | None]:
+    """Percentiles of the last values."""
+    p50, p99 = percentile(values.recent, 50), percentile(values.recent, 99)
+    return {"p50_ms": p50 and p50 * 1e3, "p99_ms": p99 and p99 * 1e3}
+
+
+def _milliseconds(seconds: list[float | None]) -> list[float | None]:
+    return [None if value is None else round(value * 1e3, 3) for value in seconds]
+
+
+def _shown(record: Record, now: float) -> dict[str, Any]:
+    """A request as the page's list has it."""
+    end = record.ended or now
+    return {
+        "id": record.id,
+        "state": record.state,
+        "prompt": record.num_prompt,
+        "tokens": record.num_tokens,
+        "seconds": round(end - record.arrived, 3),
+        "ago": round(now - record.ended, 1) if record.ended else None,
+        "first_token_ms": round((record.first - record.arrived) * 1e3, 1) if record.first else None,
+    }

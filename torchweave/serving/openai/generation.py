@@ -1,0 +1,178 @@
+"""The answers to one HTTP request as they grow: outputs of the engine in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchweave.engine.detokenizer import Answer
+from torchweave.engine.request import SamplingParams, TokenLogprobs
+from torchweave.engine.responses import Response
+from torchweave.serving.engine_client.request_stream import Flight, Mail
+from torchweave.serving.tokenization import Codec
+
+
+@dataclass(slots=True)  # not frozen: there is one for each token of each stream
+class Delta:
+    """What is new of one answer. `text` may begin before its tokens', with what was held back."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: list[TokenLogprobs]
+
+
+class Growing:
+    """One answer. `index` counts all answers of the request: those to the first prompt, then those to the second."""
+
+    def __init__(self, index: int, answer: Answer) -> None:
+        self.index = index
+        self.answer = answer
+        self.told = False  # to its end
+        self._logprobs: list[TokenLogprobs] = []
+
+    def add(self, token_ids: Sequence[int], reason: str | None, logprobs: Sequence[TokenLogprobs]) -> bool:
+        """Take in an output; returns whether a stop string ended the answer."""
+        self._logprobs += logprobs
+        return self.answer.add(token_ids, reason, logprobs)  # type: ignore[arg-type]
+
+    def take(self) -> Delta:
+        answer = self.answer
+        text, ids = answer.new()
+        self.told = answer.finish_reason is not None
+        logprobs: list[TokenLogprobs] = []
+        if self._logprobs:
+            logprobs, self._logprobs = self._logprobs[: len(ids)], self._logprobs[len(ids) :]
+        return Delta(self.index, text, ids, answer.finish_reason, logprobs)
+
+
+class Run:
+    """All answers of one HTTP request. `close` stops those that are not done.
+
+    Args:
+        finished: called when a request of the engine has ended.
+        prompt_alone: the answers are empty: what is drawn is not told.
+    """
+
+    def __init__(
+        self,
+        flight: Flight,
+        codec: Codec | None,
+        params: SamplingParams,
+        finished: Callable[[], None],
+        prompt_alone: bool = False,
+    ) -> None:
+        self.flight = flight
+        self._growing: dict[int, list[Growing]] = {}  # by request id; a beam search has several answers
+        self._num_answers = 0
+        self.prompts: list[list[int]] = []
+        self._codec = codec
+        self._params = params
+        self._finished = finished
+        self._prompt_alone = prompt_alone
+
+    def submit(self, prompts: Sequence[Sequence[int]], stream: bool, priority: int, cache_salt: str) -> None:
+        params = self._params
+        heard = (stream or bool(params.stop_strings)) and not self._prompt_alone
+        for prompt in prompts:
+            ids = list(prompt)
+            self.prompts.append(ids)
+            tokens = _as_tokens(ids)
+            if params.beam_width > 1:
+                answers = [self._answer(ids, index) for index in range(params.n)]
+                self._growing[self.flight.submit(tokens, params, stream, priority, cache_salt)] = answers
+                continue
+            for index, seeded in enumerate(params.each()):
+                answer = self._answer(ids, index)
+                self._growing[self.flight.submit(tokens, seeded, heard, priority, cache_salt)] = [answer]
+
+    def _answer(self, prompt: list[int], index: int) -> Growing:
+        text = None if self._codec is None else self._codec.stream(prompt, self._params.skip_special_tokens)
+        self._num_answers += 1
+        return Growing(self._num_answers - 1, Answer(self._params, text, index))
+
+    async def next(self) -> list[Delta]:
+        """What is new, as soon as something is; nothing once all answers have ended.
+
+        Raises:
+            EngineGone: the engine ended before them.
+            RequestFailed: one failed alone.
+        """
+        while mail := await self.flight.mail():
+            if found := self._read(mail):
+                return found
+        return []
+
+    def _read(self, mail: Sequence[Mail]) -> list[Delta]:
+        told: dict[int, Growing] = {}
+        for each in mail:
+            if isinstance(each, Response):
+                self._read_response(each, told)
+            else:
+                growing = self._growing[each[0]][0]
+                if growing.add(each[1:], None, ()):
+                    self.flight.stop(each[0])
+                told[growing.index] = growing
+        return [growing.take() for growing in told.values() if not growing.told]
+
+    def _read_response(self, response: Response, told: dict[int, Growing]) -> None:
+        output, answers = response.output, self._growing[response.id]
+        if output.prompt_logprobs:
+            answers[0].answer.prompt_logprobs += output.prompt_logprobs
+        for growing, said in zip(answers, output.beams or (output,), strict=False):
+            if self._prompt_alone:
+                growing.add((), "length", ())
+            elif growing.add(said.token_ids.tolist(), said.finish_reason, said.logprobs):
+                self.flight.stop(response.id)
+            told[growing.index] = growing
+        if response.final:
+            self._finished()
+
+    async def whole(self) -> list[Delta]:
+        """The answers when all have ended, in their order."""
+        parts: list[list[Delta]] = [[] for _ in range(self._num_answers)]
+        while found := await self.next():
+            for delta in found:
+                parts[delta.index].append(delta)
+        return [_joined(index, deltas) for index, deltas in enumerate(parts)]
+
+    def prompt_logprobs(self, prompt: int) -> list[TokenLogprobs | None]:
+        """Of each token of a prompt, None for the first; known with the first response to it, if they were asked for."""
+        answers = [growing for several in self._growing.values() for growing in several]
+        return [None, *answers[prompt * self._params.n].answer.prompt_logprobs]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return sum(len(growing.answer.token_ids) for several in self._growing.values() for growing in several)
+
+    def close(self) -> None:
+        self.flight.close()
+
+
+def _joined(index: int, deltas: Sequence[Delta]) -> Delta:
+    return Delta(
+        index,
+        "".join(delta.text for delta in deltas),
+        [token for delta in deltas for token in delta.token_ids],
+        deltas[-1].finish_reason if deltas else None,
+        [entry for delta in deltas for entry in delta.logprobs],
+    )
+
+
+def _as_tokens(ids: Sequence[int]) -> np.ndarray:
+    """Token ids as the engine takes them.
+
+    Raises:
+        ValueError: one that no model can have.
+    """
+    tokens = np.array(ids) if ids else np.empty(0, np.int32)  # else floats; that it is empty is for the engine to say
+    if tokens.dtype.kind not in "iu" or (tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**31):
+        raise ValueError("The prompt holds a token id outside 0..2**31 - 1, which no model knows.")
+    return tokens.astype(np.int32)

@@ -1,0 +1,94 @@
+"""Log-probabilities in OpenAI's two forms, and in vLLM's for prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchweave.engine.request import TokenLogprobs
+from torchweave.serving.tokenization import Codec
+
+
+def chat_logprobs(codec: Codec | None, entries: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat completion."""
+    content = []
+    for entry in entries:
+        best = list(entry.top.items())[:num_top]
+        content.append(
+            {
+                **_token(codec, entry.token_id, entry.logprob),
+                "top_logprobs": [_token(codec, token, logprob) for token, logprob in best],
+            }
+        )
+    return {"content": content, "refusal": None}
+
+
+class Places:
+    """Where the texts of tokens begin that come one after the other. Parts of a character all begin where it does.
+
+    Args:
+        prompt: tokens before the first.
+        begin: where the text of the first token begins.
+        skip_special_tokens: they are no part of the text.
+    """
+
+    def __init__(self, codec: Codec | None, prompt: Sequence[int], begin: int, skip_special_tokens: bool) -> None:
+        self._stream = None if codec is None else codec.stream(prompt, skip_special_tokens)
+        self._end = begin
+
+    def of(self, token: int) -> int:
+        """Where the next token's text begins."""
+        begin = self._end
+        self._end += len(token_text(None, token) if self._stream is None else self._stream.feed([token]))
+        return begin
+
+
+def completion_logprobs(
+    codec: Codec | None, entries: Sequence[TokenLogprobs | None], places: Places, first_token: int | None = None
+) -> dict[str, Any]:
+    """`choices[].logprobs` of a completion.
+
+    Args:
+        entries: None for the first token of a prompt, of which nothing is known.
+        first_token: the token that the entry None stands for.
+    """
+    tokens = [first_token if entry is None else entry.token_id for entry in entries]
+    return {
+        "tokens": ["" if token is None else token_text(codec, token) for token in tokens],
+        "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
+        "top_logprobs": [None if entry is None else _by_text(codec, entry) for entry in entries],
+        "text_offset": [0 if token is None else places.of(token) for token in tokens],
+    }
+
+
+def prompt_logprobs(codec: Codec | None, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt a map from token id to what is known of it."""
+    return [None if entry is None else _ranked(codec, entry) for entry in entries]
+
+
+def _ranked(codec: Codec | None, entry: TokenLogprobs) -> dict[str, Any]:
+    def known(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": token_text(codec, token)}
+
+    found = {str(token): known(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top.items(), 1)}
+    return {str(entry.token_id): known(entry.token_id, entry.logprob, entry.rank)} | found
+
+
+def _by_text(codec: Codec | None, entry: TokenLogprobs) -> dict[str, float]:
+    """The most likely tokens and the one that was drawn; of those with the same text the most likely."""
+    found: dict[str, float] = {}
+    for token, logprob in {**entry.top, entry.token_id: entry.logprob}.items():
+        text = token_text(codec, token)
+        found[text] = max(found.get(text, logprob), logprob)
+    return found
+
+
+def _token(codec: Codec | None, token: int, logprob: float) -> dict[str, Any]:
+    text = token_text(codec, token)
+    # A token may be part of a character: it has no text of its own, and its bytes are not known here.
+    known = "\N{REPLACEMENT CHARACTER}" not in text
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if known else None}
+
+
+def token_text(codec: Codec | None, token: int) -> str:
+    return f"token_id:{token}" if codec is None else codec.token_text(token)

@@ -1,0 +1,257 @@
+"""Bodies of completions and chat completions, whole and in chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchweave.serving.http.sse import TextEvents, event
+from torchweave.serving.openai.generation import Delta, Run
+from torchweave.serving.openai.logprobs import Places, chat_logprobs, completion_logprobs, prompt_logprobs
+from torchweave.serving.openai.tools import Arguments, Call, CallParser, Piece, Text
+from torchweave.serving.tokenization import Codec
+
+
+def usage(run: Run) -> dict[str, int]:
+    """Tokens of prompts (each counted once) and of answers."""
+    prompt, answers = run.num_prompt_tokens, run.num_answer_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+
+
+class CompletionReply:
+    """The bodies of `/v1/completions`.
+
+    Args:
+        request_id: what the request is called, part of the answer's `id`.
+        logprobs: log-probabilities are told with each token.
+        echoes: the prompts' texts, where they go before the answers.
+        echoes_special: special tokens are part of these texts.
+        skip_special_tokens: they are no part of the answers.
+        scores: log-probabilities of the prompts are told as vLLM does.
+        num_drawn: answers to a prompt.
+        num_kept: of these, how many are told: the best.
+        counts: each chunk tells the number of tokens so far.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        request_id: str,
+        model: str,
+        codec: Codec | None,
+        *,
+        logprobs: bool,
+        echoes: list[str] | None,
+        echoes_special: bool,
+        skip_special_tokens: bool,
+        scores: bool,
+        num_drawn: int,
+        num_kept: int,
+        counts: bool,
+    ) -> None:
+        created = int(time.time())
+        self._head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": created, "model": model}
+        self._run, self._codec, self._logprobs, self._scores = run, codec, logprobs, scores
+        self._echoes, self._echoes_special, self._skip_special = echoes, echoes_special, skip_special_tokens
+        self._num_drawn, self._num_kept = num_drawn, num_kept
+        self._begun: set[int] = set()
+        self._places: dict[int, Places] = {}  # of the tokens of each answer
+        self._counts = counts
+        self._only_text = not logprobs and echoes is None and not scores and not counts
+        self._texts = TextEvents()
+
+    def events(self, delta: Delta) -> bytes:
+        if self._only_text and delta.finish_reason is None:
+            return self._texts.of(delta.index, delta.text, self._text_chunk)
+        return event(self._chunk(delta))
+
+    def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        return self._chunk(Delta(index, text, [], None, []))
+
+    def _chunk(self, delta: Delta) -> dict[str, Any]:
+        body = {**self._head, "choices": [self._choice(delta, delta.index)]}
+        return body | {"usage": usage(self._run)} if self._counts else body
+
+    def last_chunk(self) -> dict[str, Any]:
+        return {**self._head, "choices": [], "usage": usage(self._run)}
+
+    def whole(self, answers: list[Delta]) -> dict[str, Any]:
+        kept = self._best(answers)
+        return {
+            **self._head,
+            "choices": [self._choice(answer, index) for index, answer in enumerate(kept)],
+            "usage": usage(self._run),
+        }
+
+    def _best(self, answers: list[Delta]) -> list[Delta]:
+        """Of the answers to each prompt those with the highest mean log-probability, the best first."""
+        if self._num_kept == self._num_drawn:
+            return answers
+        groups = [answers[at : at + self._num_drawn] for at in range(0, len(answers), self._num_drawn)]
+        return [each for group in groups for each in sorted(group, key=_mean_logprob, reverse=True)[: self._num_kept]]
+
+    def _choice(self, delta: Delta, index: int) -> dict[str, Any]:
+        prompt = delta.index // self._num_drawn
+        before = self._echoes[prompt] if self._echoes is not None else ""
+        echo = before if delta.index not in self._begun else ""
+        self._begun.add(delta.index)
+        choice = {"index": index, "text": echo + delta.text, "logprobs": None, "finish_reason": delta.finish_reason}
+        if self._logprobs:
+            if delta.index not in self._places:
+                prompt_ids = self._run.prompts[prompt]
+                self._places[delta.index] = Places(self._codec, prompt_ids, len(before), self._skip_special)
+            choice["logprobs"] = completion_logprobs(self._codec, delta.logprobs, self._places[delta.index])
+        if self._logprobs and echo:
+            places = Places(self._codec, [], 0, not self._echoes_special)
+            entries, first = self._run.prompt_logprobs(prompt), self._run.prompts[prompt][0]
+            of_prompt = completion_logprobs(self._codec, entries, places, first)
+            choice["logprobs"] = {name: values + choice["logprobs"][name] for name, values in of_prompt.items()}
+        if self._scores:
+            choice["prompt_logprobs"] = prompt_logprobs(self._codec, self._run.prompt_logprobs(prompt))
+        return choice
+
+
+def _mean_logprob(answer: Delta) -> float:
+    values = [entry.logprob for entry in answer.logprobs]
+    return sum(values) / len(values) if values else float("-inf")
+
+
+class ChatReply:
+    """The bodies of `/v1/chat/completions`.
+
+    Args:
+        request_id: what the request is called, part of the answer's `id`.
+        num_top: most likely tokens that are told with each; None: no log-probabilities.
+        scores: log-probabilities of the prompt are told as vLLM does.
+        parser: makes a parser of calls for one answer; None: calls are not looked for.
+        first_call_only: further calls of an answer are left out.
+        calls_end: an answer with calls ends for the reason `tool_calls`.
+        new_id: of a call.
+        counts: each chunk tells the number of tokens so far.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        request_id: str,
+        model: str,
+        codec: Codec | None,
+        *,
+        num_top: int | None,
+        scores: bool,
+        parser: Callable[[], CallParser] | None,
+        first_call_only: bool,
+        calls_end: bool,
+        new_id: Callable[[], str],
+        counts: bool,
+    ) -> None:
+        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
+        self._run, self._codec, self._num_top, self._scores = run, codec, num_top, scores
+        self._parser, self._first_call_only = parser, first_call_only
+        self._calls_end, self._new_id, self._counts = calls_end, new_id, counts
+        self._parsers: dict[int, CallParser] = {}
+        self._called: set[int] = set()  # answers with a call
+        self._begun: set[int] = set()
+        self._texts = TextEvents()
+
+    def events(self, delta: Delta) -> bytes:
+        only_text = self._parser is None and self._num_top is None and not self._counts
+        if only_text and delta.text and delta.finish_reason is None and delta.index in self._begun:
+            return self._texts.of(delta.index, delta.text, self._text_chunk)
+        return b"".join(map(event, self._chunks(delta)))
+
+    def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        return self._chunk(index, {"content": text})
+
+    def _chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        found = []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            found.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
+        pieces = self._pieces(delta)
+        logprobs = self._told(delta)
+        changes = [self._change(piece) for piece in pieces]
+        if delta.finish_reason or (logprobs and not changes):
+            changes = changes or [{}]
+        for number, change in enumerate(changes):
+            chunk = self._chunk(delta.index, change)
+            if number == 0:
+                chunk["choices"][0]["logprobs"] = logprobs
+            if number == len(changes) - 1:
+                chunk["choices"][0]["finish_reason"] = self._reason(delta)
+            found.append(chunk)
+        return found
+
+    def last_chunk(self) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(self._run)}
+
+    def whole(self, answers: list[Delta]) -> dict[str, Any]:
+        choices = [self._choice(answer) for answer in answers]
+        body = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(self._run)}
+        if self._scores:
+            body["prompt_logprobs"] = prompt_logprobs(self._codec, self._run.prompt_logprobs(0))
+        return body
+
+    def _choice(self, answer: Delta) -> dict[str, Any]:
+        pieces = self._pieces(answer)
+        text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+        calls = [
+            {
+                "id": self._new_id(),
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": "".join(p.text for p in pieces if isinstance(p, Arguments) and p.index == call.index),
+                },
+            }
+            for call in pieces
+            if isinstance(call, Call)
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": answer.index,
+            "message": message,
+            "logprobs": self._told(answer),
+            "finish_reason": self._reason(answer),
+        }
+
+    def _pieces(self, delta: Delta) -> list[Piece]:
+        """The text and the calls that are new."""
+        if self._parser is None:
+            return [Text(delta.text)] if delta.text else []
+        parser = self._parsers.setdefault(delta.index, self._parser())
+        pieces = parser.feed(delta.text)
+        if delta.finish_reason:
+            pieces = [*pieces, *parser.finish()]
+        if self._first_call_only:
+            pieces = [piece for piece in pieces if isinstance(piece, Text) or piece.index == 0]
+        if any(isinstance(piece, Call) for piece in pieces):
+            self._called.add(delta.index)
+        return pieces
+
+    def _told(self, delta: Delta) -> dict[str, Any] | None:
+        if self._num_top is None or not delta.logprobs:
+            return None
+        return chat_logprobs(self._codec, delta.logprobs, self._num_top)
+
+    def _reason(self, delta: Delta) -> str | None:
+        called = self._calls_end and delta.index in self._called
+        return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
+
+    def _change(self, piece: Piece) -> dict[str, Any]:
+        if isinstance(piece, Text):
+            return {"content": piece.text}
+        if isinstance(piece, Call):
+            function = {"name": piece.name, "arguments": ""}
+            return {
+                "tool_calls": [{"index": piece.index, "id": self._new_id(), "type": "function", "function": function}]
+            }
+        return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+
+    def _chunk(self, index: int, change: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": index, "delta": change, "logprobs": None, "finish_reason": None}
+        body = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        return body | {"usage": usage(self._run)} if self._counts else body

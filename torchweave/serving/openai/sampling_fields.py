@@ -1,0 +1,133 @@
+"""From the fields of a request to the engine's sampling parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchweave.engine.request import SamplingParams, StructuredOutputs
+from torchweave.serving.ipc.messages import ModelCard
+from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest, Generation
+
+_SAME_NAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
+    "prompt_logprobs", "beam_width", "length_penalty", "early_stopping", "ignore_eos", "skip_special_tokens",
+    "include_stop_str_in_output",
+)  # fmt: skip
+_OF_CHECKPOINT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def completion_params(body: CompletionRequest, model: ModelCard) -> SamplingParams:
+    """Parameters of a completion.
+
+    Raises:
+        ValueError: a value out of range, or fields that contradict each other; the sentence names them.
+    """
+    others: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.best_of is not None:
+        if body.best_of < (body.n or 1):
+            raise ValueError(f"best_of ({body.best_of}) must be at least n ({body.n or 1}).")
+        if body.stream and body.best_of > (body.n or 1):  # else nothing is chosen
+            raise ValueError(
+                "best_of above n cannot be streamed: which answers are the best is known when all have ended."
+            )
+        if body.use_beam_search or (body.beam_width or 1) > 1:  # of a search, the answers come best first
+            others["beam_width"] = _width_for(body.best_of, body.beam_width)
+        elif body.best_of > (body.n or 1):
+            others |= {"n": body.best_of, "logprobs": body.logprobs or 0}
+    if asks_for_prompt_alone(body):
+        others["max_tokens"] = 1  # a prompt is read for the token behind it, which is not told
+    if body.echo and body.logprobs is not None:
+        others["prompt_logprobs"] = body.logprobs if body.prompt_logprobs is None else body.prompt_logprobs
+    return _params(body, model, **others)
+
+
+def asks_for_prompt_alone(body: CompletionRequest) -> bool:
+    """Whether the answer is the prompt itself, to be scored: `echo` with `max_tokens` 0."""
+    return bool(body.echo) and body.max_tokens == 0
+
+
+def _width_for(best_of: int, given: int | None) -> int:
+    """The width of a search for the best of so many answers.
+
+    Raises:
+        ValueError: the width that was given is smaller.
+    """
+    if given is not None and given < best_of:
+        raise ValueError(f"A beam search with beam_width={given} has no best_of={best_of} answers; raise beam_width.")
+    return given or best_of
+
+
+def chat_params(
+    body: ChatRequest, model: ModelCard, forced: dict[str, Any] | None, keep_special: bool
+) -> SamplingParams:
+    """Parameters of a chat completion.
+
+    Args:
+        forced: the JSON schema of calls that the answer has to consist of, without white space: a model that does not call
+            by itself may write nothing else.
+        keep_special: special tokens are part of how the model calls tools.
+
+    Raises:
+        ValueError: as `completion_params`.
+    """
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ValueError("top_logprobs needs logprobs=true.")
+    others: dict[str, Any] = {
+        "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+    }
+    if keep_special:
+        others["skip_special_tokens"] = False
+    if forced is not None:
+        others["structured_outputs"] = StructuredOutputs(json=forced, disable_any_whitespace=True)
+    return _params(body, model, **{"max_tokens": None} | others)
+
+
+def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams:
+    """What `body` asks for, over what the checkpoint asks for, over OpenAI's defaults.
+
+    Args:
+        others: these take the place of what is in the body under the same name.
+    """
+    if body.prompt_logprobs is not None and body.stream:
+        raise ValueError("prompt_logprobs cannot be streamed; echo with logprobs (completions) can.")
+    if body.use_beam_search:
+        width = others.setdefault("beam_width", body.beam_width or body.n or 1)  # vLLM's name: `n` is the width
+        if width == 1:  # the most likely token each time: nothing is drawn
+            others["temperature"] = 0.0
+    defaults = {name: getattr(model, name) for name in _OF_CHECKPOINT}
+    given = {name: getattr(body, name) for name in _SAME_NAME}
+    known = {name: value for name, value in {**given, **others}.items() if value is not None or name in others}
+    searches = body.use_beam_search or (known.get("beam_width") or 1) > 1  # and draws nothing, nor knows penalties
+    merged: dict[str, Any] = {} if searches else {name: value for name, value in defaults.items() if value is not None}
+    merged |= known
+    asked = _structure(body)
+    if asked is not None:
+        if "structured_outputs" in others:
+            raise ValueError(
+                "A forced tool call has a form of its own; leave response_format and structured_outputs out."
+            )
+        merged["structured_outputs"] = asked
+    return SamplingParams(**merged)
+
+
+def _structure(body: Generation) -> StructuredOutputs | None:
+    """The form that the answer has to have, by whichever of the fields says so."""
+    found: dict[str, StructuredOutputs] = {}
+    if body.structured_outputs is not None:
+        found["structured_outputs"] = StructuredOutputs(**body.structured_outputs.model_dump(by_alias=True))
+    for name in ("json", "regex", "choice", "grammar"):
+        value = getattr(body, f"guided_{name}")
+        if value is not None:
+            found[f"guided_{name}"] = StructuredOutputs(**{name: value})
+    wanted = body.response_format
+    if wanted is not None and wanted.type == "json_object":
+        found["response_format"] = StructuredOutputs(json_object=True)
+    elif wanted is not None and wanted.type == "json_schema":
+        if wanted.json_schema is None:
+            raise ValueError('response_format of type json_schema needs json_schema: {"name": ..., "schema": {...}}.')
+        found["response_format"] = StructuredOutputs(json=wanted.json_schema.schema_)
+    if len(found) > 1:
+        raise ValueError(f"{' and '.join(found)} each give the answer a form; give one of them.")
+    return next(iter(found.values()), None)
