@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave import LLM, SamplingParams
-from torchweave.cli.benchmarks.result import environment
+from torchweave.bench.result import environment
 from torchweave.engine.request import StructuredOutputs
 from torchweave.report import Report
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.cli.benchmarks.protocol import Sizes, Workload, decode
-from torchweave.cli.benchmarks.result import environment
+from torchweave.bench.protocol import Sizes, Workload, decode
+from torchweave.bench.result import environment
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.llm import LLM
 from torchweave.report import Report

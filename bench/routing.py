@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.cli.benchmarks.result import environment
+from torchweave.bench.result import environment
 from torchweave.serving.engine_client.load_balancer import SPAN, Beginnings, Load, Router, spans_of
 
 STEP, READ, DRAW, CONTEXT = 7.0, 0.035, 0.02, 0.000044  # milliseconds

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.cli.benchmarks.result import environment
-from torchweave.cli.benchmarks.serving.http import Http
+from torchweave.bench.result import environment
+from torchweave.bench.serving.http import Http
 
 
 @dataclass

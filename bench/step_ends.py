@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.cli.benchmarks.result import environment
+from torchweave.bench.result import environment
 from torchweave.engine.runner.step_buffers import packed_size
 from torchweave.ops.kernels.step_io import launch_scatter
 from torchweave.ops.step_io import carry

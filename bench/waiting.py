@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.cli.benchmarks.result import environment
+from torchweave.bench.result import environment
 from torchweave.engine.kv_cache.block_manager import KVCache
 from torchweave.engine.kv_cache.layer_groups import Sight
 from torchweave.engine.request import InferenceRequest, SamplingParams

@@ -11,7 +11,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from torchweave.cli import (
+from torchweave.cli import main
+from torchweave.cli.arguments import LEVELS, Parser
+from torchweave.cli.commands import (
     bench,
     bench_profile,
     bench_serve,
@@ -20,12 +22,10 @@ from torchweave.cli import (
     doctor,
     explain,
     generate,
-    main,
     models,
     serve,
     tune,
 )
-from torchweave.cli.arguments import LEVELS, Parser
 from torchweave.cli.options import options_of
 from torchweave.config import show
 from torchweave.config.options import EngineConfig, ServerConfig

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from torchweave.cli.benchmarks.profile import Steps, _by_name, _gaps, profile
-from torchweave.cli.benchmarks.result import rows
+from torchweave.bench.profile import Steps, _by_name, _gaps, profile
+from torchweave.bench.result import rows
 from torchweave.cli.main import main
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from tests.cli.openai_server import FakeServer, serving
-from torchweave.cli.benchmarks.serving.figures import figures, outside
-from torchweave.cli.benchmarks.serving.request import Seen
-from torchweave.cli.benchmarks.serving.stalls import Spell, Watch, slow_spells, summary
-from torchweave.cli.benchmarks.serving.workload import Lengths, Vocabulary, arrivals, prompts
+from torchweave.bench.serving.figures import figures, outside
+from torchweave.bench.serving.request import Seen
+from torchweave.bench.serving.stalls import Spell, Watch, slow_spells, summary
+from torchweave.bench.serving.workload import Lengths, Vocabulary, arrivals, prompts
 from torchweave.cli.main import main
 
 # What `vllm bench serve --save-result` writes of a run with requests that generate text, each key.

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from torchweave.cli.benchmarks.result import rows
-from torchweave.cli.benchmarks.start_once import modules_without_bytecode
+from torchweave.bench.result import rows
+from torchweave.cli.commands.start_once import modules_without_bytecode
 
 
 def test_modules_that_are_compiled_at_every_start_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

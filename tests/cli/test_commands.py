@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import torch
 
-from torchweave.cli import generate
+from torchweave.cli.commands import generate
 from torchweave.cli.main import main
 from torchweave.cli.results import write_result
 from torchweave.compiler.explain.facts import schema
@@ -244,8 +244,8 @@ def test_a_result_that_cannot_be_kept_is_printed_all_the_same(
     def full(result: object, path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torchweave.cli.bench._host", lambda scenario, args: {"steps": 7})
-    monkeypatch.setattr("torchweave.cli.benchmarks.result.save", full)
+    monkeypatch.setattr("torchweave.cli.commands.bench._host", lambda scenario, args: {"steps": 7})
+    monkeypatch.setattr("torchweave.bench.result.save", full)
     assert main(["bench", "host", "--json", "--output", str(tmp_path / "a.json")]) == 2
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"steps": 7}

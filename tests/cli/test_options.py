@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweave.cli import generate, serve
 from torchweave.cli.arguments import Parser, engine_config, engine_parser, fill, normalised
+from torchweave.cli.commands import generate, serve
 from torchweave.cli.options import attribute_texts, build, convert, flatten, options_of, read_yaml
 from torchweave.config.options import EngineConfig, ServerConfig, TorchCompileConfig
 from torchweave.engine.request import SamplingParams, StructuredOutputs

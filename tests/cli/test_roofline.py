@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchweave.cli.benchmarks.roofline import decode_bytes
+from torchweave.bench.roofline import decode_bytes
 from torchweave.models import load
 from torchweave.verify import zoo
 

@@ -1,0 +1,1 @@
+"""What `torchweave bench` measures, how, and how it is written down."""

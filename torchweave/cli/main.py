@@ -77,7 +77,7 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS, f"it is one of {', '.join(COMMANDS)}")
         raise ValueError(f"unknown command {name!r}; {hint}")
-    return import_module(f"torchweave.cli.{name}").run(rest)
+    return import_module(f"torchweave.cli.commands.{name}").run(rest)
 
 
 def _help() -> str:

@@ -13,7 +13,7 @@ from torchweave.config.options import api_key_from_environment
 from torchweave.report import Report
 
 if TYPE_CHECKING:
-    from torchweave.cli.benchmarks.serving.run import Run
+    from torchweave.bench.serving.run import Run
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ def measure(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: a package of the extra `serve` is missing, an option is not valid, or the server does not answer.
     """
-    from torchweave.cli.benchmarks.result import environment
+    from torchweave.bench.result import environment
 
     try:
-        from torchweave.cli.benchmarks.serving.run import run
+        from torchweave.bench.serving.run import run
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed; pip install 'torchweave[serve]'") from None
     options = fill(Options, args)
@@ -103,8 +103,8 @@ def measure(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan(options: Options) -> Run:
-    from torchweave.cli.benchmarks.serving.run import Run
-    from torchweave.cli.benchmarks.serving.workload import Lengths
+    from torchweave.bench.serving.run import Run
+    from torchweave.bench.serving.workload import Lengths
 
     checks = (
         ("num_prompts", options.num_prompts >= 1, "at least 1"),
@@ -139,7 +139,7 @@ def _plan(options: Options) -> Run:
 
 
 def _limit(text: str) -> tuple[str, float]:
-    from torchweave.cli.benchmarks.serving.figures import GOODPUT
+    from torchweave.bench.serving.figures import GOODPUT
 
     name, _, value = text.partition(":")
     try:

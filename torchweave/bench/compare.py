@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchweave.cli.benchmarks.protocol import Workload
+from torchweave.bench.protocol import Workload
 
 if TYPE_CHECKING:
     from torchweave.engine.llm import LLM

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchweave.cli.benchmarks.serving.figures import details, figures, outside
-from torchweave.cli.benchmarks.serving.http import Http
-from torchweave.cli.benchmarks.serving.request import Seen, ask
-from torchweave.cli.benchmarks.serving.stalls import Watch
-from torchweave.cli.benchmarks.serving.workload import Lengths, Prompt, Vocabulary, arrivals, prompts, text_ids
+from torchweave.bench.serving.figures import details, figures, outside
+from torchweave.bench.serving.http import Http
+from torchweave.bench.serving.request import Seen, ask
+from torchweave.bench.serving.stalls import Watch
+from torchweave.bench.serving.workload import Lengths, Prompt, Vocabulary, arrivals, prompts, text_ids
 from torchweave.utils.gc import uncollected
 
 Advance = Callable[..., None]

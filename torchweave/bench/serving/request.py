@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from torchweave.cli.benchmarks.serving.http import Http
+from torchweave.bench.serving.http import Http
 
 _ERROR_BYTES = 2000
 

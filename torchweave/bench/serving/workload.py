@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from torchweave.cli.benchmarks.serving.http import Http
+from torchweave.bench.serving.http import Http
 
 CHAT = "chat/completions"
 # Tokenized by the server, this gives ids that are surely text: no special ones, none beyond the vocabulary.

@@ -42,8 +42,8 @@ def measure(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: an option is not valid, the engine cannot hold as many requests, or the profiler sees nothing.
     """
-    from torchweave.cli.benchmarks.profile import KINDS, profiles
-    from torchweave.cli.benchmarks.result import environment
+    from torchweave.bench.profile import KINDS, profiles
+    from torchweave.bench.result import environment
 
     options = fill(Options, args)
     for name in ("running", "input_len", "steps"):

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchweave.cli.arguments import Parser, add_engine_options, engine_config, fill
-from torchweave.cli.bench_profile import add_options as add_profile_options
-from torchweave.cli.bench_profile import measure as _profile
-from torchweave.cli.bench_serve import add_options as add_serve_options
-from torchweave.cli.bench_serve import measure as _serve
+from torchweave.cli.commands.bench_profile import add_options as add_profile_options
+from torchweave.cli.commands.bench_profile import measure as _profile
+from torchweave.cli.commands.bench_serve import add_options as add_serve_options
+from torchweave.cli.commands.bench_serve import measure as _serve
 from torchweave.cli.results import result_path
 from torchweave.cli.session import engine
 from torchweave.report import Report
 from torchweave.utils.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from torchweave.cli.benchmarks.protocol import Sizes
+    from torchweave.bench.protocol import Sizes
     from torchweave.engine.llm import LLM
 
 SCENARIOS = {
@@ -149,7 +149,7 @@ def _output(asked: Path | None) -> Path | None:
 
 def _give(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
     """Print the result, and then keep it: a disk that is full at the end does not take it."""
-    from torchweave.cli.benchmarks.result import save, text
+    from torchweave.bench.result import save, text
 
     print(json.dumps(result) if as_json else text(result))
     if output is not None:
@@ -164,8 +164,8 @@ def _give(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
 def _engine(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from torchweave.cli.benchmarks.result import environment
-    from torchweave.cli.benchmarks.roofline import add_floor, memory_bandwidth
+    from torchweave.bench.result import environment
+    from torchweave.bench.roofline import add_floor, memory_bandwidth
     from torchweave.config import choose_device
 
     options = fill(Options, args)
@@ -188,7 +188,7 @@ def _engine(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(scenario: str, llm: LLM, sizes: Sizes, report: Report, result: dict[str, Any]) -> None:
-    from torchweave.cli.benchmarks import protocol
+    from torchweave.bench import protocol
 
     work = protocol.Workload(llm, sizes.seed)
     if scenario in ("latency", "suite"):
@@ -205,7 +205,7 @@ def _measure(scenario: str, llm: LLM, sizes: Sizes, report: Report, result: dict
 
 
 def _compare(llm: LLM, options: Options, report: Report) -> list[dict[str, Any]]:
-    from torchweave.cli.benchmarks.compare import REPEATS, compare
+    from torchweave.bench.compare import REPEATS, compare
 
     bounds = _bounds(options.compare_input_len, "compare_input_len")
     with report.progress("against transformers", 3 * (REPEATS + 1)) as advance:
@@ -226,7 +226,7 @@ def _head(scenario: str, llm: LLM, environment: dict[str, Any]) -> dict[str, Any
 
 
 def _sizes(options: Options) -> Sizes:
-    from torchweave.cli.benchmarks.protocol import Sizes
+    from torchweave.bench.protocol import Sizes
 
     for name in ("input_len", "output_len", "repeats", "compare_requests", "compare_output_len"):
         if getattr(options, name) < 1:
@@ -264,9 +264,9 @@ def _bounds(values: tuple[int, ...], name: str) -> tuple[int, int]:
 def _startup(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
+    from torchweave.bench.result import environment
+    from torchweave.bench.startup import startup
     from torchweave.cli.arguments import given_options
-    from torchweave.cli.benchmarks.result import environment
-    from torchweave.cli.benchmarks.startup import startup
     from torchweave.config import choose_device
 
     config = engine_config(args)
@@ -284,7 +284,7 @@ def _startup(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def _host(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     from torchweave.bench.host_time import measure_without_device, summary
-    from torchweave.cli.benchmarks.result import environment
+    from torchweave.bench.result import environment
 
     options = fill(Options, args)
     if options.running < 1:

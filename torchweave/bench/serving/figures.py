@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from torchweave.cli.benchmarks.serving.request import Seen
-    from torchweave.cli.benchmarks.serving.stalls import Spell
+    from torchweave.bench.serving.request import Seen
+    from torchweave.bench.serving.stalls import Spell
 
 METRICS = {
     "ttft": "time to first token",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_CHILD = "torchweave.cli.benchmarks.start_once"
+_CHILD = "torchweave.cli.commands.start_once"
 
 
 def startup(options: Mapping[str, Any], advance: Callable[..., None]) -> dict[str, Any]:

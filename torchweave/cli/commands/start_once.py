@@ -22,7 +22,7 @@ def main(text: str) -> int:
     except ValueError as error:
         print(f"torchweave: {error}", file=sys.stderr)
         return 2
-    from torchweave.cli.benchmarks.protocol import Workload
+    from torchweave.bench.protocol import Workload
 
     with llm:
         with report.stage("first token"):

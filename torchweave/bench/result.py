@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import torchweave
-from torchweave.cli.benchmarks.serving.figures import rows as served
+from torchweave.bench.serving.figures import rows as served
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy")
 _KERNELS, _IDLE, _NAME = 20, 6, 70  # of a profile's kernels, and of their letters, what a table shows; the JSON has all

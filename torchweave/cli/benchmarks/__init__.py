@@ -1,1 +1,0 @@
-"""What `torchweave bench` measures, how, and how it is written down."""
