@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.compiler import Woven, weave
-from torchweave.compiler.passes.aten.userbuffers import shape_of_table
+from torchweave.compiler.passes.collectives.user_buffers import shape_of_table
 from torchweave.compiler.runtime.forward import call_as_is
 from torchweave.compiler.tuning.table import Entry
 from torchweave.config.options import TorchCompileConfig

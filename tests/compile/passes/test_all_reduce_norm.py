@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.ops.collective_cases import mirrored
 from torchweave.compiler.passes.aten import add_rms_norm
-from torchweave.compiler.passes.aten.all_reduce_norm import FUSION
-from torchweave.compiler.passes.aten.all_reduce_norm_quant import FP4, FP8
 from torchweave.compiler.passes.aten.fused_linears import FusedLinears
+from torchweave.compiler.passes.collectives.all_reduce_norm import FUSION
+from torchweave.compiler.passes.collectives.all_reduce_norm_quant import FP4, FP8
 from torchweave.compiler.passes.manager import run_pass
 from torchweave.compiler.passes.testing import T, check, graph_of
 from torchweave.ops.quant.fp8 import GROUP, PER_TOKEN

@@ -20,12 +20,13 @@ from tests.ranks import run_ranks
 from torchweave.compiler import Woven, weave
 from torchweave.compiler.explain.facts import as_json, explain, schema
 from torchweave.compiler.explain.page import page
-from torchweave.compiler.passes.aten import all_reduce_norm, raise_rms_norm
-from torchweave.compiler.passes.aten.all_reduce_norm_quant import FP4, FP8
-from torchweave.compiler.passes.aten.sequence_parallel import SequenceParallel
-from torchweave.compiler.passes.aten.userbuffers import Convert, Finalize, Prologue, slots
+from torchweave.compiler.passes.aten import raise_rms_norm
 from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.cache_keys import describe_pass
+from torchweave.compiler.passes.collectives import all_reduce_norm
+from torchweave.compiler.passes.collectives.all_reduce_norm_quant import FP4, FP8
+from torchweave.compiler.passes.collectives.sequence_parallel import SequenceParallel
+from torchweave.compiler.passes.collectives.user_buffers import Convert, Finalize, Prologue, slots
 from torchweave.compiler.passes.manager import PassManager, default_passes, run_pass
 from torchweave.compiler.passes.testing import T, check, graph_of
 from torchweave.compiler.runtime.forward import call_as_is

@@ -18,24 +18,17 @@ from torchweave.compiler.ir.graph import CapturedGraph, Faked, Input, run_fake, 
 from torchweave.compiler.ir.mutation import written
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import Piece
-from torchweave.compiler.passes.aten import (
-    add_rms_norm,
-    all_reduce_norm,
-    all_reduce_norm_quant,
-    gated_activation,
-    qk_norm_rope,
-    raise_rms_norm,
-    rope,
-)
+from torchweave.compiler.passes.aten import add_rms_norm, gated_activation, qk_norm_rope, raise_rms_norm, rope
 from torchweave.compiler.passes.aten.expand import Expand
 from torchweave.compiler.passes.aten.fp8_activation import FUSION as FP8_ACTIVATION
 from torchweave.compiler.passes.aten.fp8_norm import FUSION as FP8_NORM
 from torchweave.compiler.passes.aten.fused_linears import FusedLinears
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.aten.route import FUSION as ROUTE
-from torchweave.compiler.passes.aten.sequence_parallel import SequenceParallel
-from torchweave.compiler.passes.aten.userbuffers import Convert, Finalize, Prologue
 from torchweave.compiler.passes.base import Build, NearMiss, Pass, PassResult, Stage, misdeclared
+from torchweave.compiler.passes.collectives import all_reduce_norm, all_reduce_norm_quant
+from torchweave.compiler.passes.collectives.sequence_parallel import SequenceParallel
+from torchweave.compiler.passes.collectives.user_buffers import Convert, Finalize, Prologue
 from torchweave.compiler.passes.load import load_pass
 from torchweave.compiler.passes.torch_ir.fp8_attention import Fp8Attention
 from torchweave.compiler.passes.torch_ir.merge_fp8_linears import MergeFp8Linears

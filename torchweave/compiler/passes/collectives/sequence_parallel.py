@@ -26,8 +26,8 @@ import torchweave.ops.collectives.sequence_parallel_norm  # noqa: F401 (defines 
 from torchweave.compiler.ir.graph import Faked
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import normalize
-from torchweave.compiler.passes.aten.userbuffers import next_collective, pays_from, shape_of_table, sum_of
 from torchweave.compiler.passes.base import GraphPass, NearMiss, Need, Numerics, PassResult, Stage, TokenRange
+from torchweave.compiler.passes.collectives.user_buffers import next_collective, pays_from, shape_of_table, sum_of
 from torchweave.compiler.passes.rewrite import insert, same_kind
 from torchweave.compiler.tuning.table import Table
 from torchweave.ops.collectives.all_reduce_norm import Norm, Quant
