@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.compile.toy import BOUNDARY, DYNAMIC, step, toy
+from tests.compiler.toy import BOUNDARY, DYNAMIC, step, toy
 from torchweave.compiler import broken, weave
 from torchweave.compiler.runtime.cuda_graphs import GraphPool, Recording, record
 from torchweave.compiler.runtime.forward import Boundary, call_as_is

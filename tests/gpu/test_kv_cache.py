@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.gpu.test_ops_attention import REALISTIC, attend, backend_for
-from tests.ops.attention_cases import CASES, TURNING, build, in_fp8
+from tests.ops.attention.attention_cases import CASES, TURNING, build, in_fp8
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig
 from torchweave.engine.kv_cache.block_copy import StreamMover

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.models.paged import paged_tokens
-from tests.models.test_zoo import prompts
+from tests.verify.test_zoo import prompts
 from torchweave.models import load
 from torchweave.verify import zoo
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.test_engine import GREEDY, build
-from tests.ops import adjust_cases
+from tests.ops.sampling import logits_processor_cases
 from torchweave.engine.request import SamplingParams
 from torchweave.ops.sampling.logits_processors import adjust_reference, redraw, rewind_reference
 from torchweave.ops.slot_state import SlotState
@@ -29,7 +29,7 @@ def test_kernels_change_logits_as_the_reference_does(vocab_size: int, dtype: tor
     from torchweave.ops.kernels.sampling import logits_processors
 
     for seed in range(5):
-        case = adjust_cases.build(vocab_size, seed, dtype)
+        case = logits_processor_cases.build(vocab_size, seed, dtype)
         state, places = copied(case.state), case.places("cuda")
         changed = torch.empty(8, vocab_size, device="cuda")
         expected = torch.empty(8, vocab_size)
@@ -44,7 +44,7 @@ def test_kernels_change_logits_as_the_reference_does(vocab_size: int, dtype: tor
 
 def test_a_redraw_draws_what_the_reference_draws() -> None:
     for seed in range(20):
-        case = adjust_cases.build(5000, seed)
+        case = logits_processor_cases.build(5000, seed)
         state, places, twin_places = copied(case.state), case.places("cuda"), case.places()
         tokens, out = case.tokens.cuda(), case.out.cuda()
         redraw(case.logits.cuda(), case.rows.cuda(), case.masks.cuda(), state, places, tokens, out)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.ops.attention_cases import CASES, Built, Case, build
+from tests.ops.attention.attention_cases import CASES, Built, Case, build
 from torchweave.ops.attention.op import AttentionBackend, LayerSpec, available_backends, get_backend
 
 pytestmark = pytest.mark.gpu

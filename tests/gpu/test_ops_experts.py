@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.experts_cases import FORMS, call_of, cases, expected
+from tests.ops.moe.experts_cases import FORMS, call_of, cases, expected
 from torchweave.ops.moe.fused_experts import (
     WORKSPACE_BYTES,
     Grouped,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.attention_cases import TURNING, build
+from tests.ops.attention.attention_cases import TURNING, build
 from tests.ops.fusion_cases import DIALECTS, angles, draw, heads_of, norm64, turn64
 from torchweave.ops import activation, norm, rope
 from torchweave.ops.attention.backends.triton import TritonBackend

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchweave.ops.moe.experts  # noqa: F401 (defines torchweave::experts)
-from tests.ops.routing_cases import FORMS, arguments, dense
+from tests.ops.moe.routing_cases import FORMS, arguments, dense
 from torchweave.ops.moe.routing import route
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ops.sampling_cases import PARAMETERS, build
+from tests.ops.sampling.sampling_cases import PARAMETERS, build
 from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step
 from torchweave.engine.runner.step_buffers import Exchange
 from torchweave.ops.sampling.sample import sample

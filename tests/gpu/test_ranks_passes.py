@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.compile.passes.rank_blocks import Block, inputs, part, weights, whole
+from tests.compiler.passes.rank_blocks import Block, inputs, part, weights, whole
 from tests.ranks import run_ranks
 from torchweave.compiler import Woven, weave
 from torchweave.compiler.runtime.forward import call_as_is

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.pipeline_cases import agreed, asked, assert_alike
+from tests.engine.ranks.pipeline_cases import agreed, asked, assert_alike
 from tests.gpu.ranks_engine import check_life, options
 from tests.models.test_parallel import prompts
 from torchweave import LLM, SamplingParams

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.compile.stream_cases import DYNAMIC, captured_piece, shared_experts
+from tests.compiler.streams.stream_cases import DYNAMIC, captured_piece, shared_experts
 from torchweave.compiler import weave
 from torchweave.compiler.codegen.pieces import build_fx, build_inductor
 from torchweave.compiler.runtime.cuda_graphs import GraphPool, record

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.compile.canonical import canonical
+from tests.compiler.canonical import canonical
 from tests.models.paged import paged_tokens
 from tests.models.test_trace_once import DYNAMIC, INPUTS
-from tests.ops.collective_cases import mirrored
+from tests.ops.collectives.collective_cases import mirrored
 from tests.ranks import run_ranks
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.partition.split import Piece, split

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.collective_cases import mirrored
+from tests.ops.collectives.collective_cases import mirrored
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.process_groups import World
 from torchweave.engine.startup.compile_model import weave_model

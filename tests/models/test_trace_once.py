@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.compile.canonical import canonical
+from tests.compiler.canonical import canonical
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.partition.split import Piece, split
 from torchweave.models.adapt import install

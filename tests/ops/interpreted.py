@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 
-def run_interpreted(script: str, *arguments: str) -> None:
-    """Run tests/ops/`script` in a process of its own, where Triton interprets its kernels on CPU tensors."""
+def run_interpreted(module: str, *arguments: str) -> None:
+    """Run a module of tests in a process of its own, where Triton interprets its kernels on CPU tensors."""
     pytest.importorskip("triton")
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(root / "tests" / "ops" / script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -39,7 +39,7 @@ def test_opcheck() -> None:
 
 
 def test_the_kernel_in_the_interpreter() -> None:
-    run_interpreted("interpreted_activation.py")
+    run_interpreted("tests.ops.interpreted_activation")
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

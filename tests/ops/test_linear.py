@@ -103,7 +103,7 @@ def test_opcheck_of_the_fused_linear() -> None:
 
 
 def test_kernels_in_the_interpreter() -> None:
-    run_interpreted("interpreted_linear.py")
+    run_interpreted("tests.ops.interpreted_linear")
 
 
 def _built(config: LinearConfig, tokens: int, kind: str, dtype: torch.dtype) -> str:

@@ -61,7 +61,7 @@ def test_opcheck() -> None:
 
 
 def test_the_kernel_in_the_interpreter() -> None:
-    run_interpreted("interpreted_norm.py")
+    run_interpreted("tests.ops.interpreted_norm")
 
 
 @pytest.mark.parametrize("width", [128, 2048, 5120])

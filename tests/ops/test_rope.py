@@ -52,7 +52,7 @@ def test_opcheck() -> None:
 
 
 def test_the_kernel_in_the_interpreter() -> None:
-    run_interpreted("interpreted_rope.py")
+    run_interpreted("tests.ops.interpreted_rope")
 
 
 @pytest.mark.parametrize(("dim", "width"), [(64, 64), (128, 128), (96, 96), (80, 32)])

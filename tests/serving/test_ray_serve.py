@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
+from tests.serving.metrics.test_metrics import values_of
 from tests.serving.running import SHORTER, children, free_port, read_while_killed, wait_until
-from tests.serving.test_metrics import values_of
 
 serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
 

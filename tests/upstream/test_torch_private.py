@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.compile.toy import BOUNDARY, DYNAMIC, example, toy
+from tests.compiler.toy import BOUNDARY, DYNAMIC, example, toy
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.codegen.pieces import build_inductor, inductor_options, innermost
 from torchweave.compiler.ir.mutation import storage

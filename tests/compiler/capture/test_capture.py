@@ -1,0 +1,319 @@
+"""One graph, sizes dynamic, inputs bound to where they come from; what cannot be captured is refused with the place."""
+
+from __future__ import annotations
+
+import linecache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.compiler.toy import DYNAMIC, example, toy
+from torchweave.compiler import CompileCache, weave
+from torchweave.compiler.cache.serialize import dump_graph, load_graph
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.capture.sources import SourceError, resolve
+from torchweave.compiler.errors import InvariantError, TraceError
+from torchweave.compiler.ir.graph import Constant, Input
+from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.config.options import TorchCompileConfig
+from torchweave.report import Report
+
+FX = TorchCompileConfig(enable_inductor=False)
+
+
+@pytest.mark.parametrize("mode", ["backed_size_oblivious", "unbacked", "backed"])
+def test_placeholders_are_bound_and_sizes_named(mode: Any) -> None:
+    module = toy()
+    graph = capture(module, example(), DYNAMIC, mode)
+    bound = graph.bindings.values()
+    assert {binding.name for binding in bound if isinstance(binding, Input)} == set(DYNAMIC)
+    assert set(graph.symbols.values()) == {"T", "N"}
+    constants = {id(binding.tensor) for binding in bound if isinstance(binding, Constant)}
+    assert constants == {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    assert graph.sources == ("tests.compiler.toy",)
+
+
+def test_the_example_does_not_fix_a_size_by_coincidence() -> None:
+    """A token count that equals the hidden size would tie the two; another one is traced."""
+    inputs = {name: torch.zeros(64, dtype=torch.int64) for name in DYNAMIC}
+    graph = capture(toy(), inputs, DYNAMIC, "backed_size_oblivious")
+    assert set(graph.symbols.values()) == {"T", "N"}
+
+
+def test_data_dependent_control_names_the_line_and_the_cause() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 0:
+                return x
+            return x + 1
+
+    with pytest.raises(TraceError, match="data-dependent branching") as caught:
+        capture(Branch(), {"x": torch.zeros(3)}, {}, "backed")
+    file, line = caught.value.where.rsplit(":", 1)
+    assert file == __file__ and "if x.sum() > 0" in linecache.getline(file, int(line))
+
+
+@pytest.mark.parametrize("setting", [np.float32(2), np.ones(4, np.float32)])
+def test_a_setting_of_numpys_is_refused_with_what_to_do(setting: Any) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.by
+
+    module = Scaled()
+    module.by = setting
+    with pytest.raises(TraceError, match=r"reads self.by, which is numpy's; keep a number as Python's .`float"):
+        capture(module, {"x": torch.zeros(3, 4)}, {}, "backed")
+
+
+def test_a_size_that_forward_fixes_is_refused() -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.reshape(23, 4)
+
+    with pytest.raises(TraceError, match=r"T .*was fixed to 23"):
+        capture(Fixed(), {"x": torch.zeros(23, 4)}, {"x": {0: "T"}}, "backed_size_oblivious")
+
+
+@pytest.mark.parametrize("through_view", [False, True])
+def test_a_forward_that_writes_to_a_buffer_is_refused(through_view: bool) -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            (self.seen.view(2, 2)[0] if through_view else self.seen).add_(1)
+            return x + self.seen
+
+    with pytest.raises(InvariantError, match=r"writes to .*seen") as caught:
+        capture(Counter(), {"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, "backed_size_oblivious")
+    assert caught.value.where.startswith(__file__)
+
+
+def _sets_back(self: Any, x: Tensor) -> Tensor:
+    before, self.scale = self.scale, 3.0
+    self.seen.append(x)
+    y = x * self.scale
+    self.scale, _ = before, self.seen.pop()
+    return y
+
+
+def _counts(self: Any, x: Tensor) -> Tensor:
+    self.scale += 1.0
+    return x * self.scale
+
+
+def _replaces_a_buffer(self: Any, x: Tensor) -> Tensor:
+    self.state = self.state * 0.5 + x.sum()
+    return x * self.state
+
+
+def _keeps_what_it_saw(self: Any, x: Tensor) -> Tensor:
+    self.seen.append(x.mean())
+    return x * 2
+
+
+def _leaves_it_on_a_child(self: Any, x: Tensor) -> Tensor:
+    self.child.last = x
+    return self.child(x)
+
+
+class _Changing(nn.Module):
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call, self.scale, self.seen, self.child = call, 1.0, [], nn.Linear(8, 8)
+        self.register_buffer("state", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self, x)
+
+
+@pytest.mark.parametrize(
+    ("call", "changed"),
+    [
+        (_counts, "self.scale"),
+        (_replaces_a_buffer, "self.state"),
+        (_keeps_what_it_saw, "self.seen"),
+        (_leaves_it_on_a_child, "self.child.last"),
+    ],
+)
+def test_a_forward_that_changes_python_objects_is_refused_and_they_are_as_they_were(call: Any, changed: str) -> None:
+    """What a graph does not hold happened once, and left tensors of the tracing behind."""
+    module = _Changing(call)
+    state = module.state
+    with pytest.raises(TraceError, match=f"^forward changes {changed}, which a compiled forward would not do"):
+        capture(module, {"x": torch.zeros(3, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
+    assert (module.scale, module.seen, vars(module.child).get("last")) == (1.0, [], None) and module.state is state
+
+
+def test_a_forward_that_sets_back_what_it_set_is_captured() -> None:
+    module = _Changing(_sets_back)
+    graph = capture(module, {"x": torch.zeros(3, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
+    assert graph.num_calls() == 1 and (module.scale, module.seen) == (1.0, [])
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_forward_that_says_that_it_needs_gradients_or_none_is_woven(mode: Any) -> None:
+    class Says(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with mode():
+                y = x * 2
+            return y + 1
+
+    woven = weave(Says(), {"x": torch.zeros(3, 8)}, {"x": {0: "T"}}, config=FX)
+    result = woven(call_as_is, torch.ones(5, 8))
+    assert torch.equal(result, torch.full((5, 8), 3.0)) and not result.is_inference()
+
+
+def test_writing_to_an_input_or_a_temporary_is_allowed() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor, into: Tensor) -> Tensor:
+            into.copy_(x)
+            y = x * 2
+            y.add_(1)
+            return y
+
+    inputs = {"x": torch.ones(5), "into": torch.zeros(5)}
+    woven = weave(Writes(), inputs, {name: {0: "T"} for name in inputs}, config=FX)
+    into = torch.zeros(7)
+    assert torch.equal(woven(call_as_is, torch.arange(7.0), into), torch.arange(7.0) * 2 + 1)
+    assert torch.equal(into, torch.arange(7.0))
+
+
+def test_tensors_that_are_no_buffers_and_structured_results() -> None:
+    class Loose(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.arange(4.0)
+            self.more = [torch.full((4,), 2.0)]
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            y = x + self.table + torch.tensor([1.0, 2.0, 3.0, 4.0])
+            return {"sum": y, "parts": (y * self.more[0], x, None)}
+
+    module = Loose()
+    woven = weave(module, {"x": torch.zeros(3, 4)}, {"x": {0: "T"}}, config=FX)
+    x = torch.randn(6, 4)
+    got, want = woven(call_as_is, x), module(x)
+    assert torch.equal(got["sum"], want["sum"]) and torch.equal(got["parts"][0], want["parts"][0])
+    assert got["parts"][1] is x and got["parts"][2] is None
+
+
+def test_module_hooks_are_part_of_the_forward() -> None:
+    module = nn.Linear(4, 4).requires_grad_(False)
+    module.register_forward_hook(lambda module, args, output: output * 3)
+    woven = weave(module, {"input": torch.zeros(3, 4)}, {"input": {0: "T"}}, config=FX)
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(woven(call_as_is, x), module(x))
+
+
+def test_inputs_must_be_named_as_forward_names_them() -> None:
+    with pytest.raises(ValueError, match="forward's order"):
+        capture(toy(), {"tokens": torch.zeros(3)}, {}, "backed")
+
+
+@pytest.mark.parametrize("source", ["L['self'].weight.add_(1)", "__import__('os')", "L['self'].missing", "L[len('x')]"])
+def test_sources_only_look_things_up(source: str) -> None:
+    with pytest.raises(SourceError):
+        resolve(source, {"L": {"self": nn.Linear(2, 2)}})
+
+
+class Looked(nn.Module):
+    """Returns what tracing leaves outside of the graph: attributes of an input."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x.T, {"more": [x + 1, x.mT]}, x
+
+
+def test_a_returned_attribute_of_an_input_is_of_the_input_of_the_call(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path / "cache", Report(show=False))
+    for source in ("dynamo", "cache"):
+        report = Report(show=False)
+        woven = weave(Looked(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX, cache=cache, report=report)
+        assert [each["source"] for each in report.select("capture")] == [source]
+        x = torch.randn(3, 8)
+        transposed, more, same = woven(call_as_is, x)
+        assert torch.equal(transposed, x.T) and transposed.data_ptr() == x.data_ptr() and same is x
+        assert torch.equal(more["more"][0], x + 1) and torch.equal(more["more"][1], x.T)
+
+
+class ReturnsSize(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x + 1, x.shape[0] * 2
+
+
+def test_a_returned_size_is_refused_as_what_it_is() -> None:
+    with pytest.raises(TraceError, match="forward returns a size, or a number made of sizes; return tensors"):
+        weave(ReturnsSize(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)
+
+
+class Methods(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh().sum(-1)
+
+
+def test_a_graph_of_methods_alone_is_kept() -> None:
+    graph = capture(Methods(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
+    loaded = load_graph(dump_graph(graph), Methods(), torch.device("cpu"))
+    assert [node.target for node in loaded.graph.nodes] == [node.target for node in graph.graph.nodes]
+
+
+class Mapped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row.sum())(x)  # each row
+
+
+class Slope(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda each: (each**2).sum())(x)
+
+
+@pytest.mark.parametrize("module", [Mapped(), Slope()])
+def test_a_transform_is_refused_and_nothing_of_it_stays_on(module: nn.Module) -> None:
+    with pytest.raises(TraceError, match=r"uses a transform of torch\.func") as caught:
+        weave(module, {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)
+    if isinstance(module, Mapped):
+        assert "# each row" in linecache.getline(__file__, int(caught.value.where.removeprefix(f"{__file__}:")))
+    torch.randn(2)  # raises where a vmap was left on
+
+
+def test_a_launch_of_a_triton_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(
+        "torch.utils._triton.has_triton", lambda: True
+    )  # as on a GPU: Dynamo takes the launch into the graph
+
+    def kernel(x, y, size: triton.language.constexpr):  # type: ignore[no-untyped-def]
+        at = triton.language.arange(0, size)
+        triton.language.store(y + at, triton.language.load(x + at))
+
+    class Launches(nn.Module):
+        copy = staticmethod(triton.jit(kernel))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.empty_like(x)
+            self.copy[(1,)](x, y, 8)  # the launch
+            return y + x
+
+    with pytest.raises(TraceError, match="launches a Triton kernel") as caught:
+        weave(Launches(), {"x": torch.zeros(8)}, config=FX)
+    assert "# the launch" in linecache.getline(__file__, int(caught.value.where.removeprefix(f"{__file__}:")))
+
+
+class Yields(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return self.parts(x)
+
+    def parts(self, x: Tensor) -> Any:
+        yield x + 1
+
+
+def test_a_generator_is_refused() -> None:
+    with pytest.raises(
+        TraceError, match=r"forward returns (what cannot be made again .*, as a generator|a tuple_iterator)"
+    ):
+        weave(Yields(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)

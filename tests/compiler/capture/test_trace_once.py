@@ -1,0 +1,460 @@
+"""X2: layers that do the same are traced once; the graph is the one that tracing each of them gives, or it is traced plainly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.compiler.canonical import canonical
+from tests.compiler.toy import BOUNDARY, DYNAMIC, Layer, example, step, toy
+from torchweave.compiler import weave
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.config.options import TorchCompileConfig
+from torchweave.report import Report
+
+FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
+MODE: Any = "backed_size_oblivious"
+
+
+def captured_twice(module: nn.Module, mode: Any = MODE, inputs: Any = None, dynamic: Any = DYNAMIC) -> dict[str, Any]:
+    """The event of capturing a module with layers traced once, once its graph was found to be that of a plain capture."""
+    report = Report(show=False)
+    inputs = inputs or example()
+    once = capture(module, inputs, dynamic, mode, report)
+    plain = capture(module, inputs, dynamic, mode, trace_once=False)
+    assert canonical(once) == canonical(plain)
+    assert [constant.source for _, constant in once.constants()] == [item.source for _, item in plain.constants()]
+    events = report.select("trace_once")
+    return events[0] if events else {}
+
+
+@pytest.mark.parametrize("mode", ["backed_size_oblivious", "unbacked", "backed"])
+def test_X2_one_layer_is_traced_and_the_graph_is_that_of_a_plain_capture(mode: Any) -> None:
+    module = toy(layers=5)
+    classes = [type(layer) for layer in module.layers]
+    event = captured_twice(module, mode)
+    assert (event["traced"], event["cloned"]) == (["layers.0"], 4)
+    assert [type(layer) for layer in module.layers] == classes, "the module is as it was"
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.layers)
+
+
+def test_X2_a_clone_is_a_graph_like_any_other() -> None:
+    module = toy(layers=5)
+    woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
+    assert len({piece.digest for piece in woven.pieces}) == 3 and len(woven.pieces) == 6
+    for tokens, rows in ((1, 1), (7, 3), (64, 5)):
+        assert torch.equal(woven(call_as_is, *step(tokens, rows)), module(*step(tokens, rows)))
+
+
+class _Block(nn.Module):
+    """x -> x + w(x): a layer with what a test wants of it."""
+
+    def __init__(self, index: int, extra: Callable[[Any, Tensor], Tensor] | None = None, **facts: Any) -> None:
+        super().__init__()
+        self.index, self.linear = index, nn.Linear(8, 8)
+        self.extra = extra
+        for name, fact in facts.items():
+            setattr(self, name, fact)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return x + (y if self.extra is None else self.extra(self, y))
+
+
+class _Stack(nn.Module):
+    def __init__(self, blocks: list[Any], call: Callable[[Any, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.blocks, self.call = nn.ModuleList(blocks), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.call is not None:
+            return self.call(self, x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _stack(extra: Callable[[Any, Tensor], Tensor] | None = None, layers: int = 5, **options: Any) -> _Stack:
+    torch.manual_seed(0)
+    return _Stack([_Block(index, extra) for index in range(layers)], **options).eval().requires_grad_(False)
+
+
+def _captured(module: nn.Module) -> dict[str, Any]:
+    return captured_twice(module, inputs={"x": torch.zeros(6, 8)}, dynamic={"x": {0: "T"}})
+
+
+def _scaled(block: Any, y: Tensor) -> Tensor:
+    return y * (block.index + 1)
+
+
+def _every_other(block: Any, y: Tensor) -> Tensor:
+    return y.relu() if block.index % 2 else y.tanh()
+
+
+_TABLE = [3.0, 3.0, 5.0, 3.0, 5.0]
+
+
+def _by_table(block: Any, y: Tensor) -> Tensor:
+    return y + _TABLE[block.index]
+
+
+def _in_place(block: Any, y: Tensor) -> Tensor:
+    return y.add_(1).mul_(2)
+
+
+def test_X2_a_number_of_the_layer_that_enters_the_arithmetic_keeps_layers_apart() -> None:
+    assert not _captured(_stack(_scaled)).get("cloned")
+
+
+def test_X2_layers_that_differ_by_their_number_alone_are_told_apart() -> None:
+    event = _captured(_stack(_every_other))
+    assert (event["traced"], event["cloned"]) == (["blocks.0", "blocks.1"], 3)
+    event = _captured(_stack(_by_table))
+    assert (event["traced"], event["cloned"]) == (["blocks.0", "blocks.2"], 3)
+
+
+def test_X2_in_place_operations_and_views_are_cloned() -> None:
+    assert _captured(_stack(_in_place))["cloned"] == 4
+
+
+def test_X2_views_of_results_know_what_they_are_views_of() -> None:
+    """What runs between layers reads stand-ins while it is traced; aliases must be those of the clones."""
+
+    def through_views(self: Any, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x[:, 1:3].add_(1)
+        return x.view(-1)[1:]
+
+    assert _captured(_stack(call=through_views))["cloned"] == 4
+
+    class InPlace(_Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            y[:, 2:].mul_(2)
+            return y.view(-1)[:].view(-1, 8).add_(1)
+
+    module = _Stack([InPlace(index) for index in range(5)]).eval().requires_grad_(False)
+    assert _captured(module)["cloned"] == 4
+
+
+def test_X2_a_layer_that_gives_back_what_it_was_given_is_traced_each_time() -> None:
+    class Same(_Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x.add_(self.linear(x))
+            return x[:, :]
+
+    module = _Stack([Same(index) for index in range(5)]).eval().requires_grad_(False)
+    event = captured_twice(module, inputs={"x": torch.zeros(6, 8)}, dynamic={"x": {0: "T"}})
+    assert event["cloned"] == 0 and "gives back what it was given" in event["why"]
+
+
+def test_X2_values_that_skip_layers_go_where_they_went() -> None:
+    def skips(self: Any, x: Tensor) -> Tensor:
+        kept = []
+        for block in self.blocks:
+            x = block(x)
+            kept.append(x)
+        return kept[0] * kept[3] + kept[1] - x
+
+    module = _stack(call=skips)
+    assert _captured(module)["cloned"] == 4
+    woven = weave(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, config=FX)
+    x = torch.randn(9, 8)
+    assert torch.equal(woven(call_as_is, x), module(x))
+
+
+@pytest.mark.parametrize("order", [[4, 3, 2, 1, 0], [2, 0, 1, 4, 3]])
+def test_X2_layers_run_in_whatever_order_forward_says(order: list[int]) -> None:
+    def shuffled(self: Any, x: Tensor) -> Tensor:
+        for index in order:
+            x = self.blocks[index](x)
+        return x
+
+    event = _captured(_stack(call=shuffled))
+    assert event["cloned"] == 4 or "is called before" in event["why"]
+
+
+def test_X2_a_layer_that_runs_twice_is_traced_as_often() -> None:
+    def twice(self: Any, x: Tensor) -> Tensor:
+        for block in [*self.blocks, self.blocks[0]]:
+            x = block(x)
+        return x
+
+    event = _captured(_stack(call=twice))
+    assert (event["traced"], event["cloned"]) == (["blocks.1"], 3)
+
+
+def test_X2_what_a_layer_leaves_behind_is_seen() -> None:
+    """Each layer reads what the one before left on an object that they share: their arguments do not say all."""
+
+    def through_a_box(block: Any, y: Tensor) -> Tensor:
+        before = block.box.get("y")
+        block.box["y"] = y
+        return y if before is None else y + before
+
+    box: dict[str, Tensor] = {}
+    module = _Stack([_Block(index, through_a_box, box=box) for index in range(5)]).eval().requires_grad_(False)
+    module.call = lambda self, x: ([x := block(x) for block in self.blocks], box.clear())[0][-1]
+    report = Report(show=False)
+    once = capture(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, MODE, report)
+    box.clear()
+    plain = capture(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, MODE, trace_once=False)
+    assert canonical(once) == canonical(plain)
+
+
+def test_X2_a_tensor_that_all_layers_share_stays_one() -> None:
+    shared = nn.Parameter(torch.randn(8), requires_grad=False)
+    module = _stack(lambda block, y: y * block.shared)
+    for block in module.blocks:
+        block.shared = shared
+    assert _captured(module)["cloned"] == 4
+
+
+def test_X2_lists_within_layers_and_sequences_are_found() -> None:
+    torch.manual_seed(0)
+    inner = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4)]
+    module = nn.Sequential(*inner, nn.Linear(8, 3)).eval().requires_grad_(False)
+    event = captured_twice(module, inputs={"input": torch.zeros(6, 8)}, dynamic={"input": {0: "T"}})
+    assert (event["traced"], event["cloned"]) == (["0"], 3)
+
+
+def test_X2_a_hook_on_a_layer_is_part_of_it() -> None:
+    module = _stack()
+    module.blocks[2].register_forward_hook(lambda module, args, output: output * 3)
+    event = _captured(module)
+    assert event["cloned"] == 3
+    for block in module.blocks:
+        block.linear.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    _captured(module)
+
+
+def test_X2_forward_set_on_an_instance_is_traced_and_kept() -> None:
+    module = toy(layers=4)
+    for layer in module.layers:
+        layer.forward = Layer.forward.__get__(layer)
+    kept = [layer.forward for layer in module.layers]
+    assert captured_twice(module)["cloned"] == 3
+    assert [layer.forward for layer in module.layers] == kept
+
+
+def test_X2_a_forward_that_cannot_be_traced_is_refused_as_ever() -> None:
+    def branch(block: Any, y: Tensor) -> Tensor:
+        return y if y.sum() > 0 else y + 1
+
+    from torchweave.compiler.errors import TraceError
+
+    with pytest.raises(TraceError, match="data-dependent branching"):
+        capture(_stack(branch), {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, MODE)
+
+
+def _left_out(event: dict[str, Any]) -> tuple[int, str]:
+    """How many layers tracing was not shown, and why it was shown all of them."""
+    assert event["cloned"] == 4, event
+    return event["left_out"], event.get("why_shown", "")
+
+
+def test_X2_layers_that_only_go_on_are_not_shown_to_tracing() -> None:
+    module = _stack()
+    assert _left_out(_captured(module)) == (4, "")
+    assert [*module.blocks._modules] == ["0", "1", "2", "3", "4"], "the list is whole again"
+    woven = weave(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, config=FX)
+    x = torch.randn(9, 8)
+    assert torch.equal(woven(call_as_is, x), module(x))
+
+
+def test_X2_two_kinds_by_turns_are_shown_one_period_of() -> None:
+    event = _captured(_stack(_every_other))
+    assert (event["traced"], event["cloned"], event["left_out"]) == (["blocks.0", "blocks.1"], 3, 3)
+
+
+def _mean(self: Any, x: Tensor) -> Tensor:
+    for block in self.blocks:
+        x = block(x)
+    return x / len(self.blocks)
+
+
+def _first_again(self: Any, x: Tensor) -> Tensor:
+    first = x = self.blocks[0](x)
+    for block in [*self.blocks][1:]:
+        x = block(x)
+    return x * first
+
+
+def _one_in_the_middle(self: Any, x: Tensor) -> Tensor:
+    kept = []
+    for block in self.blocks:
+        x = block(x)
+        kept.append(x)
+    return x + kept[len(kept) // 2]
+
+
+def _something_between(self: Any, x: Tensor) -> Tensor:
+    for block in self.blocks:
+        x = block(x) + 1
+    return x
+
+
+def _no_operation_between(self: Any, x: Tensor) -> Tensor:
+    for block in self.blocks:
+        x = block(x).contiguous()
+    return x
+
+
+def _by_number(self: Any, x: Tensor) -> Tensor:
+    for index in range(5):
+        x = self.blocks[index](x)
+    return x
+
+
+def _backwards(self: Any, x: Tensor) -> Tensor:
+    for index in (0, 4, 3, 2, 1):
+        x = self.blocks[index](x)
+    return x
+
+
+def _all_from_the_input(self: Any, x: Tensor) -> Tensor:
+    y = x
+    for block in self.blocks:
+        y = block(x)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (_mean, "aten.div.Tensor depends on how many layers there are"),
+        (_first_again, "aten.mul.Tensor depends on how many layers there are"),
+        (_one_in_the_middle, "aten.add.Tensor depends on how many layers there are"),
+        (_something_between, "add is called before blocks.1"),
+        (_no_operation_between, "contiguous is called before blocks.1"),
+        (_by_number, "with fewer layers it does not run without values (IndexError)"),
+        (_backwards, "blocks.4 is called where blocks.1 would follow"),
+        (_all_from_the_input, ""),
+    ],
+)
+def test_X2_all_layers_are_shown_where_something_else_depends_on_them(call: Any, why: str) -> None:
+    assert _left_out(_captured(_stack(call=call))) == (0 if why else 4, why)
+
+
+class _Pair(_Block):
+    def forward(self, x: Tensor, y: Tensor, masks: tuple[Tensor, ...] = (), *, scale: Any = None) -> Any:
+        z = self.linear(x) + y
+        return {"x": z * masks[0] if masks else z, "rest": (y + z, None)}
+
+
+def _pairs(call: Callable[[Any, Tensor], Tensor]) -> _Stack:
+    torch.manual_seed(0)
+    return _Stack([_Pair(index) for index in range(5)], call).eval().requires_grad_(False)
+
+
+def test_X2_what_layers_take_and_give_may_be_nested() -> None:
+    def call(self: Any, x: Tensor) -> Tensor:
+        masks, y = (x.relu(), x.tanh()), x.exp()
+        for block in self.blocks:
+            out = block(x, y, masks, scale=masks[1])
+            x, (y, _) = out["x"], out["rest"]
+        return x - y
+
+    assert _left_out(_captured(_pairs(call))) == (4, "")
+
+    def crossed(self: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        for block in self.blocks:
+            out = block(x, y)
+            x, y = out["rest"][0], out["x"]
+        return x - y
+
+    assert _left_out(_captured(_pairs(crossed))) == (4, "")
+
+
+def test_X2_a_layer_that_returns_one_tensor_twice_is_traced_each_time() -> None:
+    class Twice(_Block):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.linear(x)
+            return y, y[:]
+
+    def call(self: Any, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, y = block(x)
+            y.add_(1)
+        return x
+
+    module = _Stack([Twice(index) for index in range(5)], call).eval().requires_grad_(False)
+    event = captured_twice(module, inputs={"x": torch.zeros(6, 8)}, dynamic={"x": {0: "T"}})
+    assert event["cloned"] == 0 and "share memory" in event["why"]
+
+
+def test_X2_layers_that_are_given_something_of_their_own_are_shown() -> None:
+    def by_turns(self: Any, x: Tensor) -> Tensor:
+        masks, y = ((x.relu(),), (x.tanh(),)), x.exp()
+        for index, block in enumerate(self.blocks):
+            x = block(x, y, masks[index % 2])["x"]
+        return x
+
+    assert _left_out(_captured(_pairs(by_turns))) == (0, "a layer is given what none before it was given")
+
+
+def test_X2_a_layer_that_counts_its_list_is_shown_all_of_it() -> None:
+    module = _stack(lambda block, y: y / len(block.box["blocks"]))
+    for block in module.blocks:
+        object.__setattr__(block, "box", {"blocks": module.blocks})
+    left_out, why = _left_out(_captured(module))
+    assert left_out == 0 and "blocks.0 depends on how many layers there are" in why
+
+
+def test_X2_a_list_is_whole_again_when_tracing_fails() -> None:
+    from torchweave.compiler.errors import TraceError
+
+    def call(self: Any, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.view(-1) if x.sum() > 0 else x
+
+    module = _stack(call=call)
+    with pytest.raises(TraceError):
+        capture(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, MODE)
+    assert len(module.blocks) == 5 and {type(block) for block in module.blocks} == {_Block}
+
+
+def _work(module: nn.Module, inputs: Any, dynamic: Any) -> Counter[str]:
+    """What a capture makes torch do: instructions that Dynamo goes through, and operations on fake tensors."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    seen: Counter[str] = Counter()
+
+    def counted(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            seen[name] += 1
+            return original(*args, **kwargs)
+
+        patch.setattr(owner, name, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        counted(InstructionTranslatorBase, "step")
+        counted(FakeTensorMode, "dispatch")
+        capture(module, inputs, dynamic, MODE)
+    return seen
+
+
+def test_X2_tracing_does_not_grow_with_the_depth() -> None:
+    def traced(layers: int) -> Counter[str]:
+        return _work(_stack(_every_other, layers), {"x": torch.zeros(6, 8)}, {"x": {0: "T"}})
+
+    traced(4)  # the first trace of a process does more
+    assert traced(4) == traced(12) != Counter()
+
+
+def test_X2_a_layer_that_has_to_be_shown_is_one_call() -> None:
+    """The toy computes the angles of its rope for each layer anew, which is traced."""
+    few, many = (_work(toy(layers=layers), example(), DYNAMIC)["dispatch"] for layers in (4, 12))
+    assert (many - few) / 8 < 10, f"{(many - few) / 8} operations on fake tensors for each further layer"

@@ -1,0 +1,103 @@
+"""Fake values made again: of the geometry that running the operation gives, and aliases of what it aliases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.compiler.canonical import canonical
+from tests.compiler.toy import DYNAMIC, example, toy
+from torchweave.compiler.cache.serialize import dump_graph, load_graph
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.ir.fake_tensors import FakeRuns, geometry
+from torchweave.compiler.ir.graph import CapturedGraph, run_fake
+from torchweave.compiler.ir.mutation import storage
+from torchweave.compiler.ir.symbols import value
+
+MODE: Any = "backed_size_oblivious"
+
+
+@pytest.fixture(scope="module")
+def graph() -> CapturedGraph:
+    return capture(toy(layers=2), example(), DYNAMIC, MODE)
+
+
+def _where(thing: Tensor) -> int:
+    return thing.untyped_storage()._cdata
+
+
+def test_an_operation_run_again_gives_the_same_geometry_and_aliases(graph: CapturedGraph) -> None:
+    runs, seen = FakeRuns(graph.fake_mode, graph.faking), 0
+    for node in graph.graph.nodes:
+        if node.op not in ("call_function", "call_method") or not isinstance(value(node), Tensor):
+            continue
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+        target: Any = str(node.target) if node.op == "call_method" else node.target
+        with graph.faking():
+            plain = run_fake(node, {})
+        for again in (runs.run(target, args, kwargs), runs.run(target, args, kwargs)):
+            seen += 1
+            assert geometry(again) == geometry(plain) == geometry(value(node))
+            for argument in node.all_input_nodes:
+                if isinstance(value(argument), Tensor):
+                    assert (_where(again) == storage(argument)) == (_where(plain) == storage(argument)), node
+            assert again.fake_mode is graph.fake_mode
+    assert seen > 40
+
+
+def test_results_of_several_tensors_share_what_they_shared(graph: CapturedGraph) -> None:
+    runs = FakeRuns(graph.fake_mode, graph.faking)
+    x = next(value(node) for node in graph.graph.nodes if node.target is torch.nn.functional.linear)
+    first = runs.run(torch.split, (x, 16), {"dim": -1})
+    again = runs.run(torch.split, (x, 16), {"dim": -1})
+    assert [geometry(part) for part in again] == [geometry(part) for part in first]
+    assert {_where(part) for part in again} == {_where(x)}, "parts are views of what was split"
+    top = [runs.run(torch.topk, (x, 2), {}) for _ in range(2)]
+    assert [geometry(part) for part in top[0]] == [geometry(part) for part in top[1]]
+    assert len({_where(part) for result in top for part in result}) == 4
+
+
+def test_in_place_operations_give_back_their_argument(graph: CapturedGraph) -> None:
+    runs = FakeRuns(graph.fake_mode, graph.faking)
+    with graph.faking():
+        tensors = [torch.empty(4), torch.empty(4)]
+    assert all(runs.run("add_", (tensor, 1), {}) is tensor for tensor in tensors)
+
+
+def test_what_cannot_be_compared_is_run_each_time(graph: CapturedGraph) -> None:
+    calls: list[object] = []
+
+    def odd(x: Tensor, thing: object) -> Tensor:
+        calls.append(thing)
+        return x
+
+    runs = FakeRuns(graph.fake_mode, graph.faking)
+    with graph.faking():
+        x = torch.empty(3)
+    for _ in range(2):
+        runs.run(odd, (x, object()), {})
+        runs.run(odd, (x, 1), {})
+    assert len(calls) == 3
+
+
+def test_a_stored_graph_keeps_its_aliases() -> None:
+    """Passes decide by them: a graph that comes from the cache must be what was captured, views included."""
+
+    class Views(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            y[:, 1:].add_(1)
+            parts = y.split(2, dim=-1)
+            return parts[0] + y.view(-1, 4)[:, 2:]
+
+    module = Views()
+    for inputs, dynamic, captured in (
+        ({"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, module),
+        (example(), DYNAMIC, toy(layers=4)),
+    ):
+        graph = capture(captured, inputs, dynamic, MODE)
+        restored = load_graph(dump_graph(graph), captured, torch.device("cpu"))
+        assert canonical(restored) == canonical(graph)

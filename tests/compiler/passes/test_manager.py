@@ -1,0 +1,252 @@
+"""The pass manager keeps order, switches, receipts and the graph's health; merge_linears merges what it may and says why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.compiler.toy import BOUNDARY, DYNAMIC, SIZES, attention, example, step, toy
+from torchweave.compiler import GraphPass, PassResult, weave
+from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.ir.graph import CapturedGraph
+from torchweave.compiler.passes.base import Pass
+from torchweave.compiler.passes.manager import PassManager, default_passes
+from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR, MergeLinears
+from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.config.options import TorchCompileConfig
+from torchweave.report import Report
+
+FX = TorchCompileConfig(enable_inductor=False)
+
+
+def graph_of(module: nn.Module, *shape: int) -> CapturedGraph:
+    return capture(module, {"x": torch.zeros(*shape)}, {"x": {0: "T"}}, "backed_size_oblivious")
+
+
+def num_linears(graph: CapturedGraph) -> int:
+    return sum(node.target is LINEAR for node in graph.graph.nodes)
+
+
+class Scale(nn.Module):
+    """The five-line graph that the examples of passes work on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.add(x, x, alpha=2) + torch.add(x, x)
+
+
+class Double(GraphPass):
+    name = "double"
+
+    def run(self, graph: CapturedGraph) -> PassResult:
+        matches = 0
+        for node, (x, y) in self.calls(graph, torch.add, "input", "other"):
+            if x is y:
+                with graph.graph.inserting_before(node):
+                    new = graph.graph.call_function(torch.mul, (x, 2))
+                new.meta = dict(node.meta)
+                node.replace_all_uses_with(new)
+                graph.graph.erase_node(node)
+                matches += 1
+        return PassResult(matches, matches)
+
+
+def test_a_pass_of_ones_own_matches_and_an_unexpected_argument_does_not() -> None:
+    report = Report(show=False)
+    x = torch.randn(5)
+    woven = weave(Scale(), {"x": torch.zeros(3)}, {"x": {0: "T"}}, config=FX, report=report, passes=[Double()])
+    event = report.select("pass")[0]
+    assert (event["name"], event["matches"], event["ops_before"], event["ops_after"]) == ("double", 1, 3, 3)
+    assert torch.equal(woven(call_as_is, x), Scale()(x)), "alpha=2 was matched away"
+
+
+def test_order_switches_and_print_out() -> None:
+    seen: list[str] = []
+
+    class Note(GraphPass):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def run(self, graph: CapturedGraph) -> PassResult:
+            seen.append(self.name)
+            return PassResult()
+
+    report = Report(show=False)
+    config = TorchCompileConfig(disabled_passes=("second",))
+    manager = PassManager([Note("first"), Note("second"), Note("third")], config)
+    manager.run(graph_of(Scale(), 3), report)
+    assert seen == ["first", "third"]
+    assert [(event["name"], event["enabled"]) for event in report.select("pass")][1] == ("second", False)
+    assert str(manager).splitlines()[1].split()[:7] == ["1", "second", "torch_ir", "exact", "T", "..", "off:"]
+    with pytest.raises(ValueError, match="no pass is called fourth; there are first"):
+        PassManager([Note("first")], TorchCompileConfig(disabled_passes=("fourth",)))
+    with pytest.raises(ValueError, match=r"no pass is called merge_linear; did you mean merge_linears\?"):
+        PassManager([Note("first")], TorchCompileConfig(enabled_passes=("merge_linear",)))
+    with pytest.raises(ValueError, match="two passes have one name"):
+        PassManager([Note("first"), Note("first")])
+
+
+def test_the_pass_that_breaks_a_graph_is_named() -> None:
+    class Breaks(GraphPass):
+        name = "breaks"
+
+        def run(self, graph: CapturedGraph) -> PassResult:
+            *_, last, _ = graph.graph.nodes
+            first = next(node for node in graph.graph.nodes if node.op != "placeholder")
+            first.append(first.prev) if first is last else first.prepend(last)
+            return PassResult(1, 1)
+
+    with pytest.raises(RuntimeError, match="pass breaks left a graph"):
+        PassManager([Breaks()]).run(graph_of(Scale(), 3), Report(show=False))
+
+
+def test_built_in_passes_follow_the_protocol() -> None:
+    for each in default_passes():
+        assert isinstance(each, Pass) and each.name and type(each).__doc__
+
+
+# -- merge_linears -----------------------------------------------------------------------------------------------------
+
+
+def test_T6_merging_is_exact_for_every_size_and_takes_no_memory() -> None:
+    module = toy(bias=True)
+    want = {size: module(*step(*size)) for size in SIZES}
+    before = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in module.parameters()}
+    report = Report(show=False)
+    woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report)
+    after = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in module.parameters()}
+    assert sum(before.values()) == sum(after.values())
+    assert report.select("pass")[0]["matches"] == 6 and report.select("pass")[0]["rewritten"] == 15
+    for size in SIZES:
+        assert torch.equal(woven(call_as_is, *step(*size)), want[size])
+        assert torch.equal(module(*step(*size)), want[size]), "the module itself works on in its views"
+
+
+def test_a_module_can_be_woven_twice() -> None:
+    module = toy()
+    want = module(*step(7, 3))
+    for _ in range(2):
+        woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
+    assert torch.equal(woven(call_as_is, *step(7, 3)), want)
+
+
+def test_switched_off_by_name() -> None:
+    config = TorchCompileConfig(enable_inductor=False, disabled_passes=("merge_linears",))
+    woven = weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=config)
+    assert woven.report.select("pass")[0]["enabled"] is False
+
+
+class Pair(nn.Module):
+    """Two linears over x, with a chance to be awkward."""
+
+    def __init__(
+        self, between: str = "", bias: tuple[bool, bool] = (False, False), rows: tuple[int, int] = (16, 8)
+    ) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(8, width, bias=each) for width, each in zip(rows, bias, strict=True))
+        self.between = between
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * 1.0
+        if self.between == "flat":
+            return self.a(x).view(-1), self.b(x)
+        a = self.a(x)
+        if self.between == "method":
+            return a.as_strided((a.shape[0], 4), (16, 2)), self.b(x)
+        if self.between == "strides":
+            return torch.as_strided(a[0], (a.shape[0], 4), (16, 2)), self.b(x)
+        if self.between == "write":
+            x.add_(1)
+        if self.between == "write a view":
+            x[:, 1:].mul_(2)
+        if self.between == "boundary":
+            out = torch.empty_like(a[:, None])
+            attention(a[:, None], a[:, None], a[:, None], out, 0, 1.0)
+            a = out[:, 0]
+        if self.between == "computed":
+            return a, F.linear(x, self.b.weight * 2)
+        if self.between == "same weight":
+            return a, self.a(x)
+        return a, self.b(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (Pair("write"), "writes to it between them"),
+        (Pair("write a view"), "writes to it between them"),
+        (Pair("boundary"), "the boundary op"),
+        (Pair("computed"), "computed, not a parameter"),
+        (Pair("flat", rows=(16, 16)), "needs a contiguous result"),
+        (Pair("method"), "strides of its own"),
+        (Pair("strides"), "strides of its own"),
+        (Pair(bias=(True, False)), "differs in bias"),
+        (Pair(rows=(16, 1)), "misalign"),
+        (Pair("same weight"), "already part of"),
+    ],
+    ids=lambda thing: thing.between or "kind" if isinstance(thing, Pair) else "",
+)
+def test_T6_near_misses_are_left_alone_and_told(module: Pair, why: str) -> None:
+    graph = graph_of(module, 5, 8)
+    graph.boundary_ops = BOUNDARY
+    before = num_linears(graph)
+    result = MergeLinears().run(graph)
+    assert result.matches == 0 and num_linears(graph) == before
+    assert any(why in miss.why for miss in result.near_misses), result.near_misses
+
+
+def test_a_near_miss_does_not_keep_the_others_apart() -> None:
+    """Of five that read x, three before a boundary op and two behind it become two."""
+
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.each = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
+            self.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (linear(x)[:, None] for linear in list(self.each)[:3])
+            out = torch.empty_like(q)
+            attention(q, k, v, out, 0, 1.0)
+            return out[:, 0] + self.each[3](x) * self.each[4](x)
+
+    module = Parallel()
+    x = torch.randn(9, 8)
+    want = module(x)
+    report = Report(show=False)
+    woven = weave(module, {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=FX, report=report)
+    assert report.select("pass")[0]["matches"] == 2 and report.select("pass")[0]["rewritten"] == 5
+    torch.testing.assert_close(woven(call_as_is, x), want)
+
+
+def test_linears_over_the_same_weights_share_the_merged_one() -> None:
+    """A layer that is applied twice has its weights merged once."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+            self.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = self.a(x) * self.b(x)
+            return x
+
+    module = Twice()
+    graph = graph_of(module, 5, 8)
+    result = MergeLinears().run(graph)
+    assert result.matches == 2 and len(list(graph.constants())) == 1
+    assert module.a.weight.untyped_storage().data_ptr() == module.b.weight.untyped_storage().data_ptr()
+
+
+def test_strides_downstream_are_those_of_views() -> None:
+    graph = graph_of(Pair(rows=(16, 8)), 5, 8)
+    MergeLinears().run(graph)
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    fakes: list[Any] = [node.meta["example_value"] for node in output.args[0]]
+    assert [fake.stride() for fake in fakes] == [(24, 1), (24, 1)] and fakes[1].storage_offset() == 16

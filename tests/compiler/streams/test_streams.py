@@ -1,0 +1,410 @@
+"""Streams: what must stay in order does, on any interleaving; what is gained is predicted; what is split computes the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from tests.compiler.streams.stream_cases import DYNAMIC, captured_piece, example, random_piece, shared_experts
+from tests.compiler.toy import BOUNDARY, SIZES, step, toy
+from tests.compiler.toy import DYNAMIC as TOY_DYNAMIC
+from tests.compiler.toy import example as toy_example
+from tests.ops.collectives.collective_cases import mirrored
+from torchweave.compiler import CompileCache, weave
+from torchweave.compiler.codegen.pieces import build_fx
+from torchweave.compiler.ir.aliasing import NotUnderstood, memory_of, op_name
+from torchweave.compiler.partition.collectives import group_of
+from torchweave.compiler.partition.split import Piece
+from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.streams.backends import CheckedLanes, Race
+from torchweave.compiler.streams.build import Split, StreamBuilder, join, plan
+from torchweave.compiler.streams.cost import Costs, key_of
+from torchweave.compiler.streams.hazards import hazards
+from torchweave.compiler.streams.program import program
+from torchweave.compiler.streams.schedule import priorities, schedule
+from torchweave.compiler.streams.simulate import simulate
+from torchweave.config.options import TorchCompileConfig
+from torchweave.report import Report
+
+ADD, VIEW, ADD_IN_PLACE, ACCUMULATE = 0, 5, 7, 10  # of `stream_cases.OPERATIONS`
+FX2 = TorchCompileConfig(enable_inductor=False, max_num_streams=2)
+
+
+# -- hazards -----------------------------------------------------------------------------------------------------------
+
+
+def order(piece: Piece) -> set[tuple[str, str, str]]:
+    graph = piece.module.graph
+    return {(a.name, b.name, why) for (a, b), all_of in hazards(graph, memory_of(graph)).items() for why in all_of}
+
+
+def test_T10_reads_and_writes_of_one_storage_are_ordered_through_its_views() -> None:
+    # add = a + b; view = add.view(); tanh = tanh(add); view.add_(b); relu-like read of add afterwards
+    piece = random_piece([(ADD, 0, 1), (VIEW, 2, 0), (2, 2, 0), (ADD_IN_PLACE, 3, 1), (2, 2, 0), (8, 3, 0)], [2, 4])
+    found = order(piece)
+    assert {
+        ("tanh", "add_", "WAR"),
+        ("add_", "tanh_1", "RAW"),
+        ("add_", "mul_", "WAW"),
+        ("tanh_1", "mul_", "WAR"),
+    } <= found
+    assert not any({a, b} == {"tanh", "tanh_1"} for a, b, _ in found), "two reads are in no order"
+
+
+def test_T10_what_an_op_writes_to_comes_from_its_schema() -> None:
+    found = order(random_piece([(ADD, 0, 1), (2, 2, 0), (ACCUMULATE, 0, 2), (2, 2, 0)], [1, 2]))
+    assert {("tanh", "accumulate_default", "WAR"), ("accumulate_default", "tanh_1", "RAW")} <= found
+
+
+def test_T10_inputs_may_be_views_of_each_other() -> None:
+    found = order(random_piece([(2, 0, 0), (ADD_IN_PLACE, 1, 1), (2, 0, 0)], [0, 2]))
+    assert {("tanh", "add_", "WAR"), ("add_", "tanh_1", "RAW")} <= found
+
+
+def test_T10_views_are_found_in_a_graph_that_forgot_them() -> None:
+    """As one from the cache has: there, every fake tensor has a storage of its own."""
+    piece = random_piece([(ADD, 0, 1), (VIEW, 2, 0), (2, 2, 0), (ADD_IN_PLACE, 3, 1), (2, 2, 0)], [1, 3])
+    known = order(piece)
+    for node in piece.module.graph.nodes:
+        if isinstance(fake := node.meta.get("example_value"), Tensor):
+            with fake.fake_mode:
+                node.meta["example_value"] = torch.empty_strided(fake.shape, fake.stride())
+    assert order(piece) == known
+
+
+# -- schedule ----------------------------------------------------------------------------------------------------------
+
+
+def test_T10_the_longest_path_goes_first_and_a_free_stream_takes_the_rest() -> None:
+    costs, before = [1.0, 10.0, 2.0, 3.0, 1.0], [{}, {0: 0}, {0: 0}, {2: 0}, {1: 0, 3: 0}]
+    assert priorities(costs, before) == [12, 11, 6, 4, 1]
+    slots = {slot.task: slot for slot in schedule(costs, before, 2)}
+    assert [slots[task].stream for task in range(5)] == [0, 0, 1, 1, 0]
+    runs = program(list(slots.values()), before)
+    assert [(run.stream, run.tasks, run.waits, run.signals) for run in runs.runs] == [
+        (0, (0,), (), True), (0, (1,), (), False), (1, (2, 3), (0,), True), (0, (4,), (2,), False)
+    ]  # fmt: skip
+    timeline = simulate(runs, costs, event=0.5)
+    assert (timeline.makespan, timeline.serial) == (12, 17) and timeline.verdict()[0]
+
+
+def test_T10_an_event_is_recorded_once_and_only_for_another_stream() -> None:
+    before = [{}, {0: 0}, {0: 0}, {0: 0}, {1: 0, 2: 0, 3: 0}]
+    runs = program(schedule([1, 5, 5, 5, 1], before, 3), before)
+    assert runs.num_streams == 3 and not runs.joins
+    assert sum(run.signals for run in runs.runs) == 3, "one for the fork, one for each of the other streams"
+    (only,) = program(schedule([1, 5, 5, 5, 1], before, 1), before).runs
+    assert only.tasks == (0, 1, 2, 3, 4) and not only.signals
+
+
+graphs_of_tasks = st.integers(1, 14).flatmap(
+    lambda count: st.tuples(
+        st.lists(st.floats(0, 20), min_size=count, max_size=count),
+        st.tuples(*(st.sets(st.integers(0, max(index - 1, 0)), max_size=3) for index in range(count))),
+        st.integers(1, 4),
+    )
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(graphs_of_tasks)
+def test_T10_a_program_keeps_every_order_and_waits_for_nothing_twice(drawn: Any) -> None:
+    costs, sets, num_streams = drawn
+    before = [{earlier: 0 for earlier in found if earlier < index} for index, found in enumerate(sets)]
+    slots = schedule(costs, before, num_streams)
+    runs = program(slots, before)
+    assert sorted(task for run in runs.runs for task in run.tasks) == list(range(len(costs)))
+    place = {task: (index, at) for index, run in enumerate(runs.runs) for at, task in enumerate(run.tasks)}
+    over = _over(runs.runs)
+    for task, earlier in enumerate(before):
+        for each in earlier:
+            assert place[each][0] in over[place[task][0]] or (
+                place[each][0] == place[task][0] and place[each] < place[task]
+            )
+    for index, run in enumerate(runs.runs):
+        for wait in run.waits:
+            fewer = replace(run, waits=tuple(set(run.waits) - {wait}))
+            others = [fewer if each is run else each for each in runs.runs]
+            assert wait not in _over(others)[index], "a wait that follows from others"
+    assert simulate(runs, costs, event=0).makespan <= sum(costs) + 1e-6
+    assert simulate(runs, costs, event=0).makespan >= max(priorities(costs, before)) - 1e-6
+
+
+def _over(runs: Sequence[Any]) -> list[set[int]]:
+    """For each run, the runs that are over when it begins."""
+    over: list[set[int]] = []
+    last: dict[int, int] = {}
+    for index, run in enumerate(runs):
+        direct = {*run.waits, *([last[run.stream]] if run.stream in last else [])}
+        over.append(direct.union(*(over[each] for each in direct)))
+        last[run.stream] = index
+    return over
+
+
+# -- tasks -------------------------------------------------------------------------------------------------------------
+
+
+def test_X6_what_inductor_fuses_is_not_torn_apart() -> None:
+    _, piece = captured_piece(shared_experts())
+    split = plan(piece, 2, Costs(fused=True))
+    chains = [[node.name for node in split.nodes(run)] for run in range(len(split.parts))]
+    (routed,) = (chain for chain in chains if "routed" in chain)
+    (shared,) = (chain for chain in chains if any("silu" in name for name in chain))
+    assert {"topk", "routed"} <= set(routed) and "routed" not in shared
+    assert split.program.num_streams == 2 and len(chains) == 4
+    assert chains[0][0] == "linear" and "rsqrt" in chains[0], "the norm stays with the residual add before it"
+    assert any("mean" in name for name in chains[-1]), "and the next one with the sum of both experts"
+
+
+def test_T10_costs_are_measured_ones_where_there_are_some() -> None:
+    _, piece = captured_piece(shared_experts())
+    (experts,) = (node for node in piece.module.graph.nodes if op_name(node)[1] == "experts")
+    assert Costs().of((experts,), frozenset()) == 20
+    assert Costs(measured={key_of(experts): 3.5}).of((experts,), frozenset()) == 3.5
+    assert key_of(experts).startswith("torchweave::experts(float32[T,32], ")
+    measured = {key_of(node): 0.1 for node in piece.module.graph.nodes if node.op.startswith("call")}
+    cheap = plan(piece, 2, Costs(fused=True, measured=measured))
+    assert not cheap.timeline.verdict()[0], "where everything is short, events cost more than they bring"
+
+
+# -- what is built -----------------------------------------------------------------------------------------------------
+
+
+def placeholders(piece: Piece) -> list[fx.Node]:
+    return [node for node in piece.module.graph.nodes if node.op == "placeholder"]
+
+
+def lane_by_lane(split: Split, inputs: Sequence[Tensor], choose: Iterator[int]) -> list[Tensor]:
+    """Run the streams node by node, `choose` picking each time which of those that can go on does."""
+    env: dict[fx.Node, Any] = dict(zip(placeholders(split.piece), inputs, strict=True))
+    done: set[int] = set()
+
+    def stream(number: int) -> Iterator[set[int]]:
+        for index, run in enumerate(split.program.runs):
+            if run.stream != number:
+                continue
+            yield set(run.waits)
+            part = split.parts[index]
+            taken = dict(zip(placeholders(part), (*part.inputs, *part.constants), strict=True))
+            interpreter = fx.Interpreter(part.module)
+            for node in part.module.graph.nodes:
+                if node.op == "output":
+                    made = interpreter.map_nodes_to_values(node.args[0], node)
+                    env.update(zip(part.outputs, made, strict=True))
+                elif node.op == "placeholder":
+                    interpreter.env[node] = env[taken[node]]
+                else:
+                    yield set()
+                    interpreter.env[node] = interpreter.run_node(node)
+            done.add(index)
+
+    streams = {number: stream(number) for number in sorted({run.stream for run in split.program.runs})}
+    waiting = {number: next(each) for number, each in streams.items()}
+    while waiting:
+        able = [number for number, needed in waiting.items() if needed <= done]
+        assert able, "streams wait for each other"
+        number = able[next(choose) % len(able)]
+        needed = next(streams[number], None)
+        if needed is None:
+            del waiting[number]
+        else:
+            waiting[number] = needed
+    (output,) = (node for node in split.piece.module.graph.nodes if node.op == "output")
+    return [env[node] for node in output.args[0]]
+
+
+def fresh(seed: int, count: int = 2) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(4, 8, generator=draw) for _ in range(count)]
+
+
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> None:
+    torch.testing.assert_close(list(one), list(other), rtol=0, atol=0, equal_nan=True)
+
+
+random_graphs = st.tuples(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=14),
+    st.lists(st.integers(0, 9), min_size=1, max_size=3),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(random_graphs, st.integers(2, 4), st.randoms(use_true_random=False))
+def test_T10_any_legal_interleaving_gives_the_serial_result(drawn: Any, num_streams: int, random: Any) -> None:
+    piece = random_piece(*drawn)
+    calls = [node for node in piece.module.graph.nodes if node.op.startswith("call")]
+    split = plan(piece, num_streams, Costs(measured={key_of(node): random.choice([0, 1, 5, 20]) for node in calls}))
+    plain, checked, mixed = fresh(0), fresh(0), fresh(0)
+    want = piece.module(*plain)
+    call, _ = join(split, [build_fx(part).call for part in split.parts], CheckedLanes(num_streams))
+    same(call(list(checked)), want)
+    same(checked, plain)
+    for _ in range(3):
+        mixed = fresh(0)
+        same(lane_by_lane(split, mixed, iter(lambda: random.randrange(60), None)), want)
+        same(mixed, plain)
+
+
+def one_wait_less(split: Split) -> Iterator[Split]:
+    runs = split.program.runs
+    for index, run in enumerate(runs):
+        for wait in run.waits:
+            fewer = replace(run, waits=tuple(each for each in run.waits if each != wait))
+            yield replace(split, program=replace(split.program, runs=(*runs[:index], fewer, *runs[index + 1 :])))
+    for wait in split.program.joins:
+        yield replace(split, program=replace(split.program, joins=tuple(e for e in split.program.joins if e != wait)))
+
+
+IN_PLACE = random_piece(
+    [(ADD, 0, 1), (1, 2, 0), (VIEW, 2, 0), (1, 1, 2), (ACCUMULATE, 1, 2), (1, 2, 3), (1, 2, 1)], [0, 1, 3, 4, 5]
+)
+
+
+@pytest.mark.parametrize("case", ["experts", "in place"])
+def test_T10_a_missing_event_is_caught(case: str) -> None:
+    graph, piece = captured_piece(shared_experts()) if case == "experts" else (None, IN_PLACE)
+    split = plan(piece, 2, Costs(fused=True))
+    inputs = fresh(0) if graph is None else [example()[node.name] for node in map(_source(graph), piece.inputs)]
+    inputs += [] if graph is None else [graph.constant(node) for node in piece.constants]
+    lesser = list(one_wait_less(split))
+    assert len(lesser) >= 2
+    for each in lesser:
+        call, _ = join(each, [build_fx(part).call for part in each.parts], CheckedLanes(2))
+        with pytest.raises(Race, match="lane"):
+            call(list(inputs))
+
+
+def _source(graph: Any) -> Any:
+    return lambda node: graph.bindings[node.name]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_T10_interleavings_find_what_a_missing_event_allows(random: Any) -> None:
+    """The simulated streams are no proof by luck: without its waits, some order of this piece gives something else."""
+    split = plan(IN_PLACE, 2, Costs())
+    bare = replace(
+        split, program=replace(split.program, runs=tuple(replace(run, waits=()) for run in split.program.runs))
+    )
+    want = IN_PLACE.module(*fresh(0))
+    differs = 0
+    for _ in range(20):
+        try:
+            got = lane_by_lane(bare, fresh(0), iter(lambda: random.randrange(60), None))
+        except KeyError:  # a value is read before it is made
+            differs += 1
+            continue
+        differs += not all(map(torch.equal, got, want))
+    assert differs
+
+
+def test_X6_the_code_is_readable_and_holds_what_crosses_streams() -> None:
+    _, piece = captured_piece(shared_experts())
+    split = plan(piece, 2, Costs(fused=True))
+    _, code = join(split, [build_fx(part).call for part in split.parts], CheckedLanes(2))
+    assert code.count(".record()") == code.count(".wait()") == 2 and code.count("with lane_1:") == 1
+    crossing = next(line for line in code.splitlines() if "run_2(" in line).split("([")[1].split(",")[0]
+    assert not re.search(rf"del .*\b{crossing}\b", code), "another lane may still read it"
+    assert not re.search(r"del .*\binput_", code), "the piece before may have made it on another lane"
+
+
+@pytest.mark.parametrize("inductor", [False, True])
+def test_X6_a_split_piece_computes_the_same_with_and_without_inductor(inductor: bool, tmp_path: Any) -> None:
+    module, report = shared_experts(), Report(show=False)
+    cache = CompileCache(tmp_path / "cache", report) if inductor else None
+    config = TorchCompileConfig(enable_inductor=inductor)
+    plain = weave(module, example(), DYNAMIC, config=TorchCompileConfig(enable_inductor=False))
+    config = replace(config, max_num_streams=2)
+    woven = weave(module, example(), DYNAMIC, config=config, cache=cache, report=report)
+    for tokens in (1, 2, 7, 64):
+        inputs = example(tokens, seed=tokens).values()
+        for got, want in zip(woven(call_as_is, *inputs), plain(call_as_is, *inputs), strict=True):
+            torch.testing.assert_close(
+                got, want, **({"rtol": 1e-5, "atol": 1e-5} if inductor else {"rtol": 0, "atol": 0})
+            )
+    (event,) = report.select("streams")
+    assert event["kept"] and event["makespan"] < event["serial"]
+    assert {"stream", "start", "end", "nodes"} == set(event["lanes"][0]) and len(event["lanes"]) == 4
+    if inductor:
+        again = Report(show=False)
+        assert cache is not None
+        weave(module, example(), DYNAMIC, config=config, cache=CompileCache(cache.folder, again), report=again)
+        assert again.select("piece")[0]["built"] == "cache", "runs are kept as pieces are"
+
+
+def test_X6_pieces_without_room_are_built_as_they_are() -> None:
+    module, report = toy(), Report(show=False)
+    woven = weave(module, toy_example(), TOY_DYNAMIC, boundary_ops=BOUNDARY, config=FX2, report=report)
+    *rest, last = report.select("streams")
+    assert len(rest) == 2 and all(event["kept"] for event in rest), "q beside k, launch by launch"
+    assert not last["kept"] and "waits for the one before" in last["why"]
+    assert torch.equal(woven(call_as_is, *step(*SIZES[2])), module(*step(*SIZES[2])))
+
+
+def test_X3_a_split_that_measured_slower_is_not_made() -> None:
+    _, piece = captured_piece(shared_experts())
+    for saved, kept in ((-0.4, False), (1.5, True), (None, True)):
+        report = Report(show=False)
+        builder = StreamBuilder(CheckedLanes(2), 2, report, "fx", saved=lambda _, saved=saved: saved)
+        builder.build(piece, build_fx)
+        (event,) = report.select("streams")
+        assert event["kept"] is kept
+        assert "not measured" in event["why"] if saved is None else f"measured to save {saved:.3g} us" in event["why"]
+
+
+def test_T10_a_graph_that_cannot_be_understood_is_left_alone() -> None:
+    piece = random_piece([(ADD, 0, 1), (2, 2, 0)], [1])
+    piece.module.graph.find_nodes(op="call_function", target=torch.tanh)[0].target = lambda x: object()
+    with pytest.raises(NotUnderstood, match="neither a tensor nor a size"):
+        plan(piece, 2, Costs())
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+class TwoSums(torch.nn.Module):
+    """Two branches that know nothing of each other, each with sums over ranks: any order of the two would be right alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = torch.nn.ParameterList(torch.randn(32, 32) for _ in range(4))
+        self.requires_grad_(False)
+
+    def forward(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        a, b, c, d = self.weights
+        reduce = torch.ops.torchweave.all_reduce
+        left, right = reduce(attended @ a, "tp"), reduce(residual @ b, "tp")
+        return reduce(right.tanh() @ c, "tp"), reduce(left @ d, "tp").sin()
+
+
+def test_T10_collectives_keep_one_order_on_the_callers_stream_whatever_costs_say() -> None:
+    with mirrored():
+        _, piece = captured_piece(TwoSums())
+        names = [node.name for node in piece.module.graph.nodes if group_of(node) is not None]
+        assert len(names) == 4
+        found = order(piece)
+        assert {(*pair, "WAW") for pair in pairwise(names)} <= found
+        calls = [node for node in piece.module.graph.nodes if node.op.startswith("call")]
+        for seed in range(6):
+            draw = Random(seed)
+            costs = Costs(measured={key_of(node): draw.choice([0, 1, 5, 20]) for node in calls})
+            split = plan(piece, 3, costs)
+            launched = [
+                (node.name, run.stream) for index, run in enumerate(split.program.runs) for node in split.nodes(index)
+            ]
+            assert [(name, stream) for name, stream in launched if name in names] == [(name, 0) for name in names]
+        assert split.program.num_streams > 1, "what is no collective may still run beside them"
+        call, _ = join(split, [build_fx(part).call for part in split.parts], CheckedLanes(3))
+        inputs = [example()[name] for name in ("attended", "residual")]
+        same(call([*inputs, *TwoSums().weights]), piece.module(*inputs, *TwoSums().weights))

@@ -1,0 +1,180 @@
+"""T12: the doctor names every problem of the zoo by line and rule, and finds nothing in clean modules."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.doctor import doctor_zoo
+from tests.doctor.doctor_zoo import clean, graph_breaks, performance, recompiles, trace_failures
+from torchweave.cli import main
+from torchweave.doctor.examine import examine
+from torchweave.doctor.finding import Finding, settle
+from torchweave.doctor.subject import InputSpec, find
+
+ZOO = Path(doctor_zoo.__file__).parent
+FAMILIES = {
+    "trace_failure": trace_failures,
+    "graph_break": graph_breaks,
+    "recompile": recompiles,
+    "performance": performance,
+}
+
+
+def specimens(module: object) -> list[type[nn.Module]]:
+    return [
+        item
+        for item in vars(module).values()
+        if isinstance(item, type) and issubclass(item, nn.Module) and item.__module__ == module.__name__
+    ]
+
+
+def expected(specimen: type[nn.Module]) -> set[tuple[int, str]]:
+    """(line, rule) of each `# FIND rule` in the class, or of `# FIND rule (torch 2.11: rule)`, where Dynamo says less."""
+    lines, start = inspect.getsourcelines(specimen)
+    marks = [(at, re.search(r"# FIND (\w+)(?: \(torch 2\.11: (\w+)\))?", line)) for at, line in enumerate(lines, start)]
+    old = torch.__version__.startswith("2.11.")
+    return {(at, (old and mark[2]) or mark[1]) for at, mark in marks if mark is not None}
+
+
+def found(findings: list[Finding]) -> set[tuple[int, str]]:
+    return {(int(each.where.rpartition(":")[2] or 0), each.rule) for each in findings}
+
+
+BROKEN = [(kind, each) for kind, module in FAMILIES.items() for each in specimens(module)]
+
+
+def test_T12_the_zoo_is_large_and_covers_the_guide() -> None:
+    assert len(BROKEN) >= 25
+    rules = {rule for _, each in BROKEN for _, rule in expected(each)}
+    guide = {
+        "missing_fake_kernel", "wrong_fake_kernel", "unrolled_loop", "print", "native_call", "data_dependent_shape", "item",
+        "tolist", "custom_object", "data_dependent_control", "data_dependent_size", "zero_one", "changing_number",
+        "op_takes_int", "min_max_of_list", "size_branch", "bit_length",
+    }  # fmt: skip
+    assert guide <= rules
+    assert all(expected(each) for _, each in BROKEN)
+
+
+@pytest.mark.parametrize(("kind", "specimen"), BROKEN, ids=[each.__name__ for _, each in BROKEN])
+def test_T12_every_problem_is_found_where_it_is(kind: str, specimen: type[nn.Module]) -> None:
+    findings = examine(find(f"{specimen.__module__}:{specimen.__qualname__}"))
+    assert found(findings) == expected(specimen)
+    assert kind in {each.kind for each in findings}
+    for each in findings:
+        assert each.where.startswith(str(ZOO)) and len(each.fix) > 10 and "\n" not in each.cause
+
+
+@pytest.mark.parametrize("specimen", [*specimens(clean), clean.doubled], ids=lambda each: each.__name__)
+def test_T12_nothing_is_found_in_a_clean_module(specimen: type[nn.Module]) -> None:
+    assert examine(find(f"{clean.__name__}:{specimen.__name__}")) == []
+
+
+def test_T12_a_branch_in_a_function_that_forward_calls_is_named_by_its_line() -> None:
+    function = recompiles.scaled_where_long
+    findings = examine(find(f"{recompiles.__name__}:{function.__name__}", {"x": "float32[T,16]"}))
+    assert found(findings) == {(function.__code__.co_firstlineno + 1, "size_branch")}
+
+
+def test_T12_the_command_prints_findings_and_says_so_by_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"{ZOO / 'graph_breaks.py'}:SliceByData"
+    assert main.main(["doctor", name]) == 1
+    text = capsys.readouterr().out
+    assert "graph_breaks.py:" in text and "fix: " in text and "2 errors" in text
+    assert main.main(["doctor", name, "--json"]) == 1
+    read = json.loads(capsys.readouterr().out)
+    assert {each["rule"] for each in read["findings"]} == {"item", "data_dependent_size"}
+    assert main.main(["doctor", f"{clean.__name__}:FeedForward"]) == 0
+    assert "nothing was found" in capsys.readouterr().out
+    assert main.main(["doctor", f"{performance.__name__}:LinearsThatDoNotMerge"]) == 0, (
+        "notes are no findings to act on"
+    )
+
+
+def test_the_last_line_names_what_was_asked_as_it_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "import torch\nclass M(torch.nn.Identity):\n    doctor_inputs = {'input': 'float32[T]'}\n"
+    (tmp_path / "short.py").write_text(text)
+    assert main.main(["doctor", f"{tmp_path / 'short.py'}:M"]) == 0
+    assert "short.py:M: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([f"{ZOO / 'nothing.py'}:A"], "there is no file"),
+        (["no_such_package_here:A"], "cannot be imported"),
+        ([f"{clean.__name__}:Nothing"], "has no Nothing"),
+        ([f"{clean.__name__}:X"], "is of type dict; name a function"),
+        (["torch.nn:Identity"], "give --input"),
+        (["torch.nn:Linear", "--input", "x=float32[T,4]"], "cannot be made without arguments"),
+        (["torch.nn:Identity", "--input", "input=floaty[T]"], "describes no input"),
+        (["torch.nn:Identity", "--input", "input"], "must be NAME=SPEC"),
+        (["torch.nn:Flatten", "--input", "input=float32[T]"], "raises on its inputs"),
+        (["demo", "--input", "x=float32[T]"], "--input is for module:function"),
+    ],
+)
+def test_T12_what_cannot_be_examined_is_refused_in_one_sentence(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["doctor", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+_ODD = """
+import torch
+class Fails(torch.nn.Module):
+    def __init__(self):
+        raise RuntimeError("no such device")
+def listed(x): return x
+listed.doctor_inputs = ["x"]
+def counted(x): return x
+counted.doctor_inputs = {"x": 3}
+def whole(x): return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "said"),
+    [
+        ("import sys; sys.exit(3)", ["whole"], "cannot be imported (SystemExit: 3)"),
+        ("raise ValueError('no')", ["whole"], "cannot be imported (ValueError: no)"),
+        (_ODD, ["Fails", "--input", "x=float32[T]"], "cannot be made (RuntimeError: no such device)"),
+        (_ODD, ["listed"], "doctor_inputs of"),
+        (_ODD, ["counted"], "doctor_inputs of"),
+        (_ODD, ["whole", "--input", "x=arange[]"], "arange counts along one size"),
+        (_ODD, ["whole", "--input", "x=int64[T]<0"], "no value is below 0"),
+        (_ODD, ["whole", "--input", "x=int64[T]<N"], "x is to be below N, which is no size of an input"),
+        (_ODD, ["whole", "--input", "class=float32[T]"], "an input cannot be called 'class' here"),
+        (_ODD, ["whole", "--input", "self=float32[T]"], "an input cannot be called 'self' here"),
+    ],
+)
+def test_T12_a_module_that_is_odd_is_one_sentence(
+    text: str, arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "odd.py").write_text(text)
+    assert main.main(["doctor", f"{tmp_path / 'odd.py'}:{arguments[0]}", *arguments[1:]]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_inputs_are_read_from_text() -> None:
+    assert InputSpec.parse("int64[T, 4]<1000") == InputSpec("int64", ("T", 4), 1000)
+    assert InputSpec.parse("arange[T]") == InputSpec("arange", ("T",))
+    assert not InputSpec.parse("ints").is_tensor
+
+
+def test_findings_at_one_line_are_one_and_the_worst_come_first() -> None:
+    note = Finding("performance", "near_miss", "a.py:9", "c", "f", "note")
+    first = Finding("graph_break", "item", "a.py:12", "c", "f")
+    follows = Finding("recompile", "data_dependent_size", "a.py:12", "c", "f")
+    early = Finding("graph_break", "print", "a.py:3", "c", "f")
+    assert settle([note, first, follows, early, early]) == [early, first, note]

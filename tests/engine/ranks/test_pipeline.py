@@ -1,0 +1,123 @@
+"""Engines whose layers are divided into stages: the answers of one rank, and one failure that ends all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from tests.engine.ranks.pipeline_cases import agreed, asked, assert_alike
+from tests.engine.ranks.test_ranks import LIMIT, LONG, OPTIONS, answers, gone
+from torchweave.compiler.errors import TraceError
+from torchweave.compiler.explain.facts import as_json, explain, schema
+from torchweave.config import DeviceFacts, ModelFacts, resolve
+from torchweave.config.options import EngineConfig
+from torchweave.config.validate import config_from
+from torchweave.distributed.process_groups import World
+from torchweave.engine.llm import LLM
+from torchweave.engine.request import SamplingParams
+from torchweave.engine.startup import compile_model as weaving
+from torchweave.report import Report
+from torchweave.verify import zoo
+
+PLAIN = {"enable_inductor": False, "debug": True, "compile_cache": False}
+
+
+@contextmanager
+def pipeline(model: str | Path, stages: int = 2, **options: Any) -> Iterator[LLM]:
+    asked = OPTIONS | {"torch_compile_config": PLAIN} | options
+    llm = LLM(str(model), pipeline_parallel_size=stages, **asked)
+    try:
+        yield llm
+    finally:
+        llm.shutdown(drain=False)
+
+
+def test_E3_a_pipeline_answers_as_one_rank_and_a_killed_stage_ends_all():
+    with LLM("demo", **OPTIONS) as alone:
+        expected, all_asked = answers(alone), asked(alone)
+    with pipeline("demo", max_num_tokens=64) as llm:
+        (event,) = llm.report.select("pipeline_parallel")
+        assert event["stage"] == 1 and event["layers"] == [3, 5] and event["parameters"] < 0.5 * event["of"]
+        facts = explain(llm.plan, llm.report)
+        jsonschema.validate(json.loads(as_json(facts)), schema())
+        assert facts["pipeline"]["layers"] == [3, 5] and facts["pipeline"]["bytes_per_token"] > 0
+        assert answers(llm) == expected
+        assert_alike(asked(llm), all_asked)
+        assert agreed(llm, 2)
+        pid = int(llm.report.select("rank")[0]["process"])
+        stream = llm.stream_all(["Once upon", "The"], LONG)
+        next(stream)
+        begin = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=rf"Rank 1 \(process {pid}\) has ended unexpectedly"):
+            list(stream)
+        assert gone(pid) and time.monotonic() - begin < LIMIT
+
+
+def test_a_pipeline_of_tensor_parallel_ranks_answers_as_one_rank(tmp_path: Path):
+    model = zoo.build(zoo.specimen("gpt2"))
+    zoo.save(model, tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, zoo.VOCAB, (size,), generator=generator).tolist() for size in (3, 70, 21)]
+    with pipeline(tmp_path, tensor_parallel_size=2, max_num_tokens=32, dtype="float32") as llm:
+        assert sorted(event["rank"] for event in llm.report.select("rank")) == [1, 2, 3]
+        greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        found = [list(request.outputs[0].token_ids) for request in llm.generate(prompts, greedy)]
+        assert agreed(llm, 4)
+    assert found == zoo.reference_tokens(model, prompts, 6)
+
+
+CPU = DeviceFacts("cpu", "a CPU", None, ())
+MODEL = ModelFacts("tiny", 512, num_layers=4)
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"pipeline_parallel_size": 5}, "pipeline_parallel_size=5 is above the 4 layers of tiny, .*; lower it"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0 must be at least 1"),
+        ({"pipeline_parallel_size": 2, "kv_offload_gb": 1.0}, "cannot be had over 2 ranks"),
+        (
+            {"pipeline_parallel_size": 2, "torch_compile_config": {"enable_fullgraph": False}},
+            "pipeline_parallel_size=2 needs torch_compile_config.enable_fullgraph",
+        ),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_one_sentence(options: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        resolve(config_from(EngineConfig, {"model": "tiny", **options}), CPU, MODEL)
+
+
+def test_a_pipeline_of_more_ranks_than_gpus_is_one_sentence():
+    config = EngineConfig("tiny", tensor_parallel_size=2, pipeline_parallel_size=2)
+    device = DeviceFacts("cuda:0", "a GPU", (9, 0), (), num_gpus=2)
+    sentence = (
+        "tensor_parallel_size=2 with pipeline_parallel_size=2 needs 4 GPUs, but from cuda:0 on this machine has 2"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        resolve(config, device, MODEL)
+
+
+def test_a_model_that_will_not_trace_is_no_pipeline(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any) -> None:
+        raise TraceError("it reads its input on the host")
+
+    monkeypatch.setattr(weaving, "weave_model", refuse)
+    config = EngineConfig("demo", device="cpu", torch_compile_config=weaving.TorchCompileConfig(compile_cache=False))
+    plan: Any = type("Plan", (), {"fullgraph": True, "tune": False, "device": "cpu", "config": config})()
+    monkeypatch.setattr(weaving, "effective", lambda plan: plan.config.torch_compile_config)
+    stage: Any = object()
+    with pytest.raises(
+        ValueError, match=r"cannot be divided into stages: it reads its input .*; use pipeline_parallel_size=1"
+    ):
+        weaving.forward_of(torch.nn.Identity(), plan, Report(show=False), World.single(), stage)

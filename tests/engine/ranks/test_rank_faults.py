@@ -1,0 +1,70 @@
+"""A kernel that gave up waiting for another rank: the leader says so instead of handing on what it computed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.ops.collectives.collective_cases import Mirror
+from torchweave.config.options import EngineConfig, TorchCompileConfig
+from torchweave.distributed.channel import Link
+from torchweave.distributed.process_groups import TENSOR, World
+from torchweave.distributed.worker_group import RankFailure
+from torchweave.engine.ranks import worker
+from torchweave.engine.ranks.leader_runner import LeadRunner
+from torchweave.ops.collectives.op import register_communicator
+
+
+class GaveUp(Mirror):
+    """A group whose kernels have given up after the first step."""
+
+    steps = 0
+
+    def fault(self) -> Any:
+        self.steps += 1
+        return "rank 0 gave up" if self.steps > 1 else None
+
+
+def fail_for(error: Exception) -> None:
+    raise error
+
+
+def test_B9_a_kernel_that_gave_up_is_a_failure() -> None:
+    runner: Any = SimpleNamespace(
+        state=None,
+        plan=SimpleNamespace(config=SimpleNamespace(torch_compile_config=TorchCompileConfig())),
+        ready=lambda handle: True,
+        collect=lambda handle: handle,
+    )
+    crew: Any = SimpleNamespace(check=lambda: None, fail_for=fail_for)
+    lead = LeadRunner(runner, crew, World(size=2, tensor_parallel_size=2))
+    register_communicator(TENSOR, GaveUp())
+    try:
+        step: Any = object()
+        assert lead.collect(step) is step
+        with pytest.raises(RankFailure, match="gave up"):
+            lead.collect(step)
+    finally:
+        register_communicator(TENSOR, None)
+    assert World.single().fault() is None
+
+
+def test_a_rank_whose_refusal_nobody_hears_any_more_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = Pipe()
+    link = Link(theirs)
+
+    def refuse(*_: object) -> None:
+        ours.close()
+        raise ValueError("cannot be divided")
+
+    monkeypatch.setattr(worker, "_work", refuse)
+    monkeypatch.setattr(worker, "Follower", lambda link, _: SimpleNamespace(failed=lambda *_: link.send(b"f")))
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        worker.work(link, worker.Task(EngineConfig("demo"), 1, "cpu"))
+    assert ended.value.code == 1

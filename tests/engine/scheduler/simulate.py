@@ -1,0 +1,247 @@
+"""Batches under random arrivals, cancels, pauses and tiny caches, without a model: `python -m
+tests.engine.scheduler.simulate --help`.
+
+The next token of a sequence is a hash of what a step finds in the *blocks* that it is given, so that a block that is shared
+wrongly, lost, copied too late or read at the wrong place changes tokens. Every answer is compared with that of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tests.engine.fake import VOCAB, FakeMover, expected, expected_beams, make
+from torchweave.engine.request import InferenceRequest, SamplingParams
+from torchweave.engine.responses import Response
+from torchweave.engine.scheduler.policies import POLICIES
+from torchweave.engine.scheduler.step import Step
+
+MAX_AGE = 6000  # steps from arrival to answer; a batch holds at most `MOST_ACTIVE` requests of some hundred tokens each
+MOST_ACTIVE = 24
+
+
+@dataclass
+class Asked:
+    """A request in flight, and what was said to it so far."""
+
+    request: InferenceRequest
+    born: int
+    tokens: list[int] = field(default_factory=list)
+
+
+class World:
+    """One batch, its fake device, and everyone who waits for an answer.
+
+    Args:
+        policy: name of the capacity policy.
+        seed: of everything random.
+        run_ahead: steps in flight at the most.
+        options: sizes of the batch.
+    """
+
+    def __init__(self, policy: str, seed: int = 0, run_ahead: int = 2, **options: Any) -> None:
+        self.policy = policy
+        self.batch, self.runner = make(policy=policy, **options)
+        self.seen: Counter[str] = Counter()
+        self.pauses: Counter[int] = Counter()  # by request
+        self.asked: dict[int, Asked] = {}
+        self.flight: deque[tuple[Step, Any]] = deque()
+        self.clock = self.oldest = 0
+        self.rng = np.random.default_rng(seed)
+        self._run_ahead = run_ahead
+        self._next_id = 0
+        self._stems = [self.rng.integers(0, VOCAB, 64) for _ in range(4)]
+
+    # -- what happens to it --------------------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        """A random request; one that can never run is refused, and that is all."""
+        if len(self.asked) >= MOST_ACTIVE:
+            return
+        rng = self.rng
+        params = random_beams(rng) if rng.random() < 0.2 else random_tokens(rng)
+        stem = self._stems[rng.integers(len(self._stems))][: rng.integers(0, 60)]
+        prompt = np.concatenate([stem, rng.integers(0, VOCAB, rng.integers(1, 6))])
+        streaming = params.beam_width == 1 and rng.random() < 0.5
+        priority = int(rng.random() < 0.1)
+        self.ask(prompt, params, streaming=streaming, priority=priority, cache_salt=str(rng.integers(2)))
+
+    def ask(self, prompt: Iterable[int], params: SamplingParams, **rest: Any) -> int | None:
+        request = InferenceRequest(self._next_id, np.array(list(prompt)), params, **rest)
+        if self.batch.why_not(request):
+            self.seen["refused"] += 1
+            return None
+        self._next_id += 1
+        self.asked[request.id] = Asked(request, self.clock)
+        self.batch.add(request, seed=0)
+        self.seen["searches" if params.beam_width > 1 else "requests"] += 1
+        return request.id
+
+    def cancel(self) -> None:
+        """Stop somebody at random, or somebody who is not there."""
+        ids = [*self.asked, self._next_id + 7]
+        self.hear(self.batch.cancel(int(self.rng.choice(ids))))
+
+    def step(self, eager: bool = False) -> bool:
+        """Form a step, and take in an older one when enough are in flight; returns whether anything happened."""
+        self.clock += 1
+        step = self.batch.next_step()
+        if step is not None:
+            self._look_at(step)
+            self.flight.append((step, self.runner.launch(step)))
+        done = bool(self.flight) and (step is None or eager or len(self.flight) >= self._run_ahead)
+        if done:
+            oldest, handle = self.flight.popleft()
+            self.hear(self.batch.absorb(oldest, self.runner.collect(handle)))
+        self.pauses.update(request_id for request_id, what in self.batch.moves if what == "paused")
+        self.batch.moves.clear()
+        return step is not None or done
+
+    def _look_at(self, step: Step) -> None:
+        limits = self.batch.limits
+        assert step.num_tokens <= limits.max_num_tokens, "the budget is exceeded"
+        assert step.num_rows <= limits.max_batch_size and len(set(step.slots.tolist())) == step.num_rows
+        self.seen["steps"] += 1
+        self.seen["chunks"] += len(step.chunks)
+        self.seen["copied"] += 0 if step.copies is None else len(step.copies[0])
+
+    def hear(self, responses: Iterable[Response]) -> None:
+        for response in responses:
+            asked = self.asked.get(response.id)
+            assert asked is not None, "a request is answered after its final response"
+            assert not response.error
+            asked.tokens += response.output.token_ids.tolist()
+            if response.final:
+                del self.asked[response.id]
+                self.oldest = max(self.oldest, self.clock - asked.born)
+                self._judge(asked, response)
+
+    def _judge(self, asked: Asked, response: Response) -> None:
+        params, prompt = asked.request.sampling, asked.request.input_ids.tolist()
+        stops = tuple(params.stop_token_ids or ())
+        assert params.max_tokens is not None
+        params = replace(params, max_tokens=min(params.max_tokens, self.batch.limits.max_model_len - len(prompt)))
+        reason = response.output.finish_reason
+        self.seen[str(reason)] += 1
+        if params.beam_width > 1:
+            if reason != "cancelled":
+                found = [beam.token_ids.tolist() for beam in response.output.beams]
+                assert found == expected_beams(prompt, params, stops), "a search found something else than undisturbed"
+            return
+        wanted = expected(prompt, params.max_tokens or 0, stops)
+        if reason == "cancelled":
+            wanted = wanted[: len(asked.tokens)]
+        assert asked.tokens == wanted, "a request got other tokens than undisturbed"
+
+    # -- what holds ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.batch.check()
+        assert self.batch.num_active == len(self.asked), "a request was forgotten"
+        if self.policy != "max_utilization":
+            assert self.batch.paused_total == 0
+        if self.asked:
+            born = min(asked.born for asked in self.asked.values())
+            assert self.clock - born <= MAX_AGE, "a request starves"
+
+    def drain(self) -> None:
+        """Run until everyone is answered; then nothing is held by anybody."""
+        for _ in range(MAX_AGE):
+            if not self.step() and not self.asked:
+                break
+        assert not self.asked and not self.flight, "the batch does not come to an end"
+        self.check()
+        assert self.batch.kv.num_free == self.batch.kv.num_blocks, "a block leaked"
+
+
+def random_tokens(rng: np.random.Generator) -> SamplingParams:
+    stops = rng.integers(0, VOCAB, rng.integers(0, 12)).tolist()
+    return SamplingParams(temperature=0, max_tokens=int(rng.integers(1, 40)), stop_token_ids=stops)
+
+
+def random_beams(rng: np.random.Generator) -> SamplingParams:
+    width, max_tokens = int(rng.integers(2, 5)), int(rng.integers(1, 16))
+    return SamplingParams(
+        beam_width=width,
+        n=int(rng.integers(1, width + 1)),
+        max_tokens=max_tokens,
+        length_penalty=float(rng.choice([0.0, 1.0, -1.0])),
+        early_stopping=[True, False, "never"][rng.integers(3)],
+        stop_token_ids=rng.integers(0, VOCAB, rng.integers(0, 4)).tolist(),
+    )
+
+
+def random_options(policy: str, rng: np.random.Generator) -> dict[str, Any]:
+    """Sizes of a batch: small ones, so that everything runs out.
+
+    `max_utilization` without chunked context is refused when an engine is planned: what a paused request has to read again may not
+    fit into a step.
+    """
+    chunked = bool(rng.random() < 0.8) or policy == "max_utilization"
+    return {
+        "run_ahead": int(rng.integers(1, 4)),
+        "max_batch_size": int(rng.integers(4, 9)),
+        "max_num_tokens": int(rng.integers(8, 33)) if chunked else 70,
+        "num_blocks": int(rng.integers(20, 60)),
+        "block_size": int(rng.choice([2, 4, 8])),
+        "chunked": chunked,
+        "equal_progress": bool(rng.integers(2)),
+        "mixed_step_sizes": ((), (3, 6, 9), (8, 12))[rng.integers(3)],
+        "reuse": bool(rng.random() < 0.8),
+        "mover": FakeMover(int(rng.integers(4, 40))) if rng.random() < 0.3 else None,
+        "batch_wait_timeout_iters": int(rng.choice([0, 0, 5])),
+        "batch_wait_max_tokens_ratio": 0.5,
+    }
+
+
+def run(policy: str, steps: int, seed: int, check_every: int = 1, episode: int = 400) -> Counter[str]:
+    """Worlds of random sizes, `episode` steps of each, until there were `steps`; returns what was seen."""
+    rng, seen, number = np.random.default_rng(seed), Counter(), 0
+    while seen["steps"] < steps:
+        options = random_options(policy, rng)
+        world = World(policy, seed=int(rng.integers(2**32)), **options)
+        rate, cancels = rng.uniform(0.05, 0.6), rng.uniform(0, 0.1)
+        try:
+            for _ in range(episode):
+                if world.rng.random() < rate:
+                    world.arrive()
+                if world.rng.random() < cancels:
+                    world.cancel()
+                world.step(eager=bool(world.rng.random() < 0.1))
+                if world.clock % check_every == 0:
+                    world.check()
+            world.drain()
+        except AssertionError as error:
+            raise AssertionError(
+                f"{policy}, seed {seed}, world {number}, step {world.clock}: {error} ({options})"
+            ) from error
+        oldest = max(seen["oldest"], world.oldest)
+        seen += world.seen
+        seen["paused"] += world.pauses.total()
+        seen["most pauses"] = max(seen["most pauses"], *world.pauses.values(), 0)
+        seen["oldest"], number = oldest, number + 1
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", choices=sorted(POLICIES), action="append", help="default: all")
+    parser.add_argument("--steps", type=int, default=1_000_000, help="for each policy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--check-every", type=int, default=5, help="steps between two looks at all blocks")
+    args = parser.parse_args()
+    for policy in args.policy or sorted(POLICIES):
+        begin = time.monotonic()
+        seen = run(policy, args.steps, args.seed, args.check_every)
+        facts = ", ".join(f"{count:,} {what}" for what, count in sorted(seen.items()))
+        print(f"{policy}: {facts}; {time.monotonic() - begin:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Beam searches in the batch: they find what they would find alone, whatever runs, is paused or is shared beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.engine.fake import VOCAB, expected, expected_beams, make
+from tests.engine.scheduler.test_scheduler import drive, request, tokens_of
+from torchweave.engine.request import InferenceRequest, SamplingParams
+from torchweave.engine.responses import Response
+from torchweave.engine.scheduler.policies import POLICIES
+
+
+def beam_request(number: int, prompt: list[int], **params: object) -> InferenceRequest:
+    return InferenceRequest(number, np.array(prompt), SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def found(responses: list[Response]) -> list[list[int]]:
+    assert len(responses) == 1 and responses[0].final and not responses[0].error
+    return [beam.token_ids.tolist() for beam in responses[0].output.beams]
+
+
+def random_params(rng: np.random.Generator, longest: int = 24) -> dict[str, object]:
+    width = int(rng.integers(2, 5))
+    max_tokens = int(rng.integers(1, longest))
+    return {
+        "beam_width": width,
+        "n": int(rng.integers(1, width + 1)),
+        "max_tokens": max_tokens,
+        "min_tokens": int(rng.integers(0, max_tokens + 1)) if rng.random() < 0.3 else 0,
+        "length_penalty": float(rng.choice([0.0, 1.0, 2.0, -0.5])),
+        "early_stopping": [True, False, "never"][rng.integers(3)],
+        "stop_token_ids": rng.integers(0, VOCAB, rng.integers(0, 12)).tolist(),
+    }
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 8])
+def test_B7_one_search_alone(length: int) -> None:
+    params = {"beam_width": 3, "n": 3, "max_tokens": 17}
+    batch, runner = make()
+    batch.add(beam_request(0, list(range(length)), **params), 0)
+    responses = drive(batch, runner)
+    assert found(responses[0]) == expected_beams(list(range(length)), SamplingParams(**params))
+    assert batch.kv.num_free == batch.kv.num_blocks
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("run_ahead", [1, 3])
+def test_B7_searches_among_others_under_every_policy(policy: str, reuse: bool, run_ahead: int) -> None:
+    rng = np.random.default_rng(run_ahead)
+    batch, runner = make(policy=policy, reuse=reuse, max_batch_size=8, num_blocks=40, max_num_tokens=20)
+    stems = [rng.integers(0, VOCAB, 20).tolist() for _ in range(3)]
+    wanted, single, number = {}, {}, 0
+    while number < 80:
+        prompt = [*stems[rng.integers(3)][: rng.integers(0, 20)], int(rng.integers(VOCAB))]
+        if rng.random() < 0.5:
+            params = random_params(rng)
+            one = beam_request(number, prompt, **params)
+            if batch.why_not(one):
+                continue
+            batch.add(one, 0)
+            wanted[number] = expected_beams(prompt, SamplingParams(**params), params["stop_token_ids"])  # type: ignore[arg-type]
+        else:
+            batch.add(request(number, prompt, max_tokens=20, streaming=bool(number % 2)), 0)
+            single[number] = expected(prompt, 20)
+        number += 1
+    responses = drive(batch, runner, run_ahead)
+    assert {key: found(responses[key]) for key in wanted} == wanted
+    assert {key: tokens_of(responses[key]) for key in single} == single
+    assert batch.kv.num_free == batch.kv.num_blocks and len(batch._slots.free) == 8
+    assert (batch.paused_total > 0) == (policy == "max_utilization")
+
+
+def test_B7_searches_are_cancelled_at_any_moment() -> None:
+    rng = np.random.default_rng(3)
+    batch, runner = make(policy="max_utilization", num_blocks=30)
+    number = iter(range(120))
+    asked: dict[int, tuple[list[int], dict]] = {}
+
+    def arrivals_and_cancels(step: int) -> Iterator[Response]:
+        while batch.num_active < 3 and (new := next(number, None)) is not None:
+            asked[new] = rng.integers(0, VOCAB, rng.integers(1, 20)).tolist(), random_params(rng)
+            batch.add(beam_request(new, asked[new][0], **asked[new][1]), 0)
+        if rng.random() < 0.2 and asked:
+            yield from batch.cancel(int(rng.choice(list(asked))))
+
+    responses = drive(batch, runner, per_step=arrivals_and_cancels)
+    assert sorted(responses) == list(range(120))
+    reasons = {key: said[-1].output.finish_reason for key, said in responses.items()}
+    for key, (prompt, params) in asked.items():
+        assert len(responses[key]) == 1
+        if reasons[key] != "cancelled":
+            assert found(responses[key]) == expected_beams(prompt, SamplingParams(**params), params["stop_token_ids"])
+    assert {"cancelled", "length", "stop"} == set(reasons.values())
+    assert batch.kv.num_free == batch.kv.num_blocks
+
+
+def test_B7_beams_hold_in_common_what_they_have_in_common() -> None:
+    batch, runner = make(num_blocks=64)
+    batch.add(beam_request(0, list(range(40)), beam_width=4, max_tokens=8), 0)
+    used: list[int] = []
+    drive(batch, runner, per_step=lambda step: used.append(batch.kv.num_used) or ())
+    assert max(used) <= 10 + 4 * 4, "the prompt's ten blocks once, and some of each beam's own"
+
+
+def test_B7_log_probabilities_and_scores_of_a_search() -> None:
+    batch, runner = make()
+    batch.add(beam_request(0, [1, 2], beam_width=2, n=2, max_tokens=5, logprobs=3), 0)
+    output = drive(batch, runner)[0][0].output
+    for beam in output.beams:
+        assert [entry.token_id for entry in beam.logprobs] == beam.token_ids.tolist()
+        assert all(len(entry.top) == 3 for entry in beam.logprobs)
+        assert np.isclose(sum(entry.logprob for entry in beam.logprobs) / 5, beam.score)
+    assert output.logprobs == output.beams[0].logprobs and output.beams[0].score >= output.beams[1].score
+
+
+@pytest.mark.parametrize(
+    ("params", "sentence"),
+    [
+        ({"n": 3}, "raise beam_width or lower n"),
+        ({"temperature": 0.7}, "draws nothing"),
+        ({"stop": "x"}, "stop strings"),
+        ({"presence_penalty": 1.0}, "presence_penalty is not supported in a beam search"),
+        ({"early_stopping": "soon"}, "early_stopping must be"),
+        ({"beam_width": 0}, "beam_width must be at least 1"),
+    ],
+)
+def test_B7_what_a_search_cannot_do_is_said(params: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        SamplingParams(**{"beam_width": 2, **params})
+
+
+def test_B7_a_search_that_cannot_run_is_refused() -> None:
+    batch, _ = make(max_batch_size=4, num_blocks=20)
+    assert "max_batch_size is 4" in batch.why_not(beam_request(0, [1], beam_width=5))
+    assert "beam_width" in batch.why_not(beam_request(0, [1], beam_width=4, max_tokens=60))
+    streaming = InferenceRequest(0, np.array([1]), SamplingParams(beam_width=2), streaming=True)
+    assert "streamed" in batch.why_not(streaming)

@@ -1,0 +1,90 @@
+"""The C++ backend against float64, and what it promises beyond the torch backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.attention.attention_cases import CASES, Built, Case, build, in_fp8
+from torchweave.ops.attention.backends.cpp import LONG_CONTEXT
+from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
+from torchweave.ops.attention.op import LayerSpec, get_backend
+from torchweave.ops.kernels.cpp import has_compiler
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+
+
+@pytest.fixture(params=[1, 2], autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def run(built: Built) -> Tensor:
+    step = get_backend("cpp", "cpu").begin(built.meta)
+    step.forward(built.q, built.k, built.v, built.out, built.cache, built.variant)
+    return built.out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name: str) -> None:
+    built = build(CASES[name])
+    run(built)
+    built.check(1e-5)
+
+
+@pytest.mark.parametrize("name", ["decode", "mixed_sinks"])
+def test_other_dtypes_are_carried_out_by_torch(name: str) -> None:
+    built = build(dataclasses.replace(CASES[name], dtype=torch.bfloat16))
+    run(built)
+    built.check(2e-2)
+
+
+@pytest.mark.parametrize("cache_dtype", FP8_DTYPES.values(), ids=FP8_DTYPES)
+@pytest.mark.parametrize("name", ["decode_padded", "decode_all", "mixed", "mixed_sinks"])
+def test_B11_cpp_backend_over_an_fp8_cache(name: str, cache_dtype: torch.dtype) -> None:
+    built = build(in_fp8(CASES[name], cache_dtype))
+    run(built)
+    built.check(1e-5)
+
+
+@pytest.mark.parametrize("padded_tokens", [0, 5])
+@pytest.mark.parametrize("window", [0, 40])
+def test_long_rows_beside_short_ones(window: int, padded_tokens: int) -> None:
+    rows = ((1, 30), (1, 0), (LONG_CONTEXT - 1, 3), (LONG_CONTEXT, 9), None, (LONG_CONTEXT + 30, 0), (7, 20))
+    built = build(Case(rows, LayerSpec(2, 32, 32, 4, window=window), padded_tokens=padded_tokens))
+    run(built)
+    built.check(1e-5)
+
+
+def test_a_token_does_not_depend_on_its_batch() -> None:
+    """Bit for bit: a prompt in one piece, and its last token alone over the cache of the others, beside other rows."""
+    whole = build(Case(((20, 0),)))
+    alone = build(Case(((1, 19), (1, 5), (3, 4))))
+    keys = whole.k.clone(), whole.v.clone()
+    place = alone.meta.slot_mapping[0].item()
+    blocks = alone.meta.block_table[alone.meta.slots[0]].tolist()
+    for cache, values in zip(alone.cache.tensors, keys, strict=True):
+        for position in range(19):
+            cache[blocks[position // 16], position % 16] = values[position]
+    for mine, theirs in ((alone.q, whole.q), (alone.k, whole.k), (alone.v, whole.v)):
+        mine[0] = theirs[19]
+    assert place == blocks[1] * 16 + 3
+    assert torch.equal(run(alone)[0], run(whole)[19])
+
+
+@pytest.mark.parametrize("rows", [((1, 9), (1, 40)), ((1, 4), (6, 0))])
+def test_strides_that_models_produce(rows: tuple[tuple[int, int], ...]) -> None:
+    built = build(Case(rows))
+    built.q = built.q.transpose(0, 1).contiguous().transpose(0, 1)
+    built.k = torch.cat([built.k, built.v], 1)[:, : built.k.shape[1]]
+    built.v = built.v.transpose(1, 2).contiguous().transpose(1, 2)
+    assert built.v.stride(2) != 1
+    run(built)
+    built.check(1e-5)

@@ -1,0 +1,107 @@
+"""Run by test_experts with TRITON_INTERPRET=1: every way that a GPU runs experts against float64, and its temporaries."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.ops.moe.experts_cases import FORMS, call_of, cases, expected
+from torchweave.ops.moe.fused_experts import Grouped, Product, Rows, Tiles, Way, bytes_per_pair, run
+from torchweave.ops.moe.reference import Call
+
+ROWS = (Rows(Product(4, 32, 4, 2), Product(2, 16, 4, 1)), Rows(Product(8, 16, 4, 1), Product(16, 8, 4, 1)))
+TILES = (
+    Tiles(Product(8, 16, 4, 2), Product(16, 16, 4, 2)),
+    Tiles(Product(16, 32, 4, 2), Product(32, 32, 4, 2), block_m=32),
+)
+
+
+def ways(call: Call) -> tuple[Way, ...]:
+    """The ways that can run a call."""
+    few = ROWS if call.num_tokens <= 2 and not call.form.transposed else ()
+    return (*few, *TILES, Grouped())
+
+
+def check(call: Call, way: Way) -> torch.Tensor:
+    out = torch.full_like(call.out, torch.nan)
+    run(replace(call, out=out), way)
+    torch.testing.assert_close(
+        out.double(), expected(call), rtol=1e-4, atol=1e-4, msg=lambda text: f"{way} {call.form}: {text}"
+    )
+    return out
+
+
+def agree() -> None:
+    for form, tokens in itertools.product(FORMS.values(), (1, 2, 19)):
+        call = call_of(cases(tokens, **form))
+        for way in ways(call):
+            if way is not TILES[1] and not (call.num_tokens == 2 and way in (TILES[0], Grouped())):
+                check(call, way)  # the others run in the other checks
+
+
+def follow_skewed_and_foreign_routing() -> None:
+    """All tokens at one expert (more than a tile holds), and experts of another rank."""
+    crowded = cases(40)
+    crowded["index"][:, 0] = 3
+    foreign = cases(9)
+    foreign["index"][::2, 1] = foreign["up"].shape[0] + 3
+    alone = cases(2)
+    alone["index"][0] = alone["up"].shape[0]
+    for case in (crowded, foreign, alone):
+        for way in ways(call_of(case)):
+            check(call_of(case), way)
+
+
+class _Live(TorchDispatchMode):
+    """Bytes of the tensors that are made while it is active, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and not func.is_view and func._schema.returns[0].alias_info is None:
+                size = tensor.untyped_storage().nbytes()
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(tensor, self._freed, size)
+        return result
+
+    def _freed(self, size: int) -> None:
+        self.now -= size
+
+
+def stay_within_the_workspace() -> None:
+    """Chunks change neither the result nor more than the temporaries of the largest chunk."""
+    call = call_of(cases(64))
+    for way in (TILES[1], Grouped()):
+        whole = check(call, way)
+        needed = []
+        for chunk in (64, 24, 8):
+            workspace = chunk * call.top_k * bytes_per_pair(call, way)
+            out = torch.full_like(call.out, torch.nan)
+            with _Live() as live:
+                run(replace(call, out=out), way, workspace=workspace)
+            # Not to the bit: where a row stands in a tile is one more thing that the last bit of NumPy's product
+            # depends on, on CPUs without AVX-512.
+            torch.testing.assert_close(out, whole)
+            fixed = 4 * call.num_experts
+            assert 0.8 * workspace < live.peak <= workspace + fixed, (way, chunk, live.peak, workspace)
+            needed.append(live.peak)
+        assert needed[0] > needed[1] > needed[2], needed
+
+
+CHECKS = {check.__name__: check for check in (agree, follow_skewed_and_foreign_routing, stay_within_the_workspace)}
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    CHECKS[sys.argv[1]]()

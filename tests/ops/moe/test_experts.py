@@ -1,0 +1,131 @@
+"""The routed experts op: its ways on a CPU, its choice on a GPU, and its kernels without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.interpreted import run_interpreted
+from tests.ops.moe.experts_cases import FORMS, call_of, cases, expected
+from torchweave.ops.moe import experts as ops
+from torchweave.ops.moe.fused_experts import (
+    WORKSPACE_BYTES,
+    Grouped,
+    Rows,
+    Tiles,
+    bytes_per_pair,
+    choose,
+    chunk_tokens,
+    run,
+)
+from torchweave.ops.moe.reference import Call, dense
+
+QWEN3_30B = (128, 2048, 768)
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_on_a_cpu(form: dict[str, Any], tokens: int) -> None:
+    case = cases(tokens, **form)
+    call = call_of(case)
+    got = torch.ops.torchweave.experts(*case.values())
+    torch.testing.assert_close(got.double(), expected(call), atol=1e-4, rtol=1e-4)
+    call.out.fill_(torch.nan)
+    dense(call)
+    torch.testing.assert_close(call.out.double(), expected(call), atol=1e-4, rtol=1e-4)
+
+
+def test_experts_of_another_rank_add_nothing() -> None:
+    case = cases(9)
+    case["index"][::2, 1] = case["up"].shape[0] + 3
+    got = torch.ops.torchweave.experts(*case.values())
+    torch.testing.assert_close(got.double(), expected(call_of(case)), atol=1e-4, rtol=1e-4)
+
+
+def test_opcheck() -> None:
+    for form in FORMS.values():
+        torch.library.opcheck(ops.experts, tuple(cases(5, **form).values()))
+
+
+def test_choice() -> None:
+    assert isinstance(choose(1, 8, QWEN3_30B, BF16), Rows) and isinstance(choose(2, 8, QWEN3_30B, BF16), Rows)
+    assert isinstance(choose(1, 8, QWEN3_30B, BF16, transposed=True), Tiles), "rows are read along their width"
+    assert isinstance(choose(3, 8, QWEN3_30B, BF16), Tiles) and isinstance(choose(64, 8, QWEN3_30B, BF16), Tiles)
+    middle = choose(512, 8, QWEN3_30B, BF16)
+    assert isinstance(middle, Tiles) and middle.block_m == 64, "reading the weights is most of the time still"
+    assert isinstance(choose(520, 8, QWEN3_30B, BF16), Grouped) and isinstance(
+        choose(4096, 8, QWEN3_30B, BF16), Grouped
+    )
+    assert isinstance(choose(4096, 8, QWEN3_30B, torch.float16), Tiles), "the grouped matmul takes bfloat16 alone"
+    assert isinstance(choose(4096, 8, (128, 2048, 765), BF16), Tiles), "the grouped matmul takes rows of 16 bytes"
+
+
+def meta_call(tokens: int, form: dict[str, Any]) -> Call:
+    """A call of Qwen3-30B-A3B's sizes without memory."""
+    small = call_of(cases(1, **form, dtype=BF16))
+    experts, width, inner, top = *QWEN3_30B, 8
+    columns = inner * (2 if small.form.gated else 1)
+    up, down = (experts, columns, width), (experts, width, inner)
+    if small.form.transposed:
+        up, down = (experts, width, columns), (experts, inner, width)
+
+    def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    biases = (empty(experts, columns), empty(experts, width)) if small.up_bias is not None else (None, None)
+    index = empty(tokens, top, dtype=torch.int64)
+    x, out = empty(tokens, width), empty(tokens, width)
+    return Call(x, index, empty(tokens, top), empty(*up), empty(*down), *biases, out, small.form)
+
+
+def test_T11_chunks_have_one_size_and_stay_within_the_workspace() -> None:
+    for tokens in (1, 512, 8192, 20_000, 40_000):
+        call = meta_call(tokens, FORMS["plain"])
+        way = choose(tokens, 8, QWEN3_30B, BF16)
+        size = chunk_tokens(call, way, WORKSPACE_BYTES)
+        assert size * 8 * bytes_per_pair(call, way) <= WORKSPACE_BYTES
+        chunks = -(-tokens // size)
+        assert (tokens > 9400) == (chunks > 1) and chunks * size - tokens < chunks
+
+
+def test_T11_chunks_bound_the_memory_and_change_nothing() -> None:
+    run_interpreted("tests.ops.moe.interpreted_experts", "stay_within_the_workspace")
+
+
+def test_every_way_in_the_interpreter() -> None:
+    run_interpreted("tests.ops.moe.interpreted_experts", "agree")
+
+
+def test_skewed_and_foreign_routing_in_the_interpreter() -> None:
+    run_interpreted("tests.ops.moe.interpreted_experts", "follow_skewed_and_foreign_routing")
+
+
+@pytest.mark.parametrize(("form", "tokens"), [("plain", (1, 64, 4096)), ("gpt_oss", (64, 4096)), ("ungated", (1, 64))])
+def test_kernels_build_for_hopper(form: str, tokens: tuple[int, ...]) -> None:
+    """What each way launches, with weights read 16 bytes at a time."""
+    pytest.importorskip("triton")
+    from tests.ops.cross_compile import compile_for_hopper, recorded
+    from torchweave.ops.kernels.moe import experts_gemv as experts_rows
+    from torchweave.ops.kernels.moe import experts_grouped_gemm as experts_tiles
+
+    names = ("plan_kernel", "tiles_up_kernel", "tiles_down_kernel", "combine_kernel", "activate_kernel")
+    for count in tokens:
+        with (
+            recorded(experts_rows, "rows_up_kernel", "rows_down_kernel") as rows,
+            recorded(experts_tiles, *names) as tiles,
+        ):
+            call = meta_call(count, FORMS[form])
+            run(call, choose(count, 8, QWEN3_30B, BF16, call.form.transposed))
+        assert len(rows + tiles) == {1: 2, 64: 4, 4096: 3}[count]
+        for launch in rows + tiles:
+            name = launch.kernel.fn.__name__
+            ptx = compile_for_hopper(launch).asm["ptx"]
+            assert ("griddepcontrol.wait" in ptx) == (count < 4096), name
+            if name.startswith("rows"):
+                assert "v4.b32" in ptx, name
+            if name.startswith("tiles"):
+                # cp.async.ca copies 4 or 8 bytes, cp.async.cg 16.
+                assert "cp.async.cg" in ptx and "cp.async.ca" not in ptx, name

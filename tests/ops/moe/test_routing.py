@@ -1,0 +1,56 @@
+"""The routing op: its reference against the sum over experts that it stands for, its schema, and its kernel without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.interpreted import run_interpreted
+from tests.ops.moe.routing_cases import FORMS, arguments
+from torchweave.ops.moe.routing import route
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_opcheck(form: dict[str, Any]) -> None:
+    torch.library.opcheck(route, (), arguments(form, 5, 12, 2))
+
+
+def test_reference_token_by_token() -> None:
+    given = arguments(FORMS["deepseek_v3"], 6, 12, 3)
+    weights, index = route(**given)
+    for token, logits in enumerate(given["logits"]):
+        scores = logits.sigmoid()
+        choice = (scores + given["bias"]).tolist()
+        groups = sorted(range(4), key=lambda g: -sum(sorted(choice[3 * g : 3 * g + 3])[-2:]))[:2]
+        best = sorted((e for e in range(12) if e // 3 in groups), key=lambda e: -choice[e])[:3]
+        assert index[token].tolist() == best
+        torch.testing.assert_close(weights[token], scores[best] / scores[best].sum() * 2.5)
+
+
+def test_kernel_in_the_interpreter() -> None:
+    run_interpreted("tests.ops.moe.interpreted_routing")
+
+
+@pytest.mark.parametrize("form", ["qwen3", "deepseek_v3", "gpt_oss"])
+def test_kernel_builds_for_hopper(form: str) -> None:
+    pytest.importorskip("triton")
+    from tests.ops.cross_compile import compile_for_hopper, recorded
+    from torchweave.ops.kernels.moe import routing
+
+    given = arguments(FORMS[form], 4, 128, 8, torch.bfloat16)
+    weights, index = torch.empty(4, 8, dtype=given.pop("dtype", torch.float32)), torch.empty(4, 8, dtype=torch.int64)
+    plain = {
+        "num_groups": 1,
+        "top_groups": 1,
+        "group_best": 1,
+        "fill": 0.0,
+        "renormalize": False,
+        "epsilon": 0.0,
+        "scale": 1.0,
+    }
+    logits, bias, _ = given.pop("logits"), given.pop("bias"), given.pop("top_k")
+    with recorded(routing, "route_kernel") as launches:
+        routing.launch_route(logits, bias, weights, index, **plain | given)
+    assert "bar.sync" not in compile_for_hopper(launches[0]).asm["ptx"], "one warp a token has nobody to wait for"

@@ -1,0 +1,35 @@
+"""Run by test_sampling with TRITON_INTERPRET=1: the kernel and the reference choose the same tokens."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+
+from tests.ops.sampling.sampling_cases import PARAMETERS, build
+from torchweave.ops.kernels.sampling.sample import launch_sample
+from torchweave.ops.sampling.sample import GREEDY_BELOW, sample
+from torchweave.ops.slot_state import SlotState
+
+
+def main() -> None:
+    for vocab_size in (5, 300, 9001):
+        for seed in range(1):
+            logits, slots, state = build(vocab_size, seed=seed)
+            expected, got = sample(logits, slots, state), torch.empty(len(slots), dtype=torch.int32)
+            launch_sample(logits, slots, state, got, GREEDY_BELOW)
+            wrong = (expected != got).nonzero().flatten().tolist()
+            assert not wrong, [(vocab_size, seed, i, (*PARAMETERS, "padding")[i], expected[i], got[i]) for i in wrong]
+    tied = torch.zeros(3, 6000)
+    tied[1, [4500, 17]] = 1.0
+    tied[2, 4100:] = -0.0
+    greedy, got = SlotState(3, 2), torch.empty(3, dtype=torch.int32)
+    launch_sample(tied, torch.arange(3, dtype=torch.int32), greedy, got, GREEDY_BELOW)
+    assert got.tolist() == [0, 17, 0], got
+
+
+if __name__ == "__main__":
+    np.seterr(over="ignore")
+    main()
+    sys.exit(0)

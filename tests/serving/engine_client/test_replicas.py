@@ -1,0 +1,275 @@
+"""Two replicas behind one server of two HTTP processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+
+from tests.serving.metrics.test_metrics import Values, values_of
+from tests.serving.running import SHORTER, Running, read_while_killed, serving, wait_until
+from tests.serving.watched import STATS, asking, some_traffic, watched_replicas
+from torchweave.config.options import EngineConfig, ServerConfig, TorchCompileConfig
+from torchweave.config.validate import check_server
+from torchweave.engine.request import SamplingParams
+from torchweave.engine.startup.replica import config_of_replica
+from torchweave.serving.engine_client.engine_supervisor import OwnEngine, own_engines
+from torchweave.serving.engine_client.replicas import Replicas
+from torchweave.serving.engine_client.request_stream import EngineGone, Flight
+from torchweave.serving.ipc import messages
+
+PROMPTS = [f"{left}+{right}=" for left in (11, 12, 13, 14) for right in range(20, 28)]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Running]:
+    with serving("--dp", "2", "--api_server_count", "2", "--restart_engine", "--max_batch_size", "16") as running:
+        yield running
+
+
+def engines(running: Running) -> list[int]:
+    """The engine processes, the oldest first."""
+    return running.pids("tw-engine-")
+
+
+def metrics(running: Running) -> Values:
+    return values_of(running.get("/metrics").text)
+
+
+def by_replica(values: Values, name: str) -> list[float]:
+    return [values[name, (("replica", number),)] for number in ("0", "1")]
+
+
+def answer(running: Running, prompt: Any, **options: Any) -> str:
+    options = {"max_tokens": 8, "temperature": 0} | options
+    return running.client().completions.create(model="demo", prompt=prompt, **options).choices[0].text
+
+
+def test_answers_are_those_of_one_and_both_work(server: Running, pair: Running) -> None:
+    before = metrics(pair)
+    with ThreadPoolExecutor(32) as pool:
+        found = list(pool.map(lambda prompt: answer(pair, prompt), PROMPTS))
+    assert found == [answer(server, prompt) for prompt in PROMPTS] and len(set(found)) > 8
+    after = metrics(pair)
+    name = "e2e_request_latency_seconds_count"
+    shares = [new - old for new, old in zip(by_replica(after, name), by_replica(before, name), strict=True)]
+    assert sum(shares) == 32 and max(shares) <= 0.7 * 32, shares
+    guided = {"guided_regex": "[0-9]{2}"}
+    several = pair.client().completions.create(model="demo", prompt=["1+1=", "2+2="], n=2, seed=3, extra_body=guided)
+    alone = server.client().completions.create(model="demo", prompt=["1+1=", "2+2="], n=2, seed=3, extra_body=guided)
+    assert [each.text for each in several.choices] == [each.text for each in alone.choices]
+
+
+def test_a_conversation_goes_where_its_beginning_is(pair: Running) -> None:
+    before = metrics(pair)
+    conversations = [[number + 5] * 200 for number in range(6)]
+    for turn in range(4):
+        for tokens in conversations:
+            tokens += [turn + 3] * 20
+            answer(pair, tokens, max_tokens=1)
+    after = metrics(pair)
+
+    def new(name: str) -> list[float]:
+        return [late - early for late, early in zip(by_replica(after, name), by_replica(before, name), strict=True)]
+
+    assert min(new("request_prompt_tokens_count")) == 12, "three of the six at each of them"
+    hits = sum(new("prefix_cache_hits_total")) / sum(new("prefix_cache_queries_total"))
+    assert hits > 0.65, "all but the first turns find what came before; half of them would by chance"
+
+
+def test_metrics_add_up(pair: Running) -> None:
+    found = metrics(pair)
+    live = pair.get("/live").json()
+    assert sum(by_replica(found, "generation_tokens_total")) == live["tokens"]["generated"] > 0
+    assert sum(by_replica(found, "kv_cache_blocks")) == live["blocks"]["total"]
+    posts = found["http_requests_total", (("method", "POST"), ("path", "/v1/completions"), ("status", "200"))]
+    answers = sum(by_replica(found, "e2e_request_latency_seconds_count"))
+    assert answers == posts + 3 == sum(live["requests"]["ended"].values()), "one of the requests had four answers"
+    assert by_replica(found, "engine_up") == [1, 1]
+    records = pair.get("/statistics").json()["replicas"]
+    assert [record["Max KV cache blocks"] for record in records] == by_replica(found, "kv_cache_blocks")
+    assert [each["state"] for each in live["replicas"]] == ["ready"] * 2 and live["model"]["max_batch_size"] == 32
+
+
+def test_the_death_of_one_is_told_to_its_own_clients_and_it_comes_back(pair: Running) -> None:
+    client = pair.client()
+    streams = [iter(client.completions.create(model="demo", prompt="1+1=", stream=True, **SHORTER)) for _ in range(4)]
+    for stream in streams:
+        next(stream)
+    victim = engines(pair)[0]
+    ends = read_while_killed(streams, victim)
+    assert answer(pair, "12+30=") == "42", "the other one goes on"
+    told = Counter(why for why, _ in ends)
+    assert told["The engine process ended unexpectedly."] == 2 and len(told) > 1, ends
+    assert max(seconds for _, seconds in ends) < 2
+    assert all(int(why) > 100 for why, seconds in ends if not seconds), "the streams of the other are whole"
+    health = pair.get("/health")
+    assert health.status_code == 200
+    body = health.json()
+    assert body["status"] == "degraded" and body["engine"] == "ready"
+    assert sorted(each["engine"] for each in body["replicas"]) == ["ready", "starting"]
+    assert pair.get("/ready").status_code == 200 and sum(by_replica(metrics(pair), "engine_up")) == 1
+    assert wait_until(lambda: pair.get("/health").json()["status"] == "ok", 60)
+    assert victim not in engines(pair) and len(engines(pair)) == 2
+    before = by_replica(metrics(pair), "generation_tokens_total")
+    with ThreadPoolExecutor(8) as pool:
+        assert len(list(pool.map(lambda prompt: answer(pair, prompt), PROMPTS[:8]))) == 8
+    assert all(new > old for new, old in zip(by_replica(metrics(pair), "generation_tokens_total"), before, strict=True))
+
+
+def test_sigterm_drains_both(pair: Running) -> None:
+    """The last test of this server."""
+    client, pids = pair.client(), engines(pair)
+    streams = [iter(client.completions.create(model="demo", prompt="1+1=", stream=True, **SHORTER)) for _ in range(4)]
+    for stream in streams:
+        next(stream)
+    pair.process.send_signal(signal.SIGTERM)
+    assert wait_until(lambda: pair.get("/ready").status_code == 503)
+    with pytest.raises(openai.InternalServerError, match="shutting down"):
+        client.completions.create(model="demo", prompt="1+1=")
+    with ThreadPoolExecutor(4) as pool:
+        assert all(count > 100 for count in pool.map(lambda stream: len(list(stream)), streams))
+    assert pair.process.wait(15) == 0
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+# -- several engines that are only looked at ---------------------------------------------------------------------------
+
+
+def ask(app: Any, *paths: str) -> list[httpx.Response]:
+    async def all_of_them() -> list[httpx.Response]:
+        async with asking(app) as http:
+            return [await http.get(path) for path in paths]
+
+    return asyncio.run(all_of_them())
+
+
+async def opened(replicas: Any, engines: Any) -> None:
+    for engine in engines:
+        engine.state = "ready"
+    await replicas.wait_until_ready()
+
+
+def test_they_start_together_and_the_last_one_ends_the_server() -> None:
+    app, (first, second), _ = watched_replicas(2)
+    replicas = app.state.service.client
+    for states, state in (
+        (("ready", "starting"), "starting"),
+        (("failed", "ready"), "failed"),
+        (("stopped",) * 2, "stopped"),
+    ):
+        first.state, second.state = states
+        assert replicas.state == state, "until all were ready none is"
+    asyncio.run(opened(replicas, (first, second)))
+    second.state, second.failure = "failed", "It is gone."
+    assert replicas.state == "ready" and replicas.failure == "Replica 1: It is gone."
+    (health,) = ask(app, "/health")
+    assert health.status_code == 200 and health.json()["status"] == "degraded"
+    assert health.json()["replicas"][1] == {"replica": 1, "engine": "failed", "restarts": 0, "reason": "It is gone."}
+    first.state, first.failure = "failed", "It is gone."
+    (health,) = ask(app, "/health")
+    assert health.status_code == 503 and health.json()["status"] == "failed" and not replicas.alive
+    assert health.json()["reason"] == "It is gone."
+    first.state = "stopped"
+    assert replicas.state == "stopped", "a signal ended the server, whatever was lost before"
+
+
+def handed_in(replicas: Replicas) -> list[int]:
+    """A request at each of the engines."""
+    params = SamplingParams()
+    return [each.submit(Flight(replicas), np.array([1]), params, streaming=True) for each in replicas.engines]
+
+
+def test_tokens_flow_as_long_as_somebody_waits_for_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas, flow = own_engines(EngineConfig("demo"), count=2), list[bool]()
+    monkeypatch.setattr(replicas.turns, "tokens_passed", lambda more: flow.append(more))
+    for engine in replicas.engines:
+        engine.state = "ready"
+        monkeypatch.setattr(engine, "_send_bytes", lambda _: None)
+    requests = handed_in(replicas)
+    assert replicas.num_in_flight == 2
+    for engine, request in zip(replicas.engines, requests, strict=True):
+        engine._hear(messages.Outputs(b"", b"", [messages.Said(request, b"", "length", True, "")]))
+    assert flow == [True, False] and replicas.num_in_flight == 0
+
+
+def test_what_cannot_be_handed_to_an_engine_is_not_waited_for() -> None:
+    replicas = own_engines(EngineConfig("demo"), count=2)
+    for engine in replicas.engines:
+        engine.state = "ready"
+    with pytest.raises(EngineGone):
+        handed_in(replicas)
+    assert replicas.num_in_flight == 0 and not replicas.engines[0].traffic.open
+
+
+def test_the_page_sums_what_the_metrics_label() -> None:
+    app, clients, clock = watched_replicas(2)
+    for client in clients:
+        client.state, client._stats = "ready", STATS
+    some_traffic(clients[0].traffic, clock)
+    some_traffic(clients[1].traffic, clock)
+    clients[1].traffic.submitted(5, num_prompt=7, streaming=True)
+    clock.now += 1
+    scraped, live = ask(app, "/metrics", "/live")
+    found, shown = values_of(scraped.text), live.json()
+    assert by_replica(found, "generation_tokens_total") == [13, 13] and shown["tokens"] == {"read": 60, "generated": 26}
+    assert by_replica(found, "iteration_seconds_count") == [3, 3] and shown["steps"] == {
+        "count": 6,
+        "p50_ms": 3.0,
+        "p99_ms": 4.0,
+    }
+    assert shown["requests"]["running"] == 6 and shown["requests"]["open"] == 3 and shown["requests"]["refused"] == 2
+    assert shown["blocks"] == {"total": 200, "used": 50, "tokens_per_block": 16, "hit_rate": 0.75}
+    assert shown["history"]["generated"][-1] == 12 and shown["history"]["step_p99_ms"][-1] == 4.0
+    assert [each["open"] for each in shown["replicas"]] == [1, 2] and shown["recent"][0]["id"] == 5
+    labels = {key for (name, pairs) in found for key, _ in pairs if not name.startswith(("http", "build"))}
+    assert labels == {"replica", "le", "finished_reason"}
+
+
+def test_a_dead_one_runs_and_holds_nothing_and_what_it_counted_stays() -> None:
+    app, engines, _ = watched_replicas(2)
+    for engine in engines:
+        engine.state = "ready"
+        engine._hear(messages.Stats(json.dumps(STATS), []))
+    cast(OwnEngine, engines[0])._end_life()
+    found = values_of(ask(app, "/metrics")[0].text)
+    for name in ("num_requests_running", "num_requests_waiting", "num_requests_paused", "kv_cache_usage_perc"):
+        dead, alive = by_replica(found, name)
+        assert dead == 0 < alive, name
+    assert by_replica(found, "prefix_cache_hits_total") == [480, 480]
+
+
+def test_each_has_gpus_and_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(
+        "demo", seed=7, tensor_parallel_size=2, torch_compile_config=TorchCompileConfig(dump_dir="here")
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    found = [config_of_replica(config, index, 4) for index in range(4)]
+    assert [each.device for each in found] == ["cuda:0", "cuda:2", "cuda:4", "cuda:6"]
+    assert [each.seed for each in found] == [7, 8, 9, 10]
+    assert [each.torch_compile_config.dump_dir for each in found] == ["here", None, None, None]
+    assert config_of_replica(replace(config, device="cuda:4"), 1, 2).device == "cuda:6"
+    with pytest.raises(
+        ValueError, match="=3 with tensor_parallel_size=2 needs 6 GPUs, but from cuda:4 on this machine has 4"
+    ):
+        config_of_replica(replace(config, device="cuda:4"), 0, 3)
+
+
+def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(ValueError, match="data_parallel_size=0 must be at least 1"):
+        check_server(EngineConfig("demo"), ServerConfig(data_parallel_size=0))
+    with pytest.raises(ValueError, match="cannot be had with executor=ray"):
+        check_server(EngineConfig("demo", tensor_parallel_size=2, executor="ray"), ServerConfig(data_parallel_size=2))

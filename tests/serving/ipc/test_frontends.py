@@ -1,0 +1,382 @@
+"""Three HTTP processes before one engine: what clients see is one server. They cannot choose whom they reach, so they ask often."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from tests.serving.http.malformed import attack
+from tests.serving.metrics.test_metrics import values_of
+from tests.serving.running import (
+    LONG,
+    SHORTER,
+    Running,
+    free_port,
+    read_while_killed,
+    serve_command,
+    serving,
+    wait_until,
+)
+from torchweave.config.options import EngineConfig, ServerConfig
+from torchweave.config.validate import check_server
+from torchweave.engine.request import Output
+from torchweave.engine.responses import NO_TOKENS, Response, Responses
+from torchweave.serving.engine_client.engine_supervisor import own_engines
+from torchweave.serving.engine_client.request_metrics import Traffic
+from torchweave.serving.http.listener import processes_for
+from torchweave.serving.ipc import messages
+from torchweave.serving.ipc.shared_load import Ledger
+from torchweave.serving.service import Service
+
+SEVERAL = ("--api_server_count", "3")
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Running]:
+    with serving(*SEVERAL, "--max_batch_size", "4", "--max_waiting_requests", "12", "--restart_engine") as running:
+        yield running
+
+
+def answer(running: Running, prompt: str, **options: Any) -> str:
+    """On a connection of its own."""
+    options = {"max_tokens": 8, "temperature": 0} | options
+    with running.client().with_options(max_retries=8) as client:
+        return client.completions.create(model="demo", prompt=prompt, **options).choices[0].text
+
+
+def recent(running: Running) -> set[int]:
+    """The requests that the page shows; modulo 3, the HTTP processes by which they came in."""
+    return {each["id"] for each in running.get("/live").json()["recent"]}
+
+
+def streams(running: Running, count: int) -> list[Any]:
+    """Long answers that have begun, each on a connection of its own."""
+    found = [
+        iter(running.client().completions.create(model="demo", prompt="1+1=", stream=True, **SHORTER))
+        for _ in range(count)
+    ]
+    for each in found:
+        next(each)
+    return found
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_of_them_answer_and_what_one_counts_all_count(server: Running, three: Running) -> None:
+    prompts = [f"{left}+{right}=" for left in range(11, 16) for right in range(20, 26)]
+    before = values_of(three.get("/metrics").text)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda prompt: answer(three, prompt), prompts))
+    assert found == [answer(server, prompt) for prompt in prompts] and len(set(found)) > 8
+    assert {each % 3 for each in recent(three)} == {0, 1, 2}
+    after = values_of(three.get("/metrics").text)
+    posts = ("http_requests_total", (("method", "POST"), ("path", "/v1/completions"), ("status", "200")))
+    assert after[posts] - before.get(posts, 0) == len(prompts)
+    for name in ("e2e_request_latency_seconds_count", "request_queue_time_seconds_count"):
+        assert after[name, ()] - before[name, ()] == len(prompts), name
+    live = three.get("/live").json()
+    assert live["tokens"]["generated"] == after["generation_tokens_total", ()]
+    assert sum(live["requests"]["ended"].values()) == after["e2e_request_latency_seconds_count", ()]
+    assert sum(live["history"]["ended"]) >= len(prompts) and live["requests"]["open"] == 0
+
+
+EVERYTHING: list[tuple[str, str, bytes | None]] = [
+    ("GET", "/version", None),
+    ("GET", "/v1/models", None),
+    ("GET", "/v1/models/none", None),
+    ("GET", "/", None),
+    ("GET", "/openapi.json", None),
+    ("GET", "/nowhere?a=%C3%A4&b", None),
+    ("GET", "/v1/completions", None),
+    ("HEAD", "/health", None),
+    ("DELETE", "/v1/completions", b"{}"),
+    ("POST", "/tokenize", b'{"prompt": "12+30="}'),
+    ("POST", "/v1/completions", b'{"prompt": "12'),
+    ("POST", "/v1/completions", b'{"model": "demo", "prompt": "1+1=", "no_such": 1}'),
+    ("POST", "/v1/completions", b'{"model": "demo", "prompt": "1+1=", "temperature": -1}'),
+    ("POST", "/v1/chat/completions", b'{"model": "other", "messages": [{"role": "user", "content": "a"}]}'),
+    ("POST", "/v1/completions", b'{"model": "demo", "prompt": "12+30=", "temperature": 0, "max_tokens": 0}'),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), EVERYTHING)
+def test_whomever_one_asks_the_answer_is_the_same(three: Running, method: str, path: str, body: bytes | None) -> None:
+    def seen() -> tuple[int, dict[str, str], bytes]:
+        headers = {"X-Request-Id": "mine"} | ({} if body is None else {"Content-Type": "application/json"})
+        found = httpx.request(method, three.url + path, content=body, headers=headers, timeout=30)
+        kept = {name: value for name, value in found.headers.items() if name != "date"}
+        return found.status_code, kept, found.content
+
+    answers = [seen() for _ in range(12)]  # one in 130 times by the same process
+    assert answers.count(answers[0]) == len(answers)
+    assert answers[0][0] < 500 and answers[0][1]["x-request-id"] == "mine"
+    assert method != "HEAD" or (answers[0][0], answers[0][2]) == (200, b"")
+
+
+def test_a_body_that_only_the_first_one_understands_is_streamed_by_it(three: Running) -> None:
+    body = (
+        b'{"model": "demo", "prompt": "1+1=", "stream": true, "temperature": 0, "max_tokens": 40, "ignore_eos": true}'
+    )
+    for _ in range(8):
+        headers = {"Content-Type": "application/any+json"}
+        found = httpx.post(f"{three.url}/v1/completions", content=body, headers=headers, timeout=30)
+        assert found.status_code == 200 and found.text.endswith("data: [DONE]\n\n"), found.text
+
+
+def test_malformed_requests_harm_nobody(three: Running) -> None:
+    found = asyncio.run(attack(three.url, 150, 7))
+    assert not found.faults and found.statuses[400] > 20, found
+
+
+# -- limits, and clients that leave ------------------------------------------------------------------------------------
+
+
+def test_the_queue_is_that_of_all(three: Running) -> None:
+    """Four run and twelve wait, whoever was asked."""
+    answering = [three.client().completions.create(model="demo", prompt="1+1=", stream=True, **LONG) for _ in range(16)]
+    try:
+        for _ in range(9):
+            with pytest.raises(openai.RateLimitError, match="12 requests are waiting"):
+                three.client().completions.create(model="demo", prompt="1+1=")
+    finally:
+        for stream in answering:
+            stream.close()
+    assert wait_until(lambda: is_empty(three))
+    assert answer(three, "12+30=") == "42"
+
+
+def is_empty(running: Running) -> bool:
+    stats, live = running.get("/statistics").json(), running.get("/live").json()
+    return stats["Used KV cache blocks"] == 0 == stats["numRunningRequests"] == live["requests"]["open"]
+
+
+def test_none_of_them_loads_torch(three: Running) -> None:
+    answer(three, "20+22=")
+    pids = three.pids("tw-http-")
+    assert len(pids) == 2
+    assert not any("/libtorch_python" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_death_of_the_engine_is_told_by_all_and_it_comes_back(three: Running) -> None:
+    ends = read_while_killed(streams(three, 4), three.engine_pid())
+    assert {why for why, _ in ends} == {"The engine process ended unexpectedly."}
+    assert max(seconds for _, seconds in ends) < 2
+    refused = three.post("/v1/completions", {"model": "demo", "prompt": "1+1="})
+    assert refused.status_code == 503
+    assert wait_until(lambda: three.get("/ready").status_code == 200, 60)
+    before, able = recent(three), set[int]()
+
+    def all_answer() -> bool:
+        assert answer(three, "12+30=") == "42"
+        able.update(each % 3 for each in recent(three) - before)
+        return able == {0, 1, 2}
+
+    assert wait_until(all_answer, 60), able
+
+
+def test_sigterm_drains_all(three: Running) -> None:
+    """The last test of this server."""
+    pids = [*three.pids("tw-http-"), three.engine_pid()]
+    answering = streams(three, 4)
+    three.process.send_signal(signal.SIGTERM)
+    assert wait_until(lambda: three.get("/ready").status_code == 503)
+    for _ in range(6):
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            three.client().completions.create(model="demo", prompt="1+1=")
+    with ThreadPoolExecutor(4) as pool:
+        assert all(count > 100 for count in pool.map(lambda stream: len(list(stream)), answering))
+    assert three.process.wait(15) == 0
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+@contextmanager
+def starting(*options: str) -> Iterator[Running]:
+    """A server as it starts, and what it says on both streams."""
+    port = free_port()
+    command = serve_command("demo", *SEVERAL, "--port", str(port), *options)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield Running(f"http://127.0.0.1:{port}", process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def started(*options: str) -> Iterator[Running]:
+    with starting(*options) as running:
+        assert running.process.stdout is not None and " serves " in running.process.stdout.readline()
+        yield running
+
+
+def test_the_death_of_one_of_them_is_told_by_the_others_and_ends_the_server() -> None:
+    def end_of(stream: Any) -> str:
+        try:
+            return str(len(list(stream)))
+        except Exception as error:
+            return str(error)
+
+    with started() as running:
+        pids = [*running.pids("tw-http-"), running.engine_pid()]
+        answering = streams(running, 16)
+        with ThreadPoolExecutor(len(answering)) as pool:
+            reading = [pool.submit(end_of, stream) for stream in answering]
+            os.kill(pids[0], signal.SIGKILL)
+            _, said = running.process.communicate(timeout=20)
+        ends = Counter(each.result() for each in reading)
+        assert running.process.returncode == 1
+        assert said == "torchweave: An HTTP process of the server ended unexpectedly.\n"
+        assert any("shut down" in end for end in ends), ends
+        assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def test_the_death_of_one_of_them_ends_a_server_that_starts_and_it_does_not_say_that_it_serves() -> None:
+    with starting() as running:
+        assert wait_until(lambda: len(running.pids("tw-http-")) == 2, 60)
+        os.kill(running.pids("tw-http-")[1], signal.SIGKILL)
+        greeting, said = running.process.communicate(timeout=30)
+        assert running.process.returncode == 1 and not greeting
+        assert said == "torchweave: An HTTP process of the server ended unexpectedly.\n"
+
+
+def test_why_the_engine_could_not_start_is_told_whoever_is_still_connected() -> None:
+    with starting() as running:
+        engine = running.engine_pid()
+        port = int(running.url.rpartition(":")[2])
+        assert wait_until(lambda: is_listening(port), 60)
+        with socket.create_connection(("127.0.0.1", port)) as connection:  # only the first one listens by now
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.2)
+            os.kill(engine, signal.SIGKILL)
+            greeting, said = running.process.communicate(timeout=30)
+        assert running.process.returncode == 1 and not greeting
+        assert said.endswith("torchweave: The engine process ended unexpectedly.\n"), (
+            said
+        )  # behind what uvicorn says of the connection
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("serves", [False, True])
+def test_a_signal_ends_all_of_them(serves: bool) -> None:
+    """One ends a server that starts; a second one ends a drain."""
+    with (started if serves else starting)() as running:
+        assert wait_until(lambda: len(running.pids("tw-http-")) == 2, 60)
+        if serves:
+            answering = streams(running, 4)
+            running.process.send_signal(signal.SIGTERM)
+            assert wait_until(lambda: running.get("/ready").status_code == 503)
+            assert answering
+        else:
+            assert wait_until(lambda: is_listening(int(running.url.rpartition(":")[2])), 60)
+        running.process.send_signal(signal.SIGTERM)
+        greeting, said = running.process.communicate(timeout=20)
+        assert running.process.returncode == 0 and not greeting and "ZMQError" not in said, said
+
+
+def test_a_fault_of_the_model_is_told_once_and_nobody_stays() -> None:
+    done = subprocess.run(serve_command("/no/such/model", *SEVERAL), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "/no/such/model" in done.stderr, done.stderr
+
+
+def test_an_address_is_not_shared_with_another_server() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port()))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            serve_command("demo", *SEVERAL, "--port", port), capture_output=True, text=True, timeout=60
+        )
+    assert done.returncode == 2 and "cannot be listened on" in done.stderr
+
+
+# -- in one process ----------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_sums_what_each_has_in_flight() -> None:
+    ledger = Ledger(engines=2, frontends=3)
+    ledger.write(1, 0, requests=4, unread=100)
+    ledger.write(1, 2, requests=5, unread=20)
+    ledger.write(0, 2, requests=7, unread=1)
+    assert [ledger.requests(each) for each in (0, 1)] == [7, 9] and ledger.unread(1) == 120
+    ledger.write(1, 2, requests=0, unread=0)
+    assert ledger.requests(1) == 4
+
+
+def test_what_the_engine_says_goes_to_whom_it_is_for() -> None:
+    place = messages.Place(index=1, count=2, frontends=3)
+    firsts = [list(islice(place.ids(frontend), 3)) for frontend in range(3)]
+    assert firsts == [[1, 7, 13], [3, 9, 15], [5, 11, 17]]
+
+    def said(item: Any) -> dict[int, Any]:
+        return {
+            frontend: messages.decode_from_engine(message) for frontend, message in messages.messages(item, place, True)
+        }
+
+    end = Response(11, Output(NO_TOKENS, "length"), True)
+    ids, tokens = np.array([1, 7, 5], np.uint64), np.array([40, 50, 60], np.int32)
+    found = said(Responses([end], ids, tokens))
+    assert set(found) == {0, 2}, "nobody is woken for nothing"
+    for each in found.values():
+        assert list(each.new_tokens()) == [(1, 40), (7, 50), (5, 60)] and each.failing
+    assert list(found[0].responses()) == [] and [each.id for each in found[2].responses()] == [11]
+    assert said(Responses()) == {}
+    assert {who: said.id for who, said in said(messages.Accepted(9, "no")).items()} == {1: 9}
+    moves = said(messages.Moved([(1, "started"), (17, "paused"), (5, "answering")]))
+    assert {who: each.moves for who, each in moves.items()} == {
+        0: [(1, "started")],
+        2: [(17, "paused"), (5, "answering")],
+    }
+    assert set(said(messages.Stats("{}"))) == {0}
+
+
+def test_when_to_ask_again_is_by_the_answers_of_all() -> None:
+    service = Service(own_engines(EngineConfig("demo"), frontends=3), ServerConfig())
+    now = time.monotonic()
+    service._finished.extend(now - 20 + each for each in range(21))
+    assert service._retry_after(30) == 10, "three of them give an answer a second each"
+
+
+def test_traffic_can_be_told() -> None:
+    traffic = Traffic()
+    traffic.submitted(3, num_prompt=10, streaming=True)
+    traffic.answered(3, 1, None)
+    told: Traffic = pickle.loads(pickle.dumps(traffic))
+    assert told.counts.generation_tokens == 1 and told.open[3].state == "answering"
+    assert told.counts.first_token.count == 1 and told.clock() == pytest.approx(traffic.clock(), abs=1)
+
+
+def test_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, count in ((1, 1), (2, 1), (8, 2), (16, 4), (128, 4)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert processes_for(None) == count and processes_for(3) == 3
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert processes_for(None) == 1
+    with pytest.raises(ValueError, match="api_server_count=3 can be had on Linux only"):
+        processes_for(3)
+    with pytest.raises(ValueError, match="api_server_count=0 must be from 1 to 64"):
+        check_server(EngineConfig("demo"), ServerConfig(api_server_count=0))

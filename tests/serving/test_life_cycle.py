@@ -1,0 +1,323 @@
+"""A server's life: keys, limits, clients that leave, the drain, and the death of its engine."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.serving.metrics.test_metrics import values_of
+from tests.serving.running import LONG, SHORTER, Running, free_port, serve_command, serving, wait_until
+
+KEY = {"Authorization": "Bearer sesame"}
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Two requests at once, two that wait, and keys in a file."""
+    keys = tmp_path_factory.mktemp("keys") / "keys.txt"
+    keys.write_text("sesame\nmellon\n", encoding="utf-8")
+    limits = (
+        "--max_batch_size",
+        "2",
+        "--max_waiting_requests",
+        "2",
+        "--max_body_bytes",
+        "5000",
+        "--request_timeout",
+        "30",
+    )
+    tokens = ("--max_request_tokens", "1000", "--max_request_sequences", "6")
+    with serving("--api_key_file", str(keys), *limits, *tokens) as running:
+        yield running
+
+
+def stream_long(guarded: Running, key: str = "sesame") -> openai.Stream[Any]:
+    return guarded.client(key).completions.create(model="demo", prompt="1+1=", stream=True, **LONG)
+
+
+def is_empty(guarded: Running) -> bool:
+    """No request runs and no block is held, as the engine says itself."""
+    stats = engine_stats(guarded)
+    return stats.get("numRunningRequests") == 0 and stats["Used KV cache blocks"] == 0
+
+
+def engine_stats(guarded: Running) -> dict[str, Any]:
+    return guarded.get("/statistics", headers=KEY).json()
+
+
+# -- keys and limits ---------------------------------------------------------------------------------------------------
+
+
+def test_E1_keys_open_the_door(guarded: Running) -> None:
+    assert guarded.client("mellon").models.list().data
+    with pytest.raises(openai.AuthenticationError, match="not known here"):
+        guarded.client("wrong").models.list()
+    refused = guarded.get("/v1/models")
+    assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
+    for path in ("/health", "/ready", "/version"):
+        assert guarded.get(path).status_code == 200
+
+
+def test_E1_long_bodies_are_refused(guarded: Running) -> None:
+    body = {"model": "demo", "prompt": "a" * 6000}
+    assert guarded.post("/v1/completions", body, headers=KEY).status_code == 413
+
+    def in_parts() -> Iterator[bytes]:
+        yield from [b'{"prompt": "', *([b"a" * 500] * 20), b'"}']
+
+    headers = {"Content-Type": "application/json"} | KEY
+    assert httpx.post(f"{guarded.url}/v1/completions", content=in_parts(), headers=headers).status_code == 413
+
+
+def test_E1_tokens_of_a_request_are_limited(guarded: Running) -> None:
+    client = guarded.client("sesame")
+    with pytest.raises(openai.BadRequestError, match="this server allows 1000"):
+        client.completions.create(model="demo", prompt="1+1=", max_tokens=400, n=3)
+    with pytest.raises(openai.BadRequestError, match="at most 4 to one request"):  # 2 run and 2 wait
+        client.completions.create(model="demo", prompt=["1"] * 5)
+
+
+def test_E1_a_full_queue_is_429_with_retry_after(guarded: Running) -> None:
+    streams = []
+    try:
+        for _ in range(4):
+            stream = stream_long(guarded)
+            streams.append(stream)
+        with pytest.raises(openai.RateLimitError, match="2 requests are waiting") as refused:
+            guarded.client("sesame").completions.create(model="demo", prompt="1+1=")
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        assert next(iter(streams[0])).choices[0].text != ""  # nobody who was let in notices
+    finally:
+        for stream in streams:
+            stream.close()
+    answer = wait_for_answer(guarded)
+    assert answer == "2"
+
+
+def wait_for_answer(guarded: Running) -> str:
+    """The answer to a question, asked again while the queue is full."""
+    client = guarded.client("sesame").with_options(max_retries=5)
+    return client.completions.create(model="demo", prompt="1+1=", temperature=0).choices[0].text
+
+
+# -- clients that leave ------------------------------------------------------------------------------------------------
+
+
+def test_E1_clients_that_leave_at_any_point_leave_nothing_behind(guarded: Running) -> None:
+    chance = random.Random(4)
+    host, port = guarded.url.removeprefix("http://").split(":")
+    body = '{"model":"demo","prompt":"1+1=","max_tokens":200,"temperature":0,"ignore_eos":true,"stream":STREAM}'
+
+    def leave(stream: bool, when: float, cut: int | None) -> None:
+        text = body.replace("STREAM", str(stream).lower())
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\nContent-Length: {len(text)}\r\n"
+        request = f"{head}Content-Type: application/json\r\n\r\n{text}".encode()
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(request[:cut])
+            time.sleep(when)
+
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(40):
+            cut = chance.randrange(10, 300) if number % 4 == 0 else None
+            pool.submit(leave, chance.random() < 0.5, chance.random() * 0.2, cut)
+    assert wait_until(lambda: is_empty(guarded)), engine_stats(guarded)
+    assert wait_for_answer(guarded) == "2"
+
+
+def test_E1_a_bad_request_costs_nobody_else_anything(guarded: Running) -> None:
+    stream = stream_long(guarded)
+    chunks = iter(stream)
+    next(chunks)
+    for body in ({"prompt": [10**6]}, {"prompt": ""}, {"prompt": "a" * 600}, {"prompt": "a", "temperature": -1}):
+        assert guarded.post("/v1/completions", {"model": "demo", **body}, headers=KEY).status_code in (200, 400)
+    assert sum(len(chunk.choices[0].text) > 0 for chunk in chunks) > 10
+
+
+def test_E1_a_reasoning_effort_that_the_template_does_not_know_is_refused(guarded: Running) -> None:
+    asked = {"messages": [{"role": "user", "content": "1+1="}], "reasoning_effort": "low"}
+    answer = guarded.post("/v1/chat/completions", asked, headers=KEY)
+    assert answer.status_code == 400 and "knows no reasoning_effort" in answer.text
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of all threads of a process, so far."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+
+def test_E1_an_idle_server_takes_less_than_a_hundredth_of_a_core(guarded: Running) -> None:
+    assert wait_until(lambda: is_empty(guarded))
+    pids, shares = (guarded.process.pid, guarded.engine_pid()), list[float]()
+    while len(shares) < 3 and min(shares, default=1.0) >= 0.01:  # what the tests before have left to do is not idleness
+        time.sleep(0.3)
+        begin, before = time.monotonic(), sum(map(cpu_seconds, pids))
+        time.sleep(2)
+        shares.append((sum(map(cpu_seconds, pids)) - before) / (time.monotonic() - begin))
+    assert min(shares) < 0.01, shares
+
+
+# -- the beginning and the end -----------------------------------------------------------------------------------------
+
+
+def test_F_a_server_that_starts_says_how_far_it_is_and_its_engine_ends_with_it() -> None:
+    command = [*serve_command("demo", "--port", str(port := free_port()))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    starting = Running(f"http://127.0.0.1:{port}", process)  # type: ignore[arg-type]
+    try:
+        assert wait_until(lambda: answers(starting), 30)
+        assert starting.get("/health").status_code == 200
+        ready = starting.get("/ready")
+        assert ready.status_code == 503 and ready.json()["engine"] == "starting"
+        refused = starting.post("/v1/completions", {"prompt": "1+1="})
+        assert refused.status_code == 503 and "being loaded" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        assert wait_until(lambda: any(bar["title"] for bar in starting.get("/ready").json().get("progress", [])), 60)
+        engine = starting.engine_pid()
+    finally:
+        process.kill()
+        process.communicate()
+    assert wait_until(lambda: not is_engine(engine))
+
+
+def test_F_the_http_process_never_loads_torch_whose_libraries_would_stop_all_answers(server: Running) -> None:
+    client = server.client()
+    messages: Any = [{"role": "user", "content": "what is 20 + 22?"}]
+    assert client.chat.completions.create(model="demo", messages=messages, temperature=0).choices[0].message.content
+    guided = {"guided_regex": "[0-9]{2}", "bad_words": ["42"]}
+    answer = client.completions.create(model="demo", prompt="20+22=", logprobs=1, extra_body=guided)
+    assert len(answer.choices[0].text) == 2 and answer.choices[0].text != "42"
+    assert not has_torch(server.process.pid) and has_torch(server.engine_pid())
+
+
+def has_torch(pid: int) -> bool:
+    """Whether a process has torch's libraries."""
+    return "/libtorch_python" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def answers(server: Running) -> bool:
+    try:
+        return server.get("/version").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def is_engine(pid: int) -> bool:
+    try:
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def during_a_stream(client: openai.OpenAI, act: Callable[[], None]) -> tuple[BaseException | None, float]:
+    """Begin a long answer, act, and read on; returns the error and the seconds from the act to the end."""
+    chunks = iter(client.completions.create(model="demo", prompt="1+1=", stream=True, **LONG))
+    next(chunks)
+    act()
+    begin = time.monotonic()
+    try:
+        list(chunks)
+    except Exception as fault:
+        return fault, time.monotonic() - begin
+    return None, time.monotonic() - begin
+
+
+def cache_metrics(server: Running) -> list[float]:
+    """Blocks of the KV cache, and tokens that were looked up and found in it."""
+    found = values_of(server.get("/metrics").text)
+    return [found[name, ()] for name in ("kv_cache_blocks", "prefix_cache_queries_total", "prefix_cache_hits_total")]
+
+
+def test_E1_the_engine_is_started_again_by_option_and_sigterm_drains() -> None:
+    with serving("--restart_engine", "--max_batch_size", "2", "--drain_timeout", "2") as server:
+        pid = server.engine_pid()
+        blocks = server.get("/live").json()["blocks"]["total"]
+        assert cache_metrics(server) == [blocks, 0, 0] and blocks > 0, "they are there before the first step"
+        for _ in range(2):
+            server.post("/v1/completions", {"prompt": [5] * 40, "max_tokens": 1})
+        assert wait_until(lambda: cache_metrics(server) == [blocks, 64, 32]), cache_metrics(server)
+        error, seconds = during_a_stream(server.client(), lambda: os.kill(pid, signal.SIGKILL))
+        assert isinstance(error, openai.APIError) and "ended unexpectedly" in str(error) and seconds < 2
+        assert server.get("/ready").status_code == 503
+        assert wait_until(lambda: server.get("/ready").status_code == 200, 60)
+        assert server.engine_pid() != pid
+        assert cache_metrics(server) == [blocks, 64, 32], "what was counted outlives the engine"
+        server.post("/v1/completions", {"prompt": [5] * 40, "max_tokens": 1})
+        assert wait_until(lambda: cache_metrics(server) == [blocks, 96, 32]), cache_metrics(server)
+
+        client = server.client()
+        # A stream is there when its first byte is: the short one is the first in the queue.
+        short = client.completions.create(model="demo", prompt="1+1=", max_tokens=20, temperature=0, stream=True)
+        streams = [client.completions.create(model="demo", prompt="1+1=", stream=True, **LONG) for _ in range(8)]
+        server.process.send_signal(signal.SIGTERM)
+        assert wait_until(lambda: server.get("/ready").status_code == 503)
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            server.client().completions.create(model="demo", prompt="1+1=")
+        assert server.get("/health").status_code == 200
+        assert "".join(chunk.choices[0].text for chunk in short) == "2"
+        with pytest.raises(openai.APIError, match="was shut down"):
+            list(streams[-1])
+        assert server.process.wait(15) == 0
+
+
+def test_a_second_signal_ends_it_now_and_who_waits_hears_why(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving() as server, ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(server.post, "/v1/completions", {"prompt": "1+1=", "max_tokens": 450, "ignore_eos": True})
+        stream = server.client().completions.create(model="demo", prompt="1+1=", stream=True, **LONG)
+        assert wait_until(lambda: server.get("/live").json()["requests"]["open"] == 2)
+        engine = server.engine_pid()
+        os.kill(engine, signal.SIGSTOP)  # nor does it wait for an engine that hangs
+        server.process.send_signal(signal.SIGTERM)
+        assert wait_until(lambda: server.get("/ready").status_code == 503)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        answer = whole.result()
+        assert answer.status_code == 503 and "shutting down" in answer.json()["error"]["message"]
+        assert server.process.wait(15) == 0 and not Path(f"/proc/{engine}").exists()
+    assert capfd.readouterr().err == ""
+
+
+def test_E1_ctrl_c_in_a_terminal_drains_too() -> None:
+    """It goes to every process of the group."""
+    with serving("--tp", "2", apart=True) as server:
+        stream = server.client().completions.create(model="demo", prompt="1+1=", stream=True, **SHORTER)
+        chunks = iter(stream)
+        next(chunks)
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert wait_until(lambda: server.get("/ready").status_code == 503)
+        assert len(list(chunks)) > 100
+        assert server.process.wait(15) == 0
+
+
+def test_E1_the_death_of_the_engine_is_told_within_two_seconds(guarded: Running) -> None:
+    """The last test of this server."""
+    codes: list[int] = []
+
+    def watch() -> None:
+        while guarded.process.poll() is None:
+            try:
+                codes.append(guarded.get("/health").status_code)
+            except httpx.HTTPError:
+                return
+            time.sleep(0.05)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    error, seconds = during_a_stream(guarded.client("sesame"), lambda: os.kill(guarded.engine_pid(), signal.SIGKILL))
+    assert isinstance(error, openai.APIError) and "ended unexpectedly" in str(error) and seconds < 2
+    assert guarded.process.wait(15) == 1
+    watcher.join()
+    assert 503 in codes
