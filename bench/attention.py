@@ -33,7 +33,7 @@ from torchweave.ops.attention.op import (
     AttentionBackend,
     AttentionMetadata,
     AttentionVariant,
-    KVLayer,
+    LayerKVCache,
     LayerSpec,
     available_backends,
     get_backend,
@@ -80,7 +80,7 @@ class Bench:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    caches: list[KVLayer]
+    caches: list[LayerKVCache]
     scale: float
 
 

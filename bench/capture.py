@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.compiler import weave
+from torchweave.compiler import compile_graph
 from torchweave.compiler.cache.store import CompileCache
 from torchweave.config.options import TorchCompileConfig
 from torchweave.models import load
@@ -35,9 +35,9 @@ DYNAMIC = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"
 def one(name: str, layers: int) -> dict[str, Any]:
     """What this process's report says of capturing the model."""
     torch.set_num_threads(1)
-    specimen = zoo.specimen(name)
-    count = "n_layer" if "n_layer" in specimen.options else "num_hidden_layers"
-    specimen = dataclasses.replace(specimen, options={**specimen.options, count: layers})
+    zoo_model = zoo.zoo_model(name)
+    count = "n_layer" if "n_layer" in zoo_model.options else "num_hidden_layers"
+    zoo_model = dataclasses.replace(zoo_model, options={**zoo_model.options, count: layers})
     inputs = {
         "input_ids": torch.zeros(23, dtype=torch.int64),
         "positions": torch.arange(23),
@@ -45,11 +45,11 @@ def one(name: str, layers: int) -> dict[str, Any]:
     }
     report = Report(show=False)
     with tempfile.TemporaryDirectory() as folder:
-        zoo.save(zoo.build(specimen), f"{folder}/model")
+        zoo.save(zoo.build(zoo_model), f"{folder}/model")
         module = load(f"{folder}/model", torch.bfloat16, "cpu", "auto", False, report, 128).module
         cache = CompileCache(f"{folder}/cache", report)
         config = TorchCompileConfig(enable_inductor=False)
-        weave(module, inputs, DYNAMIC, boundary_ops=boundary_ops(), config=config, cache=cache, report=report)
+        compile_graph(module, inputs, DYNAMIC, boundary_ops=boundary_ops(), config=config, cache=cache, report=report)
     (event,), (once,) = report.select("capture"), report.select("trace_once")
     return {"seconds": event["seconds"], "operations": event["operations"], "left_out": once.get("left_out", 0)}
 

@@ -4,7 +4,7 @@
 
 Starts a process for each GPU. A CUDA graph holds many calls, each on an operand of its own; graphs are replayed in turn, and a time
 is the median over rounds of the slowest rank's, in microseconds a call. The table ends with the ranges that follow from it, as
-`torchweave.distributed.symmetric_memory.Ranges`: up to which size of operand each way was the fastest.
+`torchweave.distributed.symmetric_memory.KernelSizeLimits`: up to which size of operand each way was the fastest.
 """
 
 from __future__ import annotations
@@ -26,9 +26,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.distributed.process_groups import World, close_world, init_world, join_meeting_point, open_meeting_point
-from torchweave.distributed.symmetric_memory import Ranges, SymmetricCommunicator, open_symmetric
-from torchweave.ops.collectives.all_reduce_norm import Norm, Quant, norm_of
+from torchweave.distributed.process_groups import (
+    ProcessGroups,
+    create_rendezvous_store,
+    destroy_process_groups,
+    init_process_groups,
+    join_rendezvous_store,
+)
+from torchweave.distributed.symmetric_memory import KernelSizeLimits, SymmetricCommunicator, open_symmetric
+from torchweave.ops.collectives.all_reduce_norm import NormSpec, QuantSpec, apply_norm
 
 CALLS, ROUNDS = 20, 15
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -47,36 +53,36 @@ GATHERS = ("nccl gather", "gather", "large gather")
 Call = Callable[[Tensor], Any]
 
 
-def ways(world: World, width: int) -> dict[str, Call]:
+def ways(process_groups: ProcessGroups, width: int) -> dict[str, Call]:
     """Every way by its name, for operands of `width` columns."""
-    group, device = world.groups["tp"], torch.device(world.device)
+    group, device = process_groups.groups["tp"], torch.device(process_groups.device)
     nccl = ProcessGroupCommunicator(group)
-    one = open_symmetric(group, device, Ranges(SLOT_BYTES, SLOT_BYTES, SLOT_BYTES, SLOT_BYTES, 0))
-    large = open_symmetric(group, device, Ranges(0, LARGE_BYTES, LARGE_BYTES, LARGE_BYTES, 0))
-    two = open_symmetric(group, device, Ranges(0, 0, 0, 0, LARGE_BYTES))
+    one = open_symmetric(group, device, KernelSizeLimits(SLOT_BYTES, SLOT_BYTES, SLOT_BYTES, SLOT_BYTES, 0))
+    large = open_symmetric(group, device, KernelSizeLimits(0, LARGE_BYTES, LARGE_BYTES, LARGE_BYTES, 0))
+    two = open_symmetric(group, device, KernelSizeLimits(0, 0, 0, 0, LARGE_BYTES))
     weight = torch.rand(width, device=device, dtype=torch.bfloat16)
     found: dict[str, Call] = {
         name: each.all_reduce for name, each in zip(SUMS, (nccl, one, large, two), strict=True)
     }  # fmt: skip
     for name, each in zip(GATHERS, (nccl, one, large), strict=True):  # of columns, as logits are gathered
         found[name] = lambda x, each=each: each.all_gather(x, 1)
-    slot, fp4 = [0], Quant("fp4", scale=torch.ones(1, device=device))
+    slot, fp4 = [0], QuantSpec("fp4", scale=torch.ones(1, device=device))
 
-    def norm(x: Tensor, quant: Quant | None) -> Norm:
-        return Norm(x, weight, 1e-5, quant=quant, keep_norm=quant is None)
+    def norm(x: Tensor, quant: QuantSpec | None) -> NormSpec:
+        return NormSpec(x, weight, 1e-5, quant=quant, keep_norm=quant is None)
 
     def from_buffer(ranks: SymmetricCommunicator, x: Tensor) -> Any:
         slot[0] ^= 1  # CALLS is even: replays alternate too
         room = ranks.buffer(x.shape, x.dtype, slot[0])
         assert room is not None
-        return ranks.reduced_norm(room, norm(x, None))
+        return ranks.fused_all_reduce_norm(room, norm(x, None))
 
-    for names, quant in ((NORMS, None), (FP8, Quant("fp8")), (FP4, fp4)):
+    for names, quant in ((NORMS, None), (FP8, QuantSpec("fp8")), (FP4, fp4)):
         for name, total in zip(names, [found[name] for name in SUMS], strict=False):
-            found[name] = lambda x, total=total, quant=quant: norm_of(total(x), norm(x, quant))
+            found[name] = lambda x, total=total, quant=quant: apply_norm(total(x), norm(x, quant))
     for prefix, ranks in (("", one), ("large ", large)):
-        for title, quant in (("norm in one", None), ("norm fp8 in one", Quant("fp8")), ("norm fp4 in one", fp4)):
-            found[prefix + title] = lambda x, ranks=ranks, quant=quant: ranks.reduced_norm(x, norm(x, quant))
+        for title, quant in (("norm in one", None), ("norm fp8 in one", QuantSpec("fp8")), ("norm fp4 in one", fp4)):
+            found[prefix + title] = lambda x, ranks=ranks, quant=quant: ranks.fused_all_reduce_norm(x, norm(x, quant))
         found[f"{prefix}norm in one, user buffer"] = lambda x, ranks=ranks: from_buffer(ranks, x)
     return found
 
@@ -103,14 +109,14 @@ def record(call: Call, operands: list[Tensor]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def measure(world: World, found: dict[str, Call], rows: int, width: int) -> dict[str, float]:
+def measure(process_groups: ProcessGroups, found: dict[str, Call], rows: int, width: int) -> dict[str, float]:
     """Microseconds a call of every way, by the slowest rank of each round."""
-    operands = [torch.randn(rows, width, device=world.device).bfloat16() for _ in range(CALLS)]
+    operands = [torch.randn(rows, width, device=process_groups.device).bfloat16() for _ in range(CALLS)]
     graphs = {name: record(call, operands) for name, call in found.items() if runs(name, operands[0].nbytes)}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS):
         for name, graph in graphs.items():
-            world.barrier()
+            process_groups.barrier()
             graph.replay()  # the first one brings the ranks together
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -121,26 +127,26 @@ def measure(world: World, found: dict[str, Call], rows: int, width: int) -> dict
             times[name].append(begin.elapsed_time(end) * 1e3 / (5 * CALLS))
     names = list(times)
     mine = torch.tensor([times[name] for name in names])
-    dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=world.host)
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=process_groups.host)
     return {name: statistics.median(mine[index].tolist()) for index, name in enumerate(names)}
 
 
 def rank_main(rank: int, size: int, address: tuple[str, int], rows: list[int], widths: list[int], out: str) -> None:
     device = f"cuda:{rank}"
     torch.cuda.set_device(device)
-    world = init_world(rank, size, 1, device, join_meeting_point(address))
+    process_groups = init_process_groups(rank, size, 1, device, join_rendezvous_store(address))
     found = []
     for width in widths:
-        calls = ways(world, width)
+        calls = ways(process_groups, width)
         for count in rows:
-            for name, microseconds in measure(world, calls, count, width).items():
+            for name, microseconds in measure(process_groups, calls, count, width).items():
                 found.append({"rows": count, "width": width, "way": name, "microseconds": microseconds})
             if rank == 0:
                 print(f"{size} ranks, {count} x {width} done", flush=True)
     if rank == 0:
         Path(out).write_text(json.dumps(found))
-    world.barrier()
-    close_world(world)
+    process_groups.barrier()
+    destroy_process_groups(process_groups)
 
 
 def table(results: list[dict[str, Any]], names: tuple[str, ...]) -> str:
@@ -156,7 +162,7 @@ def table(results: list[dict[str, Any]], names: tuple[str, ...]) -> str:
 
 
 def ranges_of(results: list[dict[str, Any]]) -> dict[str, int]:
-    """Up to how many bytes each way is the fastest at every measured size, as `Ranges` asks."""
+    """Up to how many bytes each way is the fastest at every measured size, as `KernelSizeLimits` asks."""
     sizes: dict[int, list[dict[str, float]]] = {}
     for width, rows in {(row["width"], row["rows"]) for row in results}:
         times = {row["way"]: row["microseconds"] for row in results if (row["width"], row["rows"]) == (width, rows)}
@@ -189,16 +195,16 @@ def main() -> None:
     arguments = parser.parse_args()
     if torch.cuda.device_count() < arguments.ranks:
         sys.exit(f"this benchmark needs {arguments.ranks} GPUs; there are {torch.cuda.device_count()}")
-    _store, address = open_meeting_point("127.0.0.1")
+    _store, address = create_rendezvous_store("127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"
         mp.spawn(
             rank_main, (arguments.ranks, address, arguments.rows, arguments.widths, str(out)), nprocs=arguments.ranks
         )
         results = json.loads(out.read_text())
-    ranges = ranges_of(results)
+    size_limits = ranges_of(results)
     parts = [table(results, names) for names in (SUMS, NORMS, FP8, FP4, GATHERS)]
-    text = "\n\n".join([*parts, f"Ranges that follow, in bytes: {ranges}"])
+    text = "\n\n".join([*parts, f"Ranges that follow, in bytes: {size_limits}"])
     print(text)
     if arguments.json:
         commit = subprocess.run(
@@ -207,7 +213,7 @@ def main() -> None:
         gpu = f"{arguments.ranks} x {torch.cuda.get_device_name()}"
         facts = {"command": " ".join(sys.argv), "commit": commit.strip(), "gpu": gpu, "torch": torch.__version__}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(facts | {"ranges": ranges, "results": results}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(facts | {"ranges": size_limits, "results": results}, indent=1) + "\n")
         how = f"`{facts['command']}` at {facts['commit']}, torch {facts['torch']}"
         head = f"# Sums over ranks: {gpu}\n\nMicroseconds a call in a CUDA graph, bfloat16: {how}.\n\n"
         arguments.json.with_suffix(".md").write_text(head + text + "\n")

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.ops.moe.fused_experts import Grouped, Product, Rows, Tiles, Way, choose, run
-from torchweave.ops.moe.reference import Call, Form, activate
+from torchweave.ops.moe.fused_experts import GemmConfig, Grouped, Rows, Strategy, Tiles, choose, run
+from torchweave.ops.moe.reference import ExpertForm, ExpertsCall, activate
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Model:
     width: int
     inner: int
     top_k: int
-    form: Form = field(default_factory=Form)
+    form: ExpertForm = field(default_factory=ExpertForm)
     biased: bool = False
 
 
@@ -45,7 +45,7 @@ MODELS = {
     "qwen3-30b-a3b": Model(128, 2048, 768, 8),
     "mixtral-8x7b": Model(8, 4096, 14336, 2),
     "gpt-oss-20b": Model(
-        32, 2880, 2880, 4, Form(interleaved=True, transposed=True, alpha=1.702, limit=7.0), biased=True
+        32, 2880, 2880, 4, ExpertForm(interleaved=True, transposed=True, alpha=1.702, limit=7.0), biased=True
     ),
 }
 COLD_BYTES = 1 << 30
@@ -91,11 +91,11 @@ WIDE_UP = [(64, 64, 8, 3), (64, 64, 8, 4), (64, 128, 8, 3), (128, 64, 8, 3)]
 WIDE_DOWN = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 3), (64, 64, 4, 4)]
 
 
-def starts(tokens: int, model: Model) -> Iterator[tuple[Rows | Tiles, list[Product], list[Product]]]:
+def starts(tokens: int, model: Model) -> Iterator[tuple[Rows | Tiles, list[GemmConfig], list[GemmConfig]]]:
     """Where the search begins at a number of tokens: a way, and the candidates of its two products."""
 
-    def products(options: list[tuple[int, int, int, int]]) -> list[Product]:
-        return [Product(*option) for option in options]
+    def products(options: list[tuple[int, int, int, int]]) -> list[GemmConfig]:
+        return [GemmConfig(*option) for option in options]
 
     ups, downs = products(ROWS_UP), products(ROWS_DOWN)
     if tokens <= 4 and not model.form.transposed:
@@ -109,7 +109,7 @@ def starts(tokens: int, model: Model) -> Iterator[tuple[Rows | Tiles, list[Produ
             yield Tiles(ups[0], downs[0], block_m), ups, downs
 
 
-def by_torch(call: Call) -> None:
+def by_torch(call: ExpertsCall) -> None:
     """The path without kernels of our own: what a graph of torch's operations can do."""
     experts, order = torch.sort(call.index.reshape(-1).to(torch.int32), stable=True)
     every = torch.arange(call.num_experts, device=call.x.device, dtype=torch.int32)
@@ -124,7 +124,7 @@ def by_torch(call: Call) -> None:
     call.out.copy_(weighted.view(call.num_tokens, call.top_k, -1).sum(dim=1))
 
 
-def make_layers(model: Model) -> list[Call]:
+def make_layers(model: Model) -> list[ExpertsCall]:
     """As many layers' weights as make COLD_BYTES, two at least, without tokens."""
     columns, biased = 2 * model.inner, model.biased
     transposed = model.form.transposed
@@ -137,7 +137,7 @@ def make_layers(model: Model) -> list[Call]:
     size = 2 * model.num_experts * 3 * model.width * model.inner
     none = torch.empty(0, model.top_k, device="cuda")
     return [
-        Call(
+        ExpertsCall(
             none, none, none, random(*up, scale=model.width**-0.5), random(*down, scale=model.inner**-0.5),
             random(columns) if biased else None, random(model.width) if biased else None, none, model.form,
         )
@@ -145,7 +145,7 @@ def make_layers(model: Model) -> list[Call]:
     ]  # fmt: skip
 
 
-def make_calls(layers: list[Call], model: Model, tokens: int) -> list[Call]:
+def make_calls(layers: list[ExpertsCall], model: Model, tokens: int) -> list[ExpertsCall]:
     """Calls on all layers, each with a routing of its own, as many as read COLD_BYTES or 8."""
     count = max(len(layers), 8 if tokens <= 64 else 4)
     calls = []
@@ -159,7 +159,7 @@ def make_calls(layers: list[Call], model: Model, tokens: int) -> list[Call]:
     return calls
 
 
-def measure(execute: Callable[[Call], None], calls: list[Call]) -> float:
+def measure(execute: Callable[[ExpertsCall], None], calls: list[ExpertsCall]) -> float:
     """Microseconds of one call: the median replay of a graph that runs all of them, over their number."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -196,47 +196,59 @@ class Bench:
         by_torch(calls[0])
         right = calls[0].out.float()
         chosen = self._chosen(tokens)
-        for way in dict.fromkeys((Grouped(), chosen)):
-            self._try(tokens, calls, right, way)
-        for way, ups, downs in starts(tokens, self.model):
-            way = self._best(tokens, calls, right, [replace(way, up=up) for up in ups])
-            if way is not None:
-                way = self._best(tokens, calls, right, [replace(way, down=down) for down in downs])
-            if way is not None:
-                self._try(tokens, calls, right, replace(way, dependent=True))
+        for strategy in dict.fromkeys((Grouped(), chosen)):
+            self._try(tokens, calls, right, strategy)
+        for strategy, ups, downs in starts(tokens, self.model):
+            strategy = self._best(tokens, calls, right, [replace(strategy, up=up) for up in ups])
+            if strategy is not None:
+                strategy = self._best(tokens, calls, right, [replace(strategy, down=down) for down in downs])
+            if strategy is not None:
+                self._try(tokens, calls, right, replace(strategy, dependent=True))
 
-    def _chosen(self, tokens: int) -> Way:
+    def _chosen(self, tokens: int) -> Strategy:
         shape = (self.model.num_experts, self.model.width, self.model.inner)
         return choose(tokens, self.model.top_k, shape, torch.bfloat16, self.model.form.transposed)
 
-    def _best(self, tokens: int, calls: list[Call], right: Tensor, ways: list[Way]) -> Way | None:
+    def _best(self, tokens: int, calls: list[ExpertsCall], right: Tensor, ways: list[Strategy]) -> Strategy | None:
         timed = [
-            (us, index) for index, way in enumerate(ways) if (us := self._try(tokens, calls, right, way)) is not None
+            (us, index)
+            for index, strategy in enumerate(ways)
+            if (us := self._try(tokens, calls, right, strategy)) is not None
         ]
         return ways[min(timed)[1]] if timed else None
 
-    def _try(self, tokens: int, calls: list[Call], right: Tensor, way: Way) -> float | None:
+    def _try(self, tokens: int, calls: list[ExpertsCall], right: Tensor, strategy: Strategy) -> float | None:
         """Microseconds, or None where the way fails, disagrees or time is up."""
         if time.monotonic() > self.deadline:
             return None
         try:
             calls[0].out.fill_(torch.nan)
-            run(calls[0], way)
+            run(calls[0], strategy)
             torch.testing.assert_close(calls[0].out.float(), right, rtol=3e-2, atol=3e-2)
-            return self._record(tokens, calls, type(way).__name__.lower(), lambda call: run(call, way), way)
+            return self._record(
+                tokens, calls, type(strategy).__name__.lower(), lambda call: run(call, strategy), strategy
+            )
         except Exception as error:  # a configuration may ask for more shared memory than there is
-            self.results.append({"model": self.name, "tokens": tokens, "way": asdict(way), "error": str(error)[:300]})
+            self.results.append(
+                {"model": self.name, "tokens": tokens, "way": asdict(strategy), "error": str(error)[:300]}
+            )
             return None
 
     def _record(
-        self, tokens: int, calls: list[Call], kind: str, execute: Callable[[Call], None], way: Way | None
+        self,
+        tokens: int,
+        calls: list[ExpertsCall],
+        kind: str,
+        execute: Callable[[ExpertsCall], None],
+        strategy: Strategy | None,
     ) -> float:
         us = measure(execute, calls)
         read = sum(call.index.unique().numel() for call in calls) / len(calls)
         size = read * 3 * self.model.width * self.model.inner * 2
         self.results.append({
             "model": self.name, "tokens": tokens, "kind": kind, "us": round(us, 2), "gb_per_s": round(size / us / 1e3, 1),
-            "experts_read": round(read, 1), "way": None if way is None else asdict(way), "chosen": way == self._chosen(tokens),
+            "experts_read": round(read, 1), "way": None if strategy is None else asdict(strategy),
+            "chosen": strategy == self._chosen(tokens),
         })  # fmt: skip
         return us
 
@@ -245,17 +257,17 @@ class Bench:
         jobs = {}
         for count in tokens:
             jobs.setdefault(str(self._chosen(count)), (self._chosen(count), count))
-            for way, ups, downs in starts(count, self.model):
+            for strategy, ups, downs in starts(count, self.model):
                 for number in range(max(len(ups), len(downs))):
-                    one = replace(way, up=ups[number % len(ups)], down=downs[number % len(downs)])
+                    one = replace(strategy, up=ups[number % len(ups)], down=downs[number % len(downs)])
                     jobs.setdefault(str(one), (one, count))
 
-        def build(job: tuple[Way, int]) -> None:
-            way, count = job
+        def build(job: tuple[Strategy, int]) -> None:
+            strategy, count = job
             try:
-                run(make_calls(self.layers, self.model, min(count, 64))[0], way)
+                run(make_calls(self.layers, self.model, min(count, 64))[0], strategy)
             except Exception as error:
-                print(f"{way}: {str(error)[:200]}", flush=True)
+                print(f"{strategy}: {str(error)[:200]}", flush=True)
 
         with ThreadPoolExecutor() as pool:
             list(pool.map(build, jobs.values()))
@@ -300,7 +312,7 @@ def main() -> None:
         bench.at(tokens)
     print(table(bench.results))
     failed = [r for r in bench.results if "error" in r]
-    print("\n".join(f"failed: T={r['tokens']} {r['way']}: {r['error']}" for r in failed))
+    print("\n".join(f"failed: T={r['tokens']} {r['strategy']}: {r['error']}" for r in failed))
     print(f"{len(bench.results)} measurements in {time.monotonic() - started:.1f} s")
     if arguments.json:
         command = ["git", "rev-parse", "--short", "HEAD"]

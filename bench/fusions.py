@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.compiler import weave
+from torchweave.compiler import compile_graph
 from torchweave.compiler.passes.manager import default_passes
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.tuning.measure import Call, GraphClock
 from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.attention.backends.triton import TritonBackend
@@ -130,7 +130,7 @@ def builds(module: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
 
     def build(inductor: bool, passes: list[Any]) -> Any:
         config = TorchCompileConfig(enable_inductor=inductor, compile_cache=False)
-        return weave(module, inputs, dynamic, config=config, passes=passes)
+        return compile_graph(module, inputs, dynamic, config=config, passes=passes)
 
     return {
         "fx": build(False, []),
@@ -148,10 +148,10 @@ def measure(name: str, module: nn.Module, operands: Any, tokens: list[int], cloc
         size = sum(tensor.nbytes for tensor in operands(count).values())
         copies = [tuple(operands(count).values()) for _ in range(min(MOST_COPIES, max(4, COPIES_BYTES // size)))]
 
-        def call(woven: Any, copies: list[Any] = copies) -> Call:
-            return lambda i: woven(call_as_is, *copies[i])
+        def call(compiled_graph: Any, copies: list[Any] = copies) -> Call:
+            return lambda i: compiled_graph(call_op, *copies[i])
 
-        times = clock.time({build: call(woven) for build, woven in built.items()}, len(copies))
+        times = clock.time({build: call(compiled_graph) for build, compiled_graph in built.items()}, len(copies))
         rows += [{"fusion": name, "tokens": count, "build": build} | asdict(timing) for build, timing in times.items()]
     return rows
 
@@ -181,14 +181,14 @@ def measure_attention(model: Model, tokens: list[int], clock: GraphClock, normed
         def apart(
             i: int, given: list[Any] = given, caches: list[Any] = caches, out: Tensor = out, step: Any = step
         ) -> None:
-            q, k = piece(call_as_is, *given[i].values())
+            q, k = piece(call_op, *given[i].values())
             step.forward(q, k, heads(i)[2], out, caches[i], AttentionVariant(scale=0.125))
 
         def inside(
             i: int, given: list[Any] = given, caches: list[Any] = caches, out: Tensor = out, step: Any = step
         ) -> None:
             rotary = Rotary(given[i]["cos"], given[i]["sin"], *weights, eps=EPS)
-            step.forward_turning(rotary, *heads(i), out, caches[i], AttentionVariant(scale=0.125))
+            step.forward_with_rope(rotary, *heads(i), out, caches[i], AttentionVariant(scale=0.125))
 
         times = clock.time({"inductor": apart, "inductor kept": inside}, copies)
         rows += [{"fusion": name, "tokens": count, "build": build} | asdict(timing) for build, timing in times.items()]

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from bench.attention import COLD_BYTES, COPY_GB_PER_S, HEADS, make, time_us
-from torchweave.engine.kv_cache.block_copy import StreamMover
+from torchweave.engine.kv_cache.block_copy import CudaBlockCopier
 from torchweave.ops.attention.backends.triton import TritonBackend
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
 
@@ -60,7 +60,7 @@ def copy_results() -> Iterator[dict[str, Any]]:
     layers = [backend.allocate(spec, num_blocks, BLOCK_SIZE, torch.bfloat16, torch.device("cuda")) for _ in range(32)]
     tensors = [tensor for layer in layers for tensor in layer.tensors]
     block_bytes = sum(tensor[0].nbytes for tensor in tensors)
-    mover = StreamMover(tensors, num_blocks * block_bytes)
+    copier = CudaBlockCopier(tensors, num_blocks * block_bytes)
     bench = make(spec, 8, 1, 8192, BLOCK_SIZE, 8)
     alone = time_us(backend, bench)
     for count in (1, 16, 128):
@@ -70,18 +70,18 @@ def copy_results() -> Iterator[dict[str, Any]]:
             for _ in range(6):
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
-                mover.store(numbers, numbers) if direction == "to_host" else mover.load(numbers, numbers)
+                copier.store(numbers, numbers) if direction == "to_host" else copier.load(numbers, numbers)
                 host = time.perf_counter() - begin
                 torch.cuda.synchronize()
                 times.append((time.perf_counter() - begin, host))
             seconds, host = min(times)
             facts = {"kind": "copy", "direction": direction, "blocks": count, "block_bytes": block_bytes}
             yield {**facts, "gb_per_s": count * block_bytes / seconds / 1e9, "host_us": host * 1e6}
-    for direction, move in (("to_host", mover.store), ("to_device", mover.load)):
+    for direction, move in (("to_host", copier.store), ("to_device", copier.load)):
         for _ in range(20):
             move(np.arange(num_blocks), np.arange(num_blocks))
         beside = time_us(backend, bench)
-        copying = not mover.landed(mover._begun)  # else the copies ended before the timing did
+        copying = not copier.is_done(copier._begun)  # else the copies ended before the timing did
         torch.cuda.synchronize()
         yield {"kind": "beside", "direction": direction, "decode_us": alone, "beside_us": beside, "throughout": copying}
 

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.linear import SUBJECTS, kind
 from torchweave.compiler.tuning.measure import GraphClock
 from torchweave.ops.attention.backends.triton import DecodeConfig, TritonBackend
-from torchweave.ops.attention.calls import carry_out
-from torchweave.ops.attention.op import AttentionMetadata, KVLayer, LayerSpec
-from torchweave.ops.linear import Around, run, run_apart
+from torchweave.ops.attention.calls import run_attention
+from torchweave.ops.attention.op import AttentionMetadata, LayerKVCache, LayerSpec
+from torchweave.ops.linear import LinearFusion, run, run_unfused
 from torchweave.ops.linear_config import LinearConfig, choose
 
 SPECS = {"1b": LayerSpec(8, 64, 64, 32), "8b": LayerSpec(8, 128, 128, 32)}
@@ -42,7 +42,7 @@ class Layer:
 
     weights: dict[str, Tensor]
     norms: tuple[Tensor, Tensor]
-    cache: KVLayer
+    cache: LayerKVCache
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Chain:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, backend: TritonBackend) -> Tensor:
         out = torch.empty(self.tokens, self.spec.num_heads * self.spec.head_dim, device="cuda", dtype=q.dtype)
         step, scale = backend.begin(self.meta), self.spec.head_dim**-0.5
-        carry_out(step, [layer.cache], q, k, v, out, 0, scale, cos=self.cos, sin=self.sin)
+        run_attention(step, [layer.cache], q, k, v, out, 0, scale, cos=self.cos, sin=self.sin)
         return out
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,10 +137,10 @@ class Chain:
         q, k, v = qkv.split([heads * dim, kv * dim, kv * dim], -1)
         return q.unflatten(-1, (heads, dim)), k.unflatten(-1, (kv, dim)), v.unflatten(-1, (kv, dim))
 
-    def product(self, name: str, variant: Variant, x: Tensor, w: Tensor, around: Around) -> Tensor:
+    def product(self, name: str, variant: Variant, x: Tensor, w: Tensor, around: LinearFusion) -> Tensor:
         config = self.best(name, variant) if variant.kinds else choose(x.shape[0], w.shape[0], w.shape[1], x.dtype)
         if config is None:
-            return run_apart(x, w, around)
+            return run_unfused(x, w, around)
         outputs = w.shape[0] // 2 if around.activation else w.shape[0]
         out = torch.empty(x.shape[0], outputs, device="cuda", dtype=x.dtype)
         run(config, x, w, out, around)
@@ -155,22 +155,22 @@ class Chain:
         for layer in self.layers:
             w = layer.weights
             y, residual = pieces.add_norm(x, residual, layer.norms[0])
-            q, k, v = self.heads(self.product("qkv", variant, y, w["qkv"], Around()))
-            x = self.product("o", variant, self.attend(q, k, v, layer, backend), w["o"], Around())
+            q, k, v = self.heads(self.product("qkv", variant, y, w["qkv"], LinearFusion()))
+            x = self.product("o", variant, self.attend(q, k, v, layer, backend), w["o"], LinearFusion())
             y, residual = pieces.add_norm(x, residual, layer.norms[1])
-            y = pieces.gate(self.product("gate_up", variant, y, w["gate_up"], Around()))
-            x = self.product("down", variant, y, w["down"], Around())
+            y = pieces.gate(self.product("gate_up", variant, y, w["gate_up"], LinearFusion()))
+            x = self.product("down", variant, y, w["down"], LinearFusion())
         return residual + x
 
     def run_fused(self, variant: Variant, backend: TritonBackend) -> Tensor:
         h = self.hidden
         for layer in self.layers:
             w = layer.weights
-            q, k, v = self.heads(self.product("qkv", variant, h, w["qkv"], Around(norm=layer.norms[0], eps=EPS)))
-            h = self.product("o", variant, self.attend(q, k, v, layer, backend), w["o"], Around(residual=h))
-            gate_up = Around(norm=layer.norms[1], eps=EPS, activation="silu")
+            q, k, v = self.heads(self.product("qkv", variant, h, w["qkv"], LinearFusion(norm=layer.norms[0], eps=EPS)))
+            h = self.product("o", variant, self.attend(q, k, v, layer, backend), w["o"], LinearFusion(residual=h))
+            gate_up = LinearFusion(norm=layer.norms[1], eps=EPS, activation="silu")
             y = self.product("gate_up", variant, h, w["gate_up"], gate_up)
-            h = self.product("down", variant, y, w["down"], Around(residual=h))
+            h = self.product("down", variant, y, w["down"], LinearFusion(residual=h))
         return h
 
 

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.compiler.tuning.linears import FUSED_TOKENS, TOKENS, LinearShape, candidates, cold_weights
 from torchweave.compiler.tuning.measure import Call, GraphClock, Timing
 from torchweave.compiler.tuning.table import Entry, Table
-from torchweave.compiler.tuning.tuner import answer
-from torchweave.ops.linear import run, run_apart
+from torchweave.compiler.tuning.tuner import best_entry
+from torchweave.ops.linear import run, run_unfused
 from torchweave.ops.linear_config import LinearConfig
 
 SUBJECTS = {
@@ -84,9 +84,9 @@ def compare(
     """All candidates of one product at a number of tokens; the first is the BLAS with kernels of their own around it."""
     x, around = torch.randn(count, subject.width, device="cuda", dtype=dtype), subject.fused(count, dtype, "cuda")
     out = torch.empty(count, subject.columns, device="cuda", dtype=dtype)
-    expected = run_apart(x, weights[0], around).float()
+    expected = run_unfused(x, weights[0], around).float()
     configs: dict[str, LinearConfig] = {}
-    calls: dict[str, Call] = {"": lambda i: run_apart(x, weights[i % len(weights)], around)}
+    calls: dict[str, Call] = {"": lambda i: run_unfused(x, weights[i % len(weights)], around)}
     for config in candidates(count, subject.around):
         try:
             run(config, x, weights[0], out, around)
@@ -117,7 +117,7 @@ def choices(results: list[dict[str, Any]], device: str, command: str) -> Table:
             "" if r["config"] is None else str(LinearConfig(**r["config"])): Timing(r["us"], r["noise"]) for r in rows
         }
         shape = LinearShape(rows[0]["outputs"], rows[0]["width"], rows[0]["around"])
-        found = answer(shape.subject, shape.key, tokens, timings)
+        found = best_entry(shape.subject, shape.key, tokens, timings)
         if found is not None and (found.shape, found.tokens) not in {(e.shape, e.tokens) for e in entries}:
             entries.append(found)
     return Table(device, tuple(entries), command)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.codegen.lower import as_piece, lower
 from torchweave.compiler.codegen.pieces import build_fx
-from torchweave.compiler.ir.symbols import shapes_mode
+from torchweave.compiler.ir.symbols import dynamic_shapes_mode
 from torchweave.compiler.partition.split import Piece, split
 from torchweave.compiler.passes.manager import PassManager
 from torchweave.models import load
@@ -40,7 +40,7 @@ TOKENS, ROUNDS, CALLS = 7, 60, 10
 def middle_piece(name: str) -> Piece:
     """What stands between the attention of two layers."""
     with tempfile.TemporaryDirectory() as folder:
-        zoo.save(zoo.build(zoo.specimen(name)), folder)
+        zoo.save(zoo.build(zoo.zoo_model(name)), folder)
         module: nn.Module = load(folder, torch.bfloat16, "cpu", "auto", False, Report(show=False), 128).module
     inputs = {
         "input_ids": torch.zeros(23, dtype=torch.int64),
@@ -80,7 +80,7 @@ def forms(piece: Piece) -> dict[str, tuple[Piece, float]]:
         "decomposed": lambda: taken_apart(piece, select_decomp_table()),
     }
     made = {}
-    with shapes_mode("backed_size_oblivious"):
+    with dynamic_shapes_mode("backed_size_oblivious"):
         lower(piece)  # the first trace of a process imports what tracing needs
         for name, function in make.items():
             begin = time.perf_counter()

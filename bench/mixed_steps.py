@@ -22,7 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.bench.result import environment
 from torchweave.bench.serving.workload import Lengths, arrivals
-from torchweave.engine.scheduler.policies.mixed_step_size import step_tokens
+from torchweave.engine.scheduler.policies.mixed_step_size import step_token_budget
 
 RECORDED = {1: 1.9, 64: 2.0, 128: 2.2, 192: 2.4, 256: 2.65, 384: 3.4, 512: 4.2, 768: 5.2}  # tokens: milliseconds
 DECODE, ROW, READ, HTTP = (
@@ -80,7 +80,7 @@ def simulate(
             now = max(now, coming[-1].arrived)
         while coming and coming[-1].arrived <= now:
             waiting.append(coming.pop())
-        total = step_tokens(MOST, sizes, len(generating), sum(request.unread for request in waiting))
+        total = step_token_budget(MOST, sizes, len(generating), sum(request.unread for request in waiting))
         room = total - len(generating)
         for request in waiting:
             part = min(room, request.unread)

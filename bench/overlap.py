@@ -29,9 +29,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.distributed.process_groups import World, close_world, init_world, join_meeting_point, open_meeting_point
-from torchweave.distributed.symmetric_memory import Ranges, open_symmetric
-from torchweave.ops.collectives.all_reduce_norm import Norm, norm_of, reduced_norm
+from torchweave.distributed.process_groups import (
+    ProcessGroups,
+    create_rendezvous_store,
+    destroy_process_groups,
+    init_process_groups,
+    join_rendezvous_store,
+)
+from torchweave.distributed.symmetric_memory import KernelSizeLimits, open_symmetric
+from torchweave.ops.collectives.all_reduce_norm import NormSpec, apply_norm, fused_all_reduce_norm
 
 HIDDEN, INNER = 4096, 14336
 LAYERS, ROUNDS, REPLAYS = 6, 10, 3
@@ -42,22 +48,22 @@ LARGE_BYTES = 64 << 20
 class Layers:
     """The ways, over operands of T tokens; `x[i] [T, INNER / 2]` is what layer i projects."""
 
-    def __init__(self, world: World, tokens: int) -> None:
-        device, group = torch.device(world.device), world.groups["tp"]
+    def __init__(self, process_groups: ProcessGroups, tokens: int) -> None:
+        device, group = torch.device(process_groups.device), process_groups.groups["tp"]
         self.nccl = ProcessGroupCommunicator(group)
-        self.own = open_symmetric(group, device, Ranges(0, LARGE_BYTES, LARGE_BYTES, LARGE_BYTES, 0))
+        self.own = open_symmetric(group, device, KernelSizeLimits(0, LARGE_BYTES, LARGE_BYTES, LARGE_BYTES, 0))
         options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-        inner = INNER // world.size
+        inner = INNER // process_groups.size
         self.x = [torch.randn(tokens, inner, **options) for _ in range(LAYERS)]
         self.weights = [torch.randn(HIDDEN, inner, **options) * 0.01 for _ in range(LAYERS)]
         self.residual, self.scale = torch.randn(tokens, HIDDEN, **options), torch.rand(HIDDEN, **options)
         self.side = torch.cuda.Stream(device)
         self.shared = symm.empty(2, tokens, HIDDEN, **options)
         self.handle = symm.rendezvous(self.shared, group)
-        self.peer = self.handle.get_buffer(1 - world.rank, self.shared.shape, torch.bfloat16)
+        self.peer = self.handle.get_buffer(1 - process_groups.rank, self.shared.shape, torch.bfloat16)
 
-    def norm(self, residual: Tensor) -> Norm:
-        return Norm(residual, self.scale, 1e-5)
+    def norm(self, residual: Tensor) -> NormSpec:
+        return NormSpec(residual, self.scale, 1e-5)
 
     @contextmanager
     def beside(self) -> Any:
@@ -79,14 +85,14 @@ class Layers:
 
     def serial(self, ranks: Any) -> None:
         for x, weight in zip(self.x, self.weights, strict=True):
-            reduced_norm(ranks, x @ weight.T, self.norm(self.residual))
+            fused_all_reduce_norm(ranks, x @ weight.T, self.norm(self.residual))
 
     def chunks(self, ranks: Any, parts: int) -> None:
         for x, weight in zip(self.x, self.weights, strict=True):
             for rows, residual in zip(x.chunk(parts), self.residual.chunk(parts), strict=True):
                 y = rows @ weight.T
                 with self.beside():
-                    reduced_norm(ranks, y, self.norm(residual))
+                    fused_all_reduce_norm(ranks, y, self.norm(residual))
             self.join()
 
     def copies(self, parts: int) -> None:
@@ -99,7 +105,7 @@ class Layers:
                     place.copy_(found[-1])
             self.join()
             self.handle.barrier(channel=0)
-            norm_of(torch.cat(found) + here, self.norm(self.residual))
+            apply_norm(torch.cat(found) + here, self.norm(self.residual))
 
     def ways(self) -> dict[str, Callable[[], None]]:
         found: dict[str, Callable[[], None]] = {"products alone": self.products}
@@ -122,14 +128,14 @@ def record(way: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def measure(world: World, tokens: int) -> dict[str, float]:
+def measure(process_groups: ProcessGroups, tokens: int) -> dict[str, float]:
     """Microseconds a layer of every way, by the slowest rank of each round."""
-    layers = Layers(world, tokens)  # graphs read its tensors
+    layers = Layers(process_groups, tokens)  # graphs read its tensors
     graphs = {name: record(way) for name, way in layers.ways().items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS):
         for name, graph in graphs.items():
-            world.barrier()
+            process_groups.barrier()
             graph.replay()  # the first one brings the ranks together
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -139,22 +145,22 @@ def measure(world: World, tokens: int) -> dict[str, float]:
             end.synchronize()
             times[name].append(begin.elapsed_time(end) * 1e3 / (REPLAYS * LAYERS))
     every = torch.tensor(list(times.values()))
-    dist.all_reduce(every, op=dist.ReduceOp.MAX, group=world.host)
+    dist.all_reduce(every, op=dist.ReduceOp.MAX, group=process_groups.host)
     return {name: round(statistics.median(row), 1) for name, row in zip(times, every.tolist(), strict=True)}
 
 
 def rank_main(rank: int, address: tuple[str, int], tokens: list[int], out: str) -> None:
     torch.cuda.set_device(rank)
-    world = init_world(rank, 2, 1, f"cuda:{rank}", join_meeting_point(address))
+    process_groups = init_process_groups(rank, 2, 1, f"cuda:{rank}", join_rendezvous_store(address))
     found = []
     for count in tokens:
-        found.append({"tokens": count, **measure(world, count)})
+        found.append({"tokens": count, **measure(process_groups, count)})
         if rank == 0:
             print(json.dumps(found[-1]), flush=True)
     if rank == 0:
         Path(out).write_text(json.dumps(found))
-    world.barrier()
-    close_world(world)
+    process_groups.barrier()
+    destroy_process_groups(process_groups)
 
 
 def main() -> None:
@@ -164,7 +170,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if torch.cuda.device_count() < 2:
         sys.exit(f"this benchmark needs 2 GPUs; there are {torch.cuda.device_count()}")
-    _store, address = open_meeting_point("127.0.0.1")
+    _store, address = create_rendezvous_store("127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"
         mp.spawn(rank_main, (address, arguments.tokens, str(out)), nprocs=2)

@@ -28,14 +28,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.compiler import Woven, weave
-from torchweave.compiler.passes.collectives.user_buffers import shape_of_table
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler import CompiledGraph, compile_graph
+from torchweave.compiler.passes.collectives.user_buffers import table_shape
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.tuning.table import Entry
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.distributed.process_groups import World, close_world, init_world, join_meeting_point, open_meeting_point
-from torchweave.distributed.symmetric_memory import connect
+from torchweave.distributed.process_groups import (
+    ProcessGroups,
+    create_rendezvous_store,
+    destroy_process_groups,
+    init_process_groups,
+    join_rendezvous_store,
+)
+from torchweave.distributed.symmetric_memory import enable_symmetric_memory
 from torchweave.ops.collectives.op import register_communicator
 from torchweave.ops.quant.fp8 import PER_TOKEN, quantize
 from torchweave.ops.registry import define
@@ -65,14 +71,14 @@ def attention(x: Tensor, out: Tensor) -> None:
 class Layer(nn.Module):
     """One rank's part of a layer from its output projection on; random weights."""
 
-    def __init__(self, width: int, inner: int, world: World, fp8: bool) -> None:
+    def __init__(self, width: int, inner: int, process_groups: ProcessGroups, fp8: bool) -> None:
         super().__init__()
-        size, options = world.tensor_parallel_size, {"device": world.device, "dtype": torch.bfloat16}
+        size, options = process_groups.tensor_parallel_size, {"device": process_groups.device, "dtype": torch.bfloat16}
         shapes = (width, width // size), (2 * inner // size, width), (width, inner // size), (width // size, width)
         self.fp8 = fp8
         for index, shape in enumerate(shapes):
             w = torch.randn(shape, **options) / shape[1] ** 0.5
-            w, s = quantize(w, PER_TOKEN) if fp8 else (w, torch.ones(1, device=world.device))
+            w, s = quantize(w, PER_TOKEN) if fp8 else (w, torch.ones(1, device=process_groups.device))
             self.register_buffer(f"w{index}", w)
             self.register_buffer(f"s{index}", s.flatten())
         self.register_buffer("n0", torch.ones(width, **options))
@@ -94,9 +100,9 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    def __init__(self, width: int, inner: int, count: int, world: World, fp8: bool) -> None:
+    def __init__(self, width: int, inner: int, count: int, process_groups: ProcessGroups, fp8: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(width, inner, world, fp8) for _ in range(count))
+        self.layers = nn.ModuleList(Layer(width, inner, process_groups, fp8) for _ in range(count))
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         for layer in self.layers:
@@ -104,30 +110,32 @@ class Layers(nn.Module):
         return x
 
 
-def form(module: Layers, options: dict[str, Any], example: dict[str, Tensor]) -> Woven:
+def form(module: Layers, options: dict[str, Any], example: dict[str, Tensor]) -> CompiledGraph:
     config = TorchCompileConfig(compile_cache=False, enable_inductor=example["x"].is_cuda, **options)
     dynamic = {name: {0: "T"} for name in example}
-    return weave(module, example, dynamic, boundary_ops={"bench::attention"}, config=config, report=Report(show=False))
+    return compile_graph(
+        module, example, dynamic, boundary_ops={"bench::attention"}, config=config, report=Report(show=False)
+    )
 
 
-def recorded(woven: Woven, given: list[Tensor]) -> Callable[[], Any]:
+def recorded(compiled_graph: CompiledGraph, given: list[Tensor]) -> Callable[[], Any]:
     """A replay on a GPU; the call itself on a CPU."""
     if not given[0].is_cuda:
-        return lambda: woven(call_as_is, *given)
+        return lambda: compiled_graph(call_op, *given)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        woven(call_as_is, *given)
+        compiled_graph(call_op, *given)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        woven(call_as_is, *given)
+        compiled_graph(call_op, *given)
     return graph.replay
 
 
-def microseconds(world: World, call: Callable[[], Any], repeats: int = 5) -> float:
-    world.barrier()
+def microseconds(process_groups: ProcessGroups, call: Callable[[], Any], repeats: int = 5) -> float:
+    process_groups.barrier()
     call()  # brings the ranks together
-    if world.device == "cpu":
+    if process_groups.device == "cpu":
         begin = time.perf_counter()
         for _ in range(repeats):
             call()
@@ -145,12 +153,12 @@ def rank_main(rank: int, address: tuple[str, int], asked: argparse.Namespace, ou
     device = "cpu" if asked.cpu else f"cuda:{rank}"
     if not asked.cpu:
         torch.cuda.set_device(device)
-    world = init_world(rank, asked.ranks, 1, device, join_meeting_point(address))
-    register_communicator("tp", ProcessGroupCommunicator(world.groups["tp"]))
-    connect(world, Report(show=False))
+    process_groups = init_process_groups(rank, asked.ranks, 1, device, join_rendezvous_store(address))
+    register_communicator("tp", ProcessGroupCommunicator(process_groups.groups["tp"]))
+    enable_symmetric_memory(process_groups, Report(show=False))
     width, inner, count = SHAPES[asked.shape]
     torch.manual_seed(rank)
-    module = Layers(width, inner, count, world, asked.fp8)
+    module = Layers(width, inner, count, process_groups, asked.fp8)
 
     def inputs(tokens: int) -> list[Tensor]:
         return [torch.randn(tokens, each, device=device).bfloat16() for each in (width // asked.ranks, width)]
@@ -160,10 +168,13 @@ def rank_main(rank: int, address: tuple[str, int], asked: argparse.Namespace, ou
     found = []
     for tokens in asked.tokens:
         given = inputs(tokens)
-        calls = {name: recorded(woven, given) for name, woven in forms.items()}
-        times = {name: [microseconds(world, call) / count for _ in range(asked.rounds)] for name, call in calls.items()}
+        calls = {name: recorded(compiled_graph, given) for name, compiled_graph in forms.items()}
+        times = {
+            name: [microseconds(process_groups, call) / count for _ in range(asked.rounds)]
+            for name, call in calls.items()
+        }
         mine = torch.tensor(list(times.values()))
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=world.host)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=process_groups.host)
         rounds = dict(zip(times, mine.tolist(), strict=True))
         found.append({"tokens": tokens, **{name: statistics.median(each) for name, each in rounds.items()},
                       "noise": max(statistics.pstdev(each) for each in rounds.values())})  # fmt: skip
@@ -172,8 +183,8 @@ def rank_main(rank: int, address: tuple[str, int], asked: argparse.Namespace, ou
         calls.clear()  # NCCL does not leave its group while a graph holds one of its collectives
     if rank == 0:
         Path(out).write_text(json.dumps(found))
-    world.barrier()
-    close_world(world)
+    process_groups.barrier()
+    destroy_process_groups(process_groups)
 
 
 def entries(results: list[dict[str, Any]], ranks: int) -> list[Entry]:
@@ -187,7 +198,7 @@ def entries(results: list[dict[str, Any]], ranks: int) -> list[Entry]:
                 map(row.get, by_rows)
             )
             choice = "rows" if wins else ""
-            found.append(Entry(subject, shape_of_table(ranks), row["tokens"], choice, row[subject], best, row["noise"]))
+            found.append(Entry(subject, table_shape(ranks), row["tokens"], choice, row[subject], best, row["noise"]))
     return found
 
 
@@ -201,7 +212,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="on CPUs over gloo: whether it runs, not how fast")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    store, address = open_meeting_point("127.0.0.1")
+    store, address = create_rendezvous_store("127.0.0.1")
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         mp.spawn(rank_main, (address, asked, out.name), nprocs=asked.ranks)
         results = json.loads(Path(out.name).read_text())

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.compiler.ir.symbols import shapes_mode
+from torchweave.compiler.ir.symbols import dynamic_shapes_mode
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.testing import T, graph_of
 
@@ -46,7 +46,7 @@ def forms(width: int) -> dict[str, Callable[..., Any]]:
     """The graph as it was lowered, and behind the pass."""
     examples = [torch.randn(T, width), torch.randn(T, width)]
     plain, written = graph_of(filled, examples), graph_of(filled, examples)
-    with shapes_mode("backed_size_oblivious"):
+    with dynamic_shapes_mode("backed_size_oblivious"):
         assert Reinplace().run(written).matches == 2
     written.module.recompile()
     return {"without": plain.module, "with": written.module}

@@ -27,7 +27,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.bench.result import environment
-from torchweave.serving.engine_client.load_balancer import SPAN, Beginnings, Load, Router, spans_of
+from torchweave.serving.engine_client.load_balancer import (
+    PREFIX_CHUNK,
+    Load,
+    LoadBalancer,
+    PrefixHistory,
+    hash_prefixes,
+)
 
 STEP, READ, DRAW, CONTEXT = 7.0, 0.035, 0.02, 0.000044  # milliseconds
 BATCH, CACHE, BUDGET, BESIDE = 256, 400_000, 8192, 1024
@@ -50,14 +56,14 @@ class Request:
     expected: int = 0  # prompt tokens to be read, as the router believes
 
     def __post_init__(self) -> None:
-        self.spans = spans_of(self.prompt, "")
+        self.prefix_hashes = hash_prefixes(self.prompt, "")
 
 
 class Engine:
     def __init__(self) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.cache = Beginnings(0)
+        self.cache = PrefixHistory(0)
         self.unread = self.open = 0
         self.busy = False
 
@@ -67,13 +73,15 @@ class Engine:
         while budget and self.waiting and len(self.running) + len(done) < BATCH:
             request = self.waiting[0]
             if request.left < 0:
-                request.left = max(len(request.prompt) - self.cache.longest(request.spans) * SPAN, 1)
+                request.left = max(
+                    len(request.prompt) - self.cache.num_matching(request.prefix_hashes) * PREFIX_CHUNK, 1
+                )
             part = min(budget, request.left)
             budget, request.left, request.read = budget - part, request.left - part, request.read + part
             end += READ * part
             if not request.left:
                 done.append(self.waiting.popleft())
-                self.cache.add(request.spans, CACHE // SPAN)
+                self.cache.add(request.prefix_hashes, CACHE // PREFIX_CHUNK)
         end += sum(DRAW + CONTEXT * (len(each.prompt) + each.drawn) for each in self.running)
         for request in done:
             request.first, self.unread = end, self.unread - request.expected
@@ -94,7 +102,7 @@ class Engine:
 def simulate(traffic: list[tuple[float, Request]], rule: str, num_replicas: int) -> dict[str, float]:
     """What clients see when requests, each with its time, come to replicas by a rule."""
     engines, turn, order = [Engine() for _ in range(num_replicas)], itertools.count(), itertools.count()
-    router = Router(prefixes=rule == "prefixes")
+    router = LoadBalancer(prefixes=rule == "prefixes")
     events: list[tuple[float, int, Request | int]] = [(at, next(order), request) for at, request in traffic]
     heapq.heapify(events)
     seen: list[Request] = []

@@ -47,7 +47,7 @@ def measure(rows: int, vocab_size: int, kind: str) -> float:
         ("seed_lo", every),
     ):
         updates.set(name, every, value)
-    updates.set_batch(every)
+    updates.set_decode_slots(every)
     state.apply(updates)
     logits = (torch.randn(rows, vocab_size, device="cuda") * spread).bfloat16()
     out = torch.empty(rows, dtype=torch.int32, device="cuda")

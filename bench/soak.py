@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.bench.result import environment
-from torchweave.bench.serving.http import Http
+from torchweave.bench.serving.http import HttpClient
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Soak:
     faults: what was said where one failed.
     """
 
-    http: Http
+    http: HttpClient
     model: str
     prompt_len: tuple[int, int]
     max_tokens: tuple[int, int]
@@ -113,7 +113,7 @@ def gpu_memory() -> str:
 
 
 async def soak(args: argparse.Namespace) -> dict[str, Any]:
-    http = Http(args.base_url)
+    http = HttpClient(args.base_url)
     model = json.loads((await http.get("/v1/models"))[1])["data"][0]
     longest = model["max_model_len"]
     prompt_len = args.prompt_len or (min(65, longest // 3), min(1023, longest * 2 // 3 - 1))

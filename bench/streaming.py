@@ -23,7 +23,7 @@ import uvicorn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.config.options import EngineConfig, ServerConfig
-from torchweave.serving.engine_client.client import EngineClient, Side
+from torchweave.serving.engine_client.client import EngineClient, FrontendContext
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.http.app import create_app
 from torchweave.serving.ipc import messages
@@ -65,23 +65,23 @@ class Speaker(EngineClient):
     def _send_bytes(self, message: bytes) -> None:
         request = messages.decode_to_engine(message)
         self.ids.append(request.id)
-        asyncio.get_running_loop().call_soon(self._hear, messages.Accepted(request.id))
+        asyncio.get_running_loop().call_soon(self._on_message, messages.Accepted(request.id))
 
     def say(self, tokens: np.ndarray) -> None:
         """One more token for each request, by way of the bytes of a message."""
         ids = np.array(self.ids, np.uint64).tobytes()
-        self._hear(messages.decode_from_engine(messages.encode(messages.Outputs(ids, tokens.tobytes(), []))))
+        self._on_message(messages.decode_from_engine(messages.encode(messages.Outputs(ids, tokens.tobytes(), []))))
 
     def end(self) -> None:
-        last = [messages.Said(each, TOKENS[:1].tobytes(), "length", True, "") for each in self.ids]
-        self._hear(messages.Outputs(b"", b"", last))
+        last = [messages.EncodedResponse(each, TOKENS[:1].tobytes(), "length", True, "") for each in self.ids]
+        self._on_message(messages.Outputs(b"", b"", last))
 
 
 async def measure(streams: int, tokens: int) -> dict[str, Any]:
-    side = Side()
-    speaker = Speaker(messages.Place(), side)
+    frontend_context = FrontendContext()
+    speaker = Speaker(messages.ReplicaInfo(), frontend_context)
     speaker.state = "starting"
-    engines = Replicas(EngineConfig(model="demo"), [speaker], side)
+    engines = Replicas(EngineConfig(model="demo"), [speaker], frontend_context)
     app = create_app(engines, ServerConfig(served_model_name=("m",), max_waiting_requests=streams), wait=True)
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, http="httptools", ws="none", log_level="warning", access_log=False)
@@ -90,7 +90,7 @@ async def measure(streams: int, tokens: int) -> dict[str, Any]:
     while not server.started:
         await asyncio.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
-    with gc.at_rest():
+    with gc.gc_frozen():
         client = subprocess.Popen(
             [sys.executable, "-c", CLIENT, str(port), str(streams)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import torchweave.ops.moe.experts  # noqa: F401  (defines torchweave::experts)
-from torchweave.compiler import weave
+from torchweave.compiler import compile_graph
 from torchweave.compiler.runtime.cuda_graphs import GraphPool, record
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -145,7 +145,7 @@ def compare(name: str, shape: Shape, arguments: argparse.Namespace) -> list[dict
     for streams in (1, *arguments.streams):
         report = Report(show=False)
         config = TorchCompileConfig(enable_inductor=not arguments.fx, max_num_streams=streams)
-        forwards[streams] = weave(
+        forwards[streams] = compile_graph(
             module, example, {"x": {0: "T"}}, boundary_ops={"bench::attend"}, config=config, report=report
         )
         kept = [event for event in report.select("streams") if event["kept"]]
@@ -155,7 +155,7 @@ def compare(name: str, shape: Shape, arguments: argparse.Namespace) -> list[dict
         x = torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16)
         pool = GraphPool(device)
         recordings = {
-            streams: record(partial(run, forward, x), call_as_is, whole=True, pool=pool)
+            streams: record(partial(run, forward, x), call_op, capture_boundary_ops=True, pool=pool)
             for streams, forward in forwards.items()
         }
         times = measure({streams: recording.replay for streams, recording in recordings.items()})

@@ -22,12 +22,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.bench.result import environment
-from torchweave.engine.kv_cache.block_manager import KVCache
-from torchweave.engine.kv_cache.layer_groups import Sight
+from torchweave.engine.kv_cache.block_manager import BlockManager
+from torchweave.engine.kv_cache.layer_groups import AttentionWindow
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.policies import POLICIES
-from torchweave.engine.scheduler.scheduler import Batch
+from torchweave.engine.scheduler.scheduler import Scheduler
 from torchweave.engine.scheduler.step import StepResult
 from torchweave.ops.slot_state import SlotState
 
@@ -38,12 +38,12 @@ POLICY = "guaranteed_no_evict"
 class Engine:
     """A batch whose steps are formed and answered with made-up tokens."""
 
-    def __init__(self, policy: str, num_blocks: int, longest: int, sight: Sight) -> None:
+    def __init__(self, policy: str, num_blocks: int, longest: int, window: AttentionWindow) -> None:
         columns = -(-longest // BLOCK)
         self.state = SlotState(SLOTS, columns)
-        kv = KVCache(num_blocks, BLOCK, SLOTS, columns, (sight,), 8192 + BLOCK)
+        kv = BlockManager(num_blocks, BLOCK, SLOTS, columns, (window,), 8192 + BLOCK)
         limits = Limits(SLOTS, 8192, longest, VOCAB, mixed_step_sizes=(256, 384, 512))
-        self.batch = Batch(limits, kv, POLICIES[policy], self.state.updates())
+        self.scheduler = Scheduler(limits, kv, POLICIES[policy], self.state.updates())
         self.rng = np.random.default_rng(0)
         self.count = 0
         gc.collect()
@@ -54,28 +54,28 @@ class Engine:
 
     def add(self, prompt: np.ndarray, length: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-        self.batch.add(InferenceRequest(self.count, prompt, params, True), self.count)
+        self.scheduler.add(InferenceRequest(self.count, prompt, params, True), self.count)
         self.count += 1
 
     def steps(self) -> Iterator[tuple[float, bool]]:
         """Milliseconds that each step takes to form and whether it reads a prompt, until nothing is left."""
         while True:
             begin = time.perf_counter()
-            self.batch.attend()
-            step = self.batch.next_step()
+            self.scheduler.poll_grammars()
+            step = self.scheduler.schedule()
             formed = time.perf_counter()
             if step is None:
                 return
             if step.updates is not None:
                 self.state.write(*step.updates)
             tokens = self.rng.integers(0, VOCAB, step.num_rows).astype(np.int32)
-            self.batch.absorb(step, StepResult(tokens, "plain"))
-            self.batch.moves.clear()
+            self.scheduler.update(step, StepResult(tokens, "plain"))
+            self.scheduler.state_changes.clear()
             yield (formed - begin) * 1e3, bool(step.chunks)
 
 
-def new(tokens: int, sight: Sight) -> dict[str, float]:
-    engine = Engine(POLICY, 2 * tokens // BLOCK + 4000, tokens + 4000, sight)
+def new(tokens: int, window: AttentionWindow) -> dict[str, float]:
+    engine = Engine(POLICY, 2 * tokens // BLOCK + 4000, tokens + 4000, window)
     for _ in range(8):
         engine.add(engine.prompt(20), tokens // 200 + 500)
     steps = engine.steps()
@@ -86,8 +86,8 @@ def new(tokens: int, sight: Sight) -> dict[str, float]:
     return {"first": reading[0], "median of the rest": float(np.median(reading[1:] or reading)), "sum": sum(reading)}
 
 
-def known(tokens: int, sight: Sight) -> dict[str, float]:
-    engine = Engine(POLICY, 3 * tokens // BLOCK + 4000, tokens + 4000, sight)
+def known(tokens: int, window: AttentionWindow) -> dict[str, float]:
+    engine = Engine(POLICY, 3 * tokens // BLOCK + 4000, tokens + 4000, window)
     prompt = engine.prompt(tokens)
     engine.add(prompt, 16)
     list(engine.steps())
@@ -97,11 +97,11 @@ def known(tokens: int, sight: Sight) -> dict[str, float]:
 
 def full(tokens: int, policy: str) -> dict[str, float]:
     each = 800 // BLOCK + 1  # blocks of one request beside what all have in common
-    engine = Engine(policy, tokens // BLOCK + 40 * each, tokens + 1000, Sight())
+    engine = Engine(policy, tokens // BLOCK + 40 * each, tokens + 1000, AttentionWindow())
     common = engine.prompt(tokens)
     for _ in range(150):
         engine.add(np.concatenate([common, engine.prompt(300)]), int(engine.rng.integers(100, 500)))
-    found = [took for took, _ in engine.steps() if engine.batch.num_waiting][60:]
+    found = [took for took, _ in engine.steps() if engine.scheduler.num_waiting][60:]
     return {"median": float(np.median(found)), "p90": float(np.quantile(found, 0.9))}
 
 
@@ -111,10 +111,10 @@ def main() -> None:
     args = parser.parse_args()
     rows: dict[str, dict[str, float]] = {}
     for tokens in (2_000, 32_000, 128_000):
-        rows[f"new, {tokens:,} tokens"] = new(tokens, Sight())
-        rows[f"known, {tokens:,} tokens"] = known(tokens, Sight())
+        rows[f"new, {tokens:,} tokens"] = new(tokens, AttentionWindow())
+        rows[f"known, {tokens:,} tokens"] = known(tokens, AttentionWindow())
     for tokens in (8_000, 32_000):
-        rows[f"new, {tokens:,} tokens, all layers with a window of 4,096"] = new(tokens, Sight(4096))
+        rows[f"new, {tokens:,} tokens, all layers with a window of 4,096"] = new(tokens, AttentionWindow(4096))
     for policy in ("guaranteed_no_evict", "max_utilization"):
         for tokens in (2_000, 32_000):
             rows[f"behind a full cache, {tokens:,} in common, {policy}"] = full(tokens, policy)

@@ -10,5 +10,5 @@ compiled = torchweave.compile(module, {"input": torch.zeros(8, 64)}, dynamic={"i
 for tokens in (1, 7, 300):
     x = torch.randn(tokens, 64)
     torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-4)
-print(compiled.woven.plan)
-print(compiled.woven.code)
+print(compiled.compiled_graph.plan)
+print(compiled.compiled_graph.code)

@@ -41,23 +41,23 @@ START = (
     Station("compiler/passes/manager.py", "PassManager"),
     Station("compiler/partition/split.py", "split"),
     Station("compiler/codegen/pieces.py", "build_inductor"),
-    Station("compiler/runtime/compiled_graph.py", "Woven"),
+    Station("compiler/runtime/compiled_graph.py", "CompiledGraph"),
     Station("engine/runner/memory.py", "blocks_that_fit"),
-    Station("engine/runner/model_runner.py", "Runner.record_all"),
+    Station("engine/runner/model_runner.py", "ModelRunner.record_all_graphs"),
     Station("compiler/runtime/cuda_graphs.py", "record"),
 )
 STEP = (
     Station("engine/llm.py", "LLM.generate"),
     Station("engine/client.py", "Client"),
     Station("engine/batch_manager.py", "BatchManager"),
-    Station("engine/scheduler/scheduler.py", "Batch"),
-    Station("engine/runner/model_runner.py", "Runner.launch"),
+    Station("engine/scheduler/scheduler.py", "Scheduler"),
+    Station("engine/runner/model_runner.py", "ModelRunner.launch"),
     Station("ops/slot_state.py", "SlotState"),
     Station("compiler/runtime/cuda_graphs.py", "Recording.replay"),
-    Station("ops/attention/calls.py", "carry_out"),
+    Station("ops/attention/calls.py", "run_attention"),
     Station("ops/sampling/sample.py", "sample"),
-    Station("engine/runner/model_runner.py", "Runner.collect"),
-    Station("engine/detokenizer.py", "Answer"),
+    Station("engine/runner/model_runner.py", "ModelRunner.collect"),
+    Station("engine/detokenizer.py", "CompletionBuilder"),
 )
 
 WIDTH, MARGIN, BOX, GAP = 1180, 24, 76, 22

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchweave.cli import main
-from torchweave.cli.arguments import LEVELS, Parser
+from torchweave.cli.arguments import OPTIMIZATION_LEVELS, Parser
 from torchweave.cli.commands import (
     bench,
     bench_profile,
@@ -27,7 +27,7 @@ from torchweave.cli.commands import (
     tune,
 )
 from torchweave.cli.options import options_of
-from torchweave.config import show
+from torchweave.config import format_value
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.engine.request import SamplingParams
 
@@ -75,7 +75,7 @@ def page() -> str:
     lines = [HEAD, "| command | |", "|---|---|"]
     lines += [f"| [`{name}`](#{name}) | {text} |" for name, text in main.COMMANDS.items()]
     lines += [SPELLINGS, "| level | sets |", "|---|---|"]
-    lines += [f"| `-O{level}` | {_settings(values)} |" for level, values in LEVELS.items()]
+    lines += [f"| `-O{level}` | {_settings(values)} |" for level, values in OPTIMIZATION_LEVELS.items()]
     lines.append(EXIT_CODES)
     lines += _command("generate", generate.DESCRIPTION, generate.parser())
     lines += _command("chat", chat.DESCRIPTION, chat.parser())
@@ -114,7 +114,7 @@ def page() -> str:
 
 
 def _settings(values: dict[str, Any]) -> str:
-    return ", ".join(f"`{name}={show(value)}`" for name, value in values.items()) or "nothing: all defaults"
+    return ", ".join(f"`{name}={format_value(value)}`" for name, value in values.items()) or "nothing: all defaults"
 
 
 def _command(name: str, text: str, parser: Parser | None) -> list[str]:
@@ -137,7 +137,7 @@ def _own_options(parser: Parser) -> list[str]:
 def _options(title: str, config: type, skip: Sequence[str] = ()) -> list[str]:
     defaults = _defaults(config)
     rows = [
-        f"| `--{name}` | {_cell(option.metavar)} | {_cell(show(defaults.get(name)))} | {_cell(option.text)} |"
+        f"| `--{name}` | {_cell(option.metavar)} | {_cell(format_value(defaults.get(name)))} | {_cell(option.text)} |"
         for name, option in options_of(config).items()
         if name not in skip
     ]

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: gloo processes on this machine, each with its `World`."""
+"""Runs a function on several ranks: gloo processes on this machine, each with its `ProcessGroups`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
-from torchweave.distributed.process_groups import World, close_world, init_world
+from torchweave.distributed.process_groups import ProcessGroups, destroy_process_groups, init_process_groups
 
 _TIMEOUT = 120.0
 
@@ -23,7 +23,7 @@ def run_ranks(
     pipeline_parallel_size: int = 1,
     device: str = "cpu",
 ) -> list[Any]:
-    """`function(world, *args)` on `size` new processes; returns what each rank returned, by rank.
+    """`function(process_groups, *args)` on `size` new processes; returns what each rank returned, by rank.
 
     `function` is one that a new process can import by name; args and results are pickled. `device="cuda"` gives rank N the
     device `cuda:N`. The first fault of any rank is raised here, with that rank's traceback, and all ranks are ended.
@@ -85,10 +85,12 @@ def _run(
         if own != "cpu":
             torch.cuda.set_device(own)
         store = TCPStore("localhost", port, is_master=False)
-        world: World = init_world(rank, tensor_parallel_size, pipeline_parallel_size, own, store, _TIMEOUT)
-        result = function(world, *args)
-        world.barrier()  # a rank that leaves early would take its end of the groups with it
-        close_world(world)
+        process_groups: ProcessGroups = init_process_groups(
+            rank, tensor_parallel_size, pipeline_parallel_size, own, store, _TIMEOUT
+        )
+        result = function(process_groups, *args)
+        process_groups.barrier()  # a rank that leaves early would take its end of the groups with it
+        destroy_process_groups(process_groups)
         pipe.send((True, result))
     except BaseException:
         pipe.send((False, traceback.format_exc()))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("torchweave")
 Listener = Callable[[str, dict[str, Any]], None]
-Keeper = Callable[[str, str], None]
+ArtifactSink = Callable[[str, str], None]
 
 
 class Report:
@@ -31,7 +31,7 @@ class Report:
     def __init__(self, show: bool | None = None) -> None:
         self._events: list[tuple[float, str, dict[str, Any]]] = []
         self._listeners: list[Listener] = []
-        self._keepers: list[Keeper] = []
+        self._artifact_sinks: list[ArtifactSink] = []
         self._lock = threading.Lock()
         self._start = time.monotonic()
         self._show = sys.stderr.isatty() if show is None else show
@@ -62,21 +62,21 @@ class Report:
         as the reason: looking at the work must not stop it.
         """
         with self._lock:
-            keepers = tuple(self._keepers)
-        if not keepers:
+            sinks = tuple(self._artifact_sinks)
+        if not sinks:
             return
         if not isinstance(text, str):
             try:
                 text = text()
             except Exception as error:
                 text = f"# this could not be written: {type(error).__name__}: {error}\n"
-        for keeper in keepers:
-            keeper(name, text)
+        for sink in sinks:
+            sink(name, text)
 
-    def keep(self, keeper: Keeper) -> None:
-        """Call `keeper(name, text)` for every later artifact; `report.keep(texts.__setitem__)` keeps them in a dict."""
+    def keep(self, sink: ArtifactSink) -> None:
+        """Call `sink(name, text)` for every later artifact; `report.keep(texts.__setitem__)` keeps them in a dict."""
         with self._lock:
-            self._keepers.append(keeper)
+            self._artifact_sinks.append(sink)
 
     def select(self, kind: str) -> list[dict[str, Any]]:
         """The facts of every event of one kind, oldest first, each with `at`: seconds since the report began."""

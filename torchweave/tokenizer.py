@@ -16,7 +16,7 @@ from typing import Any
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_LONGEST_WINDOW = 64
+_MAX_WINDOW = 64
 """Ids that are decoded together at most, so that bytes which never become text cost no more and more."""
 
 
@@ -75,7 +75,7 @@ def content_text(content: Any) -> str | None:
     return "\n".join(texts)
 
 
-def end_token(folder: Path) -> int | None:
+def read_eos_token_id(folder: Path) -> int | None:
     """The id of a tokenizer's own end token, by the JSON files of its folder alone; None where they do not say.
 
     Of `tokenizer.json`, which may be large, only the tokens beside the vocabulary are read.
@@ -101,7 +101,7 @@ def end_token(folder: Path) -> int | None:
 class Tokenizer:
     """The tokenizer of a model folder.
 
-    `find` returns None where a folder has no tokenizer files.
+    `from_folder` returns None where a folder has no tokenizer files.
 
     Args:
         trust_remote_code: run Python code that comes with the folder.
@@ -110,17 +110,17 @@ class Tokenizer:
     def __init__(self, folder: Path, trust_remote_code: bool = False) -> None:
         self.folder = folder
         self.trust_remote_code = trust_remote_code
-        self._texts: dict[tuple[int, bool], str] = {}  # of single tokens by themselves
+        self._single_token_texts: dict[tuple[int, bool], str] = {}  # of single tokens by themselves
 
     @classmethod
-    def find(cls, folder: Path | None, trust_remote_code: bool = False) -> Tokenizer | None:
+    def from_folder(cls, folder: Path | None, trust_remote_code: bool = False) -> Tokenizer | None:
         """The tokenizer of `folder`, or None if it has none."""
         if folder is None or not any((folder / name).is_file() for name in _FILES):
             return None
         return cls(folder, trust_remote_code)
 
     @functools.cached_property
-    def hugging_face(self) -> Any:
+    def hf_tokenizer(self) -> Any:
         """transformers' tokenizer object.
 
         Raises:
@@ -146,13 +146,13 @@ class Tokenizer:
         """
         check_text(text)
         # Not verbose: a text that is too long is told of by the engine, as an error.
-        return self.hugging_face.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids, exactly as the tokens say: spaces before punctuation stay."""
         if self._backend is not None:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return self.hugging_face.decode(
+        return self.hf_tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
@@ -161,9 +161,9 @@ class Tokenizer:
         if len(ids) != 1:
             return self.decode(ids, skip_special_tokens) if ids else ""
         key = ids[0], skip_special_tokens
-        found = self._texts.get(key)
+        found = self._single_token_texts.get(key)
         if found is None:
-            found = self._texts[key] = self.decode(ids, skip_special_tokens)
+            found = self._single_token_texts[key] = self.decode(ids, skip_special_tokens)
         return found
 
     @functools.cached_property
@@ -171,12 +171,12 @@ class Tokenizer:
         """What decodes for transformers' object, where that adds nothing: four times as fast for a few ids."""
         from transformers import PreTrainedTokenizerFast
 
-        plain = getattr(type(self.hugging_face), "_decode", None) is PreTrainedTokenizerFast._decode
-        return self.hugging_face.backend_tokenizer if plain else None
+        plain = getattr(type(self.hf_tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
+        return self.hf_tokenizer.backend_tokenizer if plain else None
 
-    def stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> TextStream:
+    def stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """A decoder of ids that arrive one after the other, behind `prompt_ids`."""
-        return TextStream(self, prompt_ids, skip_special_tokens)
+        return IncrementalDetokenizer(self, prompt_ids, skip_special_tokens)
 
     def token_text(self, token: int) -> str:
         """The text that one token adds to a text, for logprobs.
@@ -189,7 +189,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `chat` can be used."""
-        return getattr(self.hugging_face, "chat_template", None) is not None
+        return getattr(self.hf_tokenizer, "chat_template", None) is not None
 
     def chat(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
@@ -213,22 +213,22 @@ class Tokenizer:
                 'A message of a conversation is a dict, {"role": ..., "content": ...}; give a list of them.'
             )
         try:
-            told = [
+            plain_messages = [
                 {**each, "content": content_text(each["content"])} if "content" in each else each for each in messages
             ]
         except ValueError as error:
             raise ValueError(f"The content of a message cannot be read: {error}.") from None
         try:
-            text = self.hugging_face.apply_chat_template(
-                told, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+            text = self.hf_tokenizer.apply_chat_template(
+                plain_messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
             )
         except Exception as error:
             raise ValueError(f"The model's chat template refuses these messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
 
-    def serialized(self) -> str | None:
+    def tokenizer_json(self) -> str | None:
         """The tokenizer as JSON, in the form of Hugging Face's tokenizers; None where it is none of theirs."""
-        inner = getattr(self.hugging_face, "backend_tokenizer", None)
+        inner = getattr(self.hf_tokenizer, "backend_tokenizer", None)
         if inner is None:
             return None
         inner = copy.copy(inner)
@@ -236,22 +236,22 @@ class Tokenizer:
         inner.no_truncation()
         return inner.to_str()
 
-    def spelling(self) -> list[bytes | None]:
+    def token_bytes(self) -> list[bytes | None]:
         """The text of each token by itself; None for special tokens and parts of characters."""
-        special = set(self.hugging_face.all_special_ids)
+        special = set(self.hf_tokenizer.all_special_ids)
         texts = [None if token in special else self.token_text(token) for token in range(len(self))]
         return [None if not text or _REPLACEMENT in text else text.encode() for text in texts]
 
     @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's own end-of-text token."""
-        return self.hugging_face.eos_token_id
+        return self.hf_tokenizer.eos_token_id
 
     def __len__(self) -> int:
-        return len(self.hugging_face)
+        return len(self.hf_tokenizer)
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Text of token ids that arrive one after the other; the pieces joined are the text of all ids.
 
     A token alone has no certain text: a character may be spread over several tokens, a token may end one and begin
@@ -261,19 +261,19 @@ class TextStream:
     """
 
     _CONTEXT = 6
-    _MOST_BYTES = 4  # of a character
+    _MAX_CHAR_BYTES = 4  # of a character
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._text = functools.partial(tokenizer.text, skip_special_tokens=skip_special_tokens)
         self._window = self._context(prompt_ids)
-        self._settled = len(self._window)  # ids of the window whose text was given out and is certain
-        self._before = self._text(self._window)  # their text
-        self._given = len(self._before)  # characters of the window's text
+        self._num_stable = len(self._window)  # ids of the window whose text was given out and is certain
+        self._stable_text = self._text(self._window)  # their text
+        self._num_emitted = len(self._stable_text)  # characters of the window's text
 
     def _context(self, prompt_ids: Sequence[int]) -> list[int]:
         """The prompt's last ids, from the beginning of a character on: a decoder may show all bytes behind half of one broken."""
-        for size in range(self._CONTEXT, self._CONTEXT + self._MOST_BYTES):
+        for size in range(self._CONTEXT, self._CONTEXT + self._MAX_CHAR_BYTES):
             context = list(prompt_ids[-size:])
             if not self._text(context).startswith(_REPLACEMENT):
                 return context
@@ -282,37 +282,37 @@ class TextStream:
     def feed(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; empty while a character is still in the making."""
         window = [*self._window, *ids]
-        text = self._read(window)
-        if len(ids) > 1 and _REPLACEMENT in text[len(self._before) :]:
+        text = self._decode_window(window)
+        if len(ids) > 1 and _REPLACEMENT in text[len(self._stable_text) :]:
             # Bytes that are no text may cost their neighbours too, so these must not be others than if they had come one by one.
             half = len(ids) // 2
             return self.feed(ids[:half]) + self.feed(ids[half:])
         self._window = window
         certain = text.rstrip(_REPLACEMENT)
-        if len(certain) == len(text) or len(self._window) > _LONGEST_WINDOW:
-            return self._settle(text)
-        new = certain[self._given :]
-        self._given += len(new)
+        if len(certain) == len(text) or len(self._window) > _MAX_WINDOW:
+            return self._commit(text)
+        new = certain[self._num_emitted :]
+        self._num_emitted += len(new)
         return new
 
     def finish(self) -> str:
         """What is left, with U+FFFD where a character never became whole."""
-        return self._settle(self._read(self._window)) if self._window else ""
+        return self._commit(self._decode_window(self._window)) if self._window else ""
 
-    def _read(self, window: list[int]) -> str:
+    def _decode_window(self, window: list[int]) -> str:
         """The text of a window. What was given out stays, if the ids behind it change how it reads: those are read alone then."""
         text = self._decode(window)
-        if text.startswith(self._before):
+        if text.startswith(self._stable_text):
             return text
-        return self._before + self._decode(window[self._settled :])
+        return self._stable_text + self._decode(window[self._num_stable :])
 
-    def _settle(self, text: str) -> str:
+    def _commit(self, text: str) -> str:
         """All ids of the window are certain, and `text` is theirs; returns what of it is new."""
-        new = text[self._given :]
+        new = text[self._num_emitted :]
         # What came since the last certain place is the context of what follows, unless it has no text (special tokens).
-        begin = self._settled if new or len(self._window) > _LONGEST_WINDOW else 0
+        begin = self._num_stable if new or len(self._window) > _MAX_WINDOW else 0
         self._window = self._window[begin:]
-        self._settled = len(self._window)
-        self._before = self._text(self._window)
-        self._given = len(self._before)
+        self._num_stable = len(self._window)
+        self._stable_text = self._text(self._window)
+        self._num_emitted = len(self._stable_text)
         return new

@@ -13,7 +13,7 @@ from torchweave.verify import zoo
 
 
 def fake_llm(name: str) -> Any:
-    loaded = load(zoo.specimen(name).config().to_dict(), load_format="dummy")
+    loaded = load(zoo.zoo_model(name).config().to_dict(), load_format="dummy")
     return SimpleNamespace(engine=SimpleNamespace(loaded=loaded))
 
 

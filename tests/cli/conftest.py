@@ -15,10 +15,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from torchweave.verify.zoo import build, specimen
+    from torchweave.verify.zoo import build, zoo_model
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    build(specimen("llama")).save_pretrained(folder)
+    build(zoo_model("llama")).save_pretrained(folder)
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{letter: 3 + index for index, letter in enumerate(ALPHABET)}}
     vocabulary |= {chr(0x4E00 + index): index for index in range(len(vocabulary), 256)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from torchweave.bench.profile import Steps, _by_name, _gaps, profile
+from torchweave.bench.profile import StepDriver, _by_name, _gaps, profile
 from torchweave.bench.result import rows
 from torchweave.cli.main import main
 
@@ -49,7 +49,7 @@ def test_a_decode_step_and_one_that_reads_prompts(tiny_args: list[str], capsys: 
         (["--running", "2", "--input_len", "20", "--num_kv_blocks", "7"], "beside running=2 requests there is no room"),
     ],
 )
-def test_what_cannot_be_is_said(
+def test_impossible_profile_options_are_refused(
     options: list[str], sentence: str, tiny_args: list[str], capsys: pytest.CaptureFixture[str]
 ):
     assert main(["bench", "profile", "--model", *tiny_args, "--max_batch_size", "8", "--steps", "2", *options]) == 2
@@ -89,7 +89,7 @@ def test_a_profiler_that_sees_no_kernel_is_a_fault(monkeypatch: pytest.MonkeyPat
     step = SimpleNamespace(num_rows=1, num_tokens=1)
     work = SimpleNamespace(device="cuda:0", count=2, run=lambda kind, count: [(step, "plain")] * count)
     with pytest.raises(ValueError, match="saw no kernel on cuda:0"):
-        profile(cast(Steps, cast(Any, work)), "decode", lambda: None)
+        profile(cast(StepDriver, cast(Any, work)), "decode", lambda: None)
 
 
 def test_kernels_at_the_same_time_count_once():

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tests.cli.openai_server import FakeServer, serving
-from torchweave.bench.serving.figures import figures, outside
-from torchweave.bench.serving.request import Seen
-from torchweave.bench.serving.stalls import Spell, Watch, slow_spells, summary
+from torchweave.bench.serving.figures import figures, itl_outside_slow_periods
+from torchweave.bench.serving.request import RequestStats
+from torchweave.bench.serving.stalls import SlowPeriod, StallMonitor, find_slow_periods, summary
 from torchweave.bench.serving.workload import Lengths, Vocabulary, arrivals, prompts
 from torchweave.cli.main import main
 
@@ -63,22 +63,22 @@ def test_the_public_client_sees_the_same(capsys: pytest.CaptureFixture[str]):
     openai = pytest.importorskip("openai")
     count, length = 8, 8
 
-    async def by_the_public_client() -> list[Seen]:
+    async def by_the_public_client() -> list[RequestStats]:
         client = openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none")
 
-        async def one() -> Seen:
-            seen = Seen(16, start=time.perf_counter())
+        async def one() -> RequestStats:
+            stats = RequestStats(16, start=time.perf_counter())
             stream = await client.completions.create(
                 model="fake", prompt=[1] * 16, max_tokens=length, stream=True, stream_options={"include_usage": True}
             )
             times = []
             async for chunk in stream:
                 if chunk.choices:
-                    times.append(time.perf_counter() - seen.start)
+                    times.append(time.perf_counter() - stats.start)
                 elif chunk.usage is not None:
-                    seen.output_tokens = chunk.usage.completion_tokens
-            seen.ttft, seen.latency, seen.itl = times[0], times[-1], np.diff(times).tolist()
-            return seen
+                    stats.output_tokens = chunk.usage.completion_tokens
+            stats.ttft, stats.latency, stats.itl = times[0], times[-1], np.diff(times).tolist()
+            return stats
 
         await one()  # connects
         return list(await asyncio.gather(*(one() for _ in range(count))))
@@ -172,49 +172,51 @@ def test_requests_come_at_the_rate(capsys: pytest.CaptureFixture[str]):
     assert sent == pytest.approx(planned[-1] - planned[0], abs=_SLACK)
 
 
-def test_a_machine_that_stands_still_is_seen():
-    with Watch() as machine:
+def test_machine_stalls_are_detected():
+    with StallMonitor() as machine:
         assert machine._process is not None
         machine._process.send_signal(signal.SIGSTOP)
         time.sleep(0.05)
         machine._process.send_signal(signal.SIGCONT)
-    assert machine.seen["longest_ms"] > 40 and machine.seen["over_2_ms"] >= 1
-    found = summary([0.0011, 0.003, 0.0052], [Spell(1.0, 1.25), Spell(2.0, 2.5)])
+    assert machine.stats["longest_ms"] > 40 and machine.stats["over_2_ms"] >= 1
+    found = summary([0.0011, 0.003, 0.0052], [SlowPeriod(1.0, 1.25), SlowPeriod(2.0, 2.5)])
     assert found == {"longest_ms": 5.2, "over_2_ms": 2, "slow_spells": 2, "slow_s": 0.75}
     assert summary([]) == {"longest_ms": 0.0, "over_2_ms": 0, "slow_spells": 0, "slow_s": 0}
 
 
-def test_a_machine_that_is_slow_is_seen():
+def test_slow_periods_are_detected():
     """Slow sums close together make one spell; a single one makes none, nor does twice the usual time."""
     slow = {50: 5.0, 55: 4.0, 60: 3.5, 200: 9.0, 300: 2.0, 301: 2.0, 400: 4.0, 401: 4.0}
     sums = [(0.004 * at, 1e-4 * slow.get(at, 1.0)) for at in range(500)]
-    spells = slow_spells(sums)
-    assert spells == [pytest.approx((0.18, 0.26)), pytest.approx((1.58, 1.624))]
-    assert slow_spells([]) == []
+    slow_periods = find_slow_periods(sums)
+    assert slow_periods == [pytest.approx((0.18, 0.26)), pytest.approx((1.58, 1.624))]
+    assert find_slow_periods([]) == []
 
     # Tokens each 10 ms from 0.1 to 2.1 s; those late that come in a spell, and one that spans the second from end to end.
     times = [0.1 + 0.01 * at for at in range(200) if not 1.5 < 0.1 + 0.01 * at < 1.7]
-    seen = Seen(4, start=0.05, ttft=0.05, latency=2.0, itl=np.diff(times).tolist(), output_tokens=len(times))
-    found = outside([seen, Seen(4, error="cut", itl=[5.0])], spells, (100,))
+    stats = RequestStats(4, start=0.05, ttft=0.05, latency=2.0, itl=np.diff(times).tolist(), output_tokens=len(times))
+    found = itl_outside_slow_periods([stats, RequestStats(4, error="cut", itl=[5.0])], slow_periods, (100,))
     assert found == {"median_itl_ms": pytest.approx(10), "p100_itl_ms": pytest.approx(10)}
-    assert max(seen.itl) > 0.19 and outside([seen], [], (99,)) == {} == outside([], spells, (99,))
+    assert max(stats.itl) > 0.19 and itl_outside_slow_periods([stats], [], (99,)) == {} == itl_outside_slow_periods(
+        [], slow_periods, (99,)
+    )
 
 
 def test_stalls_are_no_part_of_a_run_whose_watch_died():
-    with Watch() as machine:
+    with StallMonitor() as machine:
         assert machine._process is not None
         machine._process.kill()
-    assert machine.seen == {}
+    assert machine.stats == {}
 
 
 def test_goodput_and_single_tokens():
-    seen = [Seen(4, start=at, ttft=0.1, latency=0.1 + 0.01 * (n - 1), itl=[0.01] * (n - 1), output_tokens=n) for at, n in
+    stats = [RequestStats(4, start=at, ttft=0.1, latency=0.1 + 0.01 * (n - 1), itl=[0.01] * (n - 1), output_tokens=n) for at, n in
             ((0.0, 1), (0.0, 11), (5.0, 101))]  # fmt: skip
-    found = figures(seen, 10.0, (50,), {"ttft": 150, "e2el": 250})
+    found = figures(stats, 10.0, (50,), {"ttft": 150, "e2el": 250})
     assert found["request_goodput"] == pytest.approx(0.2)
     assert found["mean_tpot_ms"] == pytest.approx(10) and found["p50_itl_ms"] == pytest.approx(10)
     assert found["max_concurrent_requests"] == 2
-    assert found["median_e2el_ms"] == pytest.approx(1e3 * statistics.median(each.latency for each in seen))
+    assert found["median_e2el_ms"] == pytest.approx(1e3 * statistics.median(each.latency for each in stats))
     assert figures([], 1.0, (99,), {"ttft": 1})["completed"] == 0
 
 

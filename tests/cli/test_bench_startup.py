@@ -26,7 +26,7 @@ def test_modules_that_are_compiled_at_every_start_are_counted(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(("without", "told"), [(0, ""), (2731, "; 2,731 modules were imported without bytecode")])
-def test_the_table_says_so(without: int, told: str):
+def test_table_reports_modules_without_bytecode(without: int, told: str):
     stages = [{"name": "imports", "seconds": 10.3, "within": None}]
     warm = {"seconds": 15.6, "stages": stages, "modules_without_bytecode": without}
     assert rows({"scenario": "startup", "startup": {"warm": warm}}) == [

@@ -15,12 +15,12 @@ import torch
 
 from torchweave.cli.commands import generate
 from torchweave.cli.main import main
-from torchweave.cli.results import write_result
+from torchweave.cli.results import write_output
 from torchweave.compiler.explain.facts import schema
 from torchweave.distributed.worker_group import RankFailure
 from torchweave.engine.request import CompletionOutput
 from torchweave.models.resolve import resolve
-from torchweave.verify.hf_baseline import Baseline
+from torchweave.verify.hf_baseline import TransformersBaseline
 
 Lines = pytest.MonkeyPatch
 
@@ -146,9 +146,9 @@ def test_S9_explain_shows_the_plan_and_what_was_built(
 def test_S9_explain_names_the_near_misses_of_a_model_that_fuses_in_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    from torchweave.verify.zoo import build, specimen
+    from torchweave.verify.zoo import build, zoo_model
 
-    build(specimen("cohere2")).save_pretrained(tmp_path / "model")
+    build(zoo_model("cohere2")).save_pretrained(tmp_path / "model")
     options = ["--quiet", "--cpu_kv_cache_gib", "0.02", "-cc.enable_inductor=false", "-cc.no_compile_cache"]
     assert main(["explain", str(tmp_path / "model"), *options, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -254,11 +254,11 @@ def test_a_result_that_cannot_be_kept_is_printed_all_the_same(
 
 def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path: Path):
     with pytest.raises(ValueError, match=r"--html .* cannot be written: Is a directory; name another file"):
-        write_result("--html", tmp_path, "a page")
+        write_output("--html", tmp_path, "a page")
 
 
 def test_what_an_engine_is_compared_with_loads_without_a_bar(tiny_model: Path, capfd: pytest.CaptureFixture[str]):
-    Baseline(str(tiny_model), torch.float32, "cpu").close()
+    TransformersBaseline(str(tiny_model), torch.float32, "cpu").close()
     assert capfd.readouterr() == ("", "")
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweave.cli.arguments import Parser, engine_config, engine_parser, fill, normalised
+from torchweave.cli.arguments import Parser, config_from_args, engine_config, engine_parser, normalize_argv
 from torchweave.cli.commands import generate, serve
-from torchweave.cli.options import attribute_texts, build, convert, flatten, options_of, read_yaml
+from torchweave.cli.options import attribute_docs, build_config, convert, flatten, options_of, read_yaml
 from torchweave.config.options import EngineConfig, ServerConfig, TorchCompileConfig
 from torchweave.engine.request import SamplingParams, StructuredOutputs
 
@@ -62,7 +62,7 @@ class Outer:
     ],
 )
 def test_values_take_the_annotated_type(name: str, text: Any, value: Any):
-    built: Any = build(Outer, {"title": "x", name: text})
+    built: Any = build_config(Outer, {"title": "x", name: text})
     for part in name.split("."):
         built = getattr(built, part)
     assert built == value and type(built) is type(value)
@@ -94,17 +94,17 @@ def test_values_take_the_annotated_type(name: str, text: Any, value: Any):
 )
 def test_other_values_and_names_are_refused(name: str, text: Any, sentence: str):
     with pytest.raises(ValueError) as caught:
-        build(Outer, {"title": "x", name: text})
+        build_config(Outer, {"title": "x", name: text})
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_missing_field_is_named():
     with pytest.raises(ValueError, match="title must be given"):
-        build(Outer, {"scale": "2"})
+        build_config(Outer, {"scale": "2"})
 
 
 def test_later_sources_win_and_keep_what_they_do_not_name():
-    built = build(Outer, {"title": "a", "inner.depth": 2, "scale": 3}, {"title": "b"}, {"inner.names": ["q"]})
+    built = build_config(Outer, {"title": "a", "inner.depth": 2, "scale": 3}, {"title": "b"}, {"inner.names": ["q"]})
     assert built == Outer("b", scale=3.0, inner=Inner(2, ("q",)))
 
 
@@ -112,7 +112,7 @@ def test_later_sources_win_and_keep_what_they_do_not_name():
 def test_text_and_value_build_the_same(numbers: dict[str, int], on: bool, scale: float):
     values: dict[str, Any] = {"title": "t", "on": on, "scale": scale, **numbers}
     texts = {name: str(value) for name, value in values.items()}
-    assert build(Outer, values) == build(Outer, texts)
+    assert build_config(Outer, values) == build_config(Outer, texts)
 
 
 @given(st.text())
@@ -144,7 +144,7 @@ def test_texts_of_options_come_from_the_docstring():
             four: nothing.
         """
 
-    assert attribute_texts(Documented) == {"one": "first line and more: of it.", "two": "both.", "three": "both."}
+    assert attribute_docs(Documented) == {"one": "first line and more: of it.", "two": "both.", "three": "both."}
 
 
 def test_yaml_nested_and_dotted_are_the_same(tmp_path: Path):
@@ -154,7 +154,7 @@ def test_yaml_nested_and_dotted_are_the_same(tmp_path: Path):
         "max_model_len: 64\ntorch_compile_config.capture_num_tokens: [1, 2]\ntorch_compile_config.debug: on\n"
     )
     assert read_yaml(nested) == read_yaml(dotted)
-    assert build(EngineConfig, {"model": "m"}, read_yaml(nested)) == EngineConfig(
+    assert build_config(EngineConfig, {"model": "m"}, read_yaml(nested)) == EngineConfig(
         "m", max_model_len=64, torch_compile_config=TorchCompileConfig(capture_num_tokens=(1, 2), debug=True)
     )
 
@@ -184,30 +184,32 @@ def test_an_empty_file_holds_no_option(tmp_path: Path):
 
 def test_a_section_without_a_line_holds_no_option(tmp_path: Path):
     (tmp_path / "x.yaml").write_text("torch_compile_config:\n  # debug: true\nmax_model_len: null\n")
-    assert read("--config", str(tmp_path / "x.yaml")) == EngineConfig("demo")
+    assert parse_argv("--config", str(tmp_path / "x.yaml")) == EngineConfig("demo")
 
 
 def test_a_file_holds_every_option_that_the_command_has(tmp_path: Path):
     (tmp_path / "serve.yaml").write_text("max_batch_size: 4\nport: 8123\nserved_model_name: [a, b]\ndp: 2\n")
-    args = serve.parser().read(["demo", "--config", str(tmp_path / "serve.yaml"), "--port", "0"])
+    args = serve.parser().parse_argv(["demo", "--config", str(tmp_path / "serve.yaml"), "--port", "0"])
     assert engine_config(args) == EngineConfig("demo", max_batch_size=4)
-    assert fill(ServerConfig, args) == ServerConfig(port=0, served_model_name=("a", "b"), data_parallel_size=2)
+    assert config_from_args(ServerConfig, args) == ServerConfig(
+        port=0, served_model_name=("a", "b"), data_parallel_size=2
+    )
 
     (tmp_path / "generate.yaml").write_text(
         "temperature: 0.5\nlogit_bias: {25: -2}\nstructured_outputs:\n  json: {type: object}\n"
     )
-    args = generate.parser().read(["demo", "--config", str(tmp_path / "generate.yaml"), "--max_tokens", "5"])
-    params = fill(SamplingParams, args, temperature=0.0, max_tokens=9)
+    args = generate.parser().parse_argv(["demo", "--config", str(tmp_path / "generate.yaml"), "--max_tokens", "5"])
+    params = config_from_args(SamplingParams, args, temperature=0.0, max_tokens=9)
     assert (params.temperature, params.max_tokens, params.logit_bias) == (0.5, 5, {25: -2.0})
     assert params.structured_outputs is not None and params.structured_outputs.json == {"type": "object"}
 
     with pytest.raises(ValueError, match=r"serve.yaml: unknown option port; `--help` lists those that are known"):
-        generate.parser().read(["demo", "--config", str(tmp_path / "serve.yaml")])
+        generate.parser().parse_argv(["demo", "--config", str(tmp_path / "serve.yaml")])
 
 
-def read(*argv: str) -> EngineConfig:
+def parse_argv(*argv: str) -> EngineConfig:
     parser = engine_parser("explain", "")
-    args = parser.read(["demo", *argv])
+    args = parser.parse_argv(["demo", *argv])
     return engine_config(args) if args.model == "demo" else pytest.fail("MODEL was swallowed")
 
 
@@ -223,47 +225,47 @@ def read(*argv: str) -> EngineConfig:
     ],
 )
 def test_spellings_of_one_option(argv: list[str]):
-    assert read(*argv) == EngineConfig("demo", torch_compile_config=TorchCompileConfig(enable_inductor=False))
+    assert parse_argv(*argv) == EngineConfig("demo", torch_compile_config=TorchCompileConfig(enable_inductor=False))
 
 
 def test_flags_do_not_swallow_the_prompt():
-    assert read("--trust-remote-code").trust_remote_code
+    assert parse_argv("--trust-remote-code").trust_remote_code
     parser = engine_parser("generate", "")
     parser.add_argument("prompts", nargs="*")
-    args = parser.read(["demo", "--trust_remote_code", "1+1=", "--max-model-len", "64", "2+2="])
+    args = parser.parse_argv(["demo", "--trust_remote_code", "1+1=", "--max-model-len", "64", "2+2="])
     assert args.prompts == ["1+1=", "2+2="] and engine_config(args).max_model_len == 64
 
 
 def test_text_after_two_dashes_is_left_alone():
     parser = engine_parser("generate", "")
     parser.add_argument("prompts", nargs="*")
-    assert parser.read(["demo", "--", "--max-model-len", "-5+3="]).prompts == ["--max-model-len", "-5+3="]
+    assert parser.parse_argv(["demo", "--", "--max-model-len", "-5+3="]).prompts == ["--max-model-len", "-5+3="]
 
 
 def test_V1_levels_lie_under_what_is_asked(tmp_path: Path):
-    plain = read("-O0")
+    plain = parse_argv("-O0")
     assert not plain.torch_compile_config.enable_fullgraph and plain.cuda_graph_config.max_batch_size == -1
-    assert read("-O1").torch_compile_config == TorchCompileConfig()
-    assert not read("-O1").cuda_graph_config.capture_mixed
-    assert read("-O2") == read() == EngineConfig("demo")
-    most = read("-O3", "-cc.max_num_streams=2").torch_compile_config
+    assert parse_argv("-O1").torch_compile_config == TorchCompileConfig()
+    assert not parse_argv("-O1").cuda_graph_config.capture_mixed
+    assert parse_argv("-O2") == parse_argv() == EngineConfig("demo")
+    most = parse_argv("-O3", "-cc.max_num_streams=2").torch_compile_config
     assert most == TorchCompileConfig(pass_numerics="tolerance", compile_sizes=(1, 2, 4, 8), max_num_streams=2)
-    assert read("-O3", "-cc.compile_sizes=16").torch_compile_config.compile_sizes == (16,)
+    assert parse_argv("-O3", "-cc.compile_sizes=16").torch_compile_config.compile_sizes == (16,)
     path = tmp_path / "x.yaml"
     path.write_text("torch_compile_config: {enable_fullgraph: true, debug: true}\n")
-    mixed = read("-O0", "--config", str(path), "-cc.debug=false").torch_compile_config
+    mixed = parse_argv("-O0", "--config", str(path), "-cc.debug=false").torch_compile_config
     assert mixed.enable_fullgraph and not mixed.enable_inductor and not mixed.debug
 
 
 def test_V9_lists_may_be_repeated_and_vllm_names_work(tmp_path: Path):
-    assert read(
+    assert parse_argv(
         "--cudagraph-capture-sizes", "1,2", "-cc.capture_num_tokens=4"
     ).torch_compile_config == TorchCompileConfig(capture_num_tokens=(1, 2, 4))
-    assert read("--max-num-seqs", "8", "--max_num_batched_tokens=99") == EngineConfig(
+    assert parse_argv("--max-num-seqs", "8", "--max_num_batched_tokens=99") == EngineConfig(
         "demo", max_batch_size=8, max_num_tokens=99
     )
     (tmp_path / "x.yaml").write_text("cudagraph_capture_sizes: [8]\n")
-    assert read("--config", str(tmp_path / "x.yaml")).torch_compile_config.capture_num_tokens == (8,)
+    assert parse_argv("--config", str(tmp_path / "x.yaml")).torch_compile_config.capture_num_tokens == (8,)
 
 
 @pytest.mark.parametrize(
@@ -284,20 +286,22 @@ def test_V9_lists_may_be_repeated_and_vllm_names_work(tmp_path: Path):
 )
 def test_the_command_line_refuses_with_one_sentence(argv: list[str], sentence: str):
     with pytest.raises(ValueError) as caught:
-        read(*argv)
+        parse_argv(*argv)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_sampling_options_fill_the_dataclass():
     parser = Parser(prog="x")
     parser.add_config(SamplingParams, "sampling")
-    args = parser.read(["--stop", "a,b", "--stop", "c", "--temperature", "0.5", "--ignore-eos", "--stop_token_ids=1,2"])
-    params = fill(SamplingParams, args, max_tokens=99)
+    args = parser.parse_argv(
+        ["--stop", "a,b", "--stop", "c", "--temperature", "0.5", "--ignore-eos", "--stop_token_ids=1,2"]
+    )
+    params = config_from_args(SamplingParams, args, max_tokens=99)
     assert params.stop_strings == ("a,b", "c") and params.ignore_eos and params.max_tokens == 99
     assert tuple(params.stop_token_ids or ()) == (1, 2) and params.temperature == 0.5
-    assert fill(SamplingParams, parser.read(["--stop", "a,b"])).stop_strings == ("a,b",)
+    assert config_from_args(SamplingParams, parser.parse_argv(["--stop", "a,b"])).stop_strings == ("a,b",)
     with pytest.raises(ValueError, match="temperature"):
-        fill(SamplingParams, parser.read(["--temperature", "-1"]))
+        config_from_args(SamplingParams, parser.parse_argv(["--temperature", "-1"]))
 
 
 def test_maps_lists_and_the_form_of_the_answer_are_options_too():
@@ -305,16 +309,16 @@ def test_maps_lists_and_the_form_of_the_answer_are_options_too():
     parser.add_config(SamplingParams, "sampling")
     schema = '{"type": "integer"}'
     argv = ["--logit_bias", '{"5": -100, "7": 1.5}', "--bad_words", "a b,c", "--allowed_token_ids", "3,4"]
-    params = fill(SamplingParams, parser.read([*argv, "--structured_outputs.json", schema]))
+    params = config_from_args(SamplingParams, parser.parse_argv([*argv, "--structured_outputs.json", schema]))
     assert params.logit_bias == {5: -100.0, 7: 1.5} and tuple(params.bad_words or ()) == ("a b", "c")
     assert tuple(params.allowed_token_ids or ()) == (3, 4)
     assert params.structured_outputs == StructuredOutputs(json=schema)
-    assert fill(SamplingParams, parser.read(argv)).structured_outputs is None
+    assert config_from_args(SamplingParams, parser.parse_argv(argv)).structured_outputs is None
     for wrong in ('{"x": 1}', "{", "25:-2", "[1]"):
         with pytest.raises(ValueError, match=r"^logit_bias=.* is not valid: it takes an object in JSON, such as '"):
-            fill(SamplingParams, parser.read(["--logit_bias", wrong]))
+            config_from_args(SamplingParams, parser.parse_argv(["--logit_bias", wrong]))
     with pytest.raises(ValueError, match="exactly one"):
-        fill(SamplingParams, parser.read(["--structured_outputs.json_object", "false"]))
+        config_from_args(SamplingParams, parser.parse_argv(["--structured_outputs.json_object", "false"]))
 
 
 def test_every_engine_option_is_on_the_command_line():
@@ -324,10 +328,10 @@ def test_every_engine_option_is_on_the_command_line():
 
 
 @given(st.lists(st.text(max_size=8), max_size=6))
-def test_normalising_twice_changes_nothing(argv: list[str]):
+def test_normalize_argv_is_idempotent(argv: list[str]):
     options = options_of(EngineConfig)
-    once = normalised(argv, options)
-    assert normalised(once, options) == once
+    once = normalize_argv(argv, options)
+    assert normalize_argv(once, options) == once
 
 
 def test_T1_the_names_of_tensorrt_llm_from_yaml(tmp_path: Path):
@@ -336,9 +340,9 @@ def test_T1_the_names_of_tensorrt_llm_from_yaml(tmp_path: Path):
         "  capture_num_tokens: null, enable_userbuffers: true, max_num_streams: 1}\n"
         "cuda_graph_config: {enable_padding: true, max_batch_size: 0, batch_sizes: null}\n"
     )
-    assert read("--config", str(tmp_path / "x.yaml")) == EngineConfig("demo")
+    assert parse_argv("--config", str(tmp_path / "x.yaml")) == EngineConfig("demo")
 
 
 def test_V2_where_the_compile_cache_is_and_whether():
-    assert read("--compile-cache-dir", "/x").torch_compile_config.compile_cache_dir == "/x"
-    assert not read("--no-compile-cache").torch_compile_config.compile_cache
+    assert parse_argv("--compile-cache-dir", "/x").torch_compile_config.compile_cache_dir == "/x"
+    assert not parse_argv("--no-compile-cache").torch_compile_config.compile_cache

@@ -50,12 +50,12 @@ def test_V6_a_second_dump_leaves_nothing_of_the_first(tmp_path: Path) -> None:
 
 
 def test_V6_a_piece_from_the_cache_is_dumped_with_its_code(tmp_path: Path) -> None:
-    from torchweave.compiler import weave
+    from torchweave.compiler import compile_graph
 
     for start in ("cold", "warm"):
         report, texts = Report(show=False), {}
         report.keep(texts.__setitem__)
-        weave(
+        compile_graph(
             torch.nn.Linear(4, 8),
             {"input": torch.ones(3, 4)},
             {"input": {0: "T"}},

@@ -15,7 +15,7 @@ import torch
 import torchweave
 from tests.compiler.toy import BOUNDARY, DYNAMIC, example, toy
 from tests.doctor.doctor_zoo.performance import LinearsThatDoNotMerge
-from torchweave.compiler import weave
+from torchweave.compiler import compile_graph
 from torchweave.compiler.cache.store import CompileCache
 from torchweave.compiler.explain.facts import Facts, as_json, explain, schema
 from torchweave.compiler.explain.page import _repeat, page, seconds_text, size_text
@@ -37,18 +37,18 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     report = Report(show=False)
     cache = CompileCache(tmp_path_factory.mktemp("cache"), report)
     with report.stage("weaving"):
-        weave(toy(layers=5), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, cache=cache, report=report)
+        compile_graph(toy(layers=5), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, cache=cache, report=report)
     piece = report.select("piece")[1]["hash"]
     measured = {"shape": "64x64", "choice": "row", "microseconds": 5.0, "baseline": 9.0}
     for tokens in (1, 8):
         report.event("tuned", subject="merge_linears", tokens=tokens, **measured)
     for size in (2, 1):
         report.event("graph", step="decode", kind="whole", key=size, segments=1, bytes=size << 20, seconds=0.1)
-    laps = [
+    spans = [
         {"stream": 0, "start": 0.0, "end": 4.0, "nodes": ["a", "b"]},
         {"stream": 1, "start": 1.0, "end": 3.0, "nodes": ["c"]},
     ]
-    report.event("streams", piece=piece, lanes=laps, serial=6.0, makespan=4.0, kept=True, why="predicted")
+    report.event("streams", piece=piece, lanes=spans, serial=6.0, makespan=4.0, kept=True, why="predicted")
     report.event("fallback", what="something <b>bold</b>", why="a reason & more")
     report.event("memory", total=80 << 30, in_use=1, activations=2 << 30, graphs_expected=3)
     return report

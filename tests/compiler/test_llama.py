@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.compiler.toy import BOUNDARY, DYNAMIC, example, step
-from torchweave.compiler import broken, weave
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler import compile_graph, eager_forward
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -65,10 +65,10 @@ def test_V5_llama_is_woven_whole(llama: Any, mode: Any) -> None:
     module, batches, want = llama
     report = Report(show=False)
     config = TorchCompileConfig(enable_inductor=False, dynamic_shapes=mode)
-    woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=config, report=report)
-    assert len(woven.pieces) == 6 and len(woven.built) == 3
-    assert any(name.startswith("transformers.models.llama") for name in woven.sources)
-    plain = broken(module, BOUNDARY)
+    compiled_graph = compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=config, report=report)
+    assert len(compiled_graph.pieces) == 6 and len(compiled_graph.built) == 3
+    assert any(name.startswith("transformers.models.llama") for name in compiled_graph.sources)
+    plain = eager_forward(module, BOUNDARY)
     for batch, logits in zip(batches, want, strict=True):
-        torch.testing.assert_close(woven(call_as_is, *batch), logits, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(plain(call_as_is, *batch), woven(call_as_is, *batch), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(compiled_graph(call_op, *batch), logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(plain(call_op, *batch), compiled_graph(call_op, *batch), rtol=1e-5, atol=1e-6)

@@ -82,7 +82,7 @@ def test_a_boundary_op_of_the_project_is_called_as_it_is() -> None:
     module = Attends()
     compiled = torchweave.compile(module, {"x": torch.zeros(3, 2, 8)}, {"x": {0: "T"}}, FX)
     x = torch.randn(6, 2, 8)
-    assert torch.equal(compiled(x), module(x)) and len(compiled.woven.pieces) == 2
+    assert torch.equal(compiled(x), module(x)) and len(compiled.compiled_graph.pieces) == 2
 
 
 @pytest.mark.parametrize(

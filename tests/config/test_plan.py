@@ -16,13 +16,13 @@ from torchweave.config import (
     Plan,
     choose_device,
     default_batch_sizes,
+    format_value,
     resolve,
-    show,
 )
 from torchweave.config.options import CudaGraphConfig, EngineConfig, ServerConfig, TorchCompileConfig
-from torchweave.config.validate import check_names, check_numbers, check_server, config_from
+from torchweave.config.validate import check_names, check_server, check_value_ranges, config_from
 
-TRITON = AttentionFacts("triton", 16, captures_mixed=True)
+TRITON = AttentionFacts("triton", 16, supports_mixed_cuda_graphs=True)
 FA3 = AttentionFacts("fa3", 128, (128,))
 TORCH = AttentionFacts("torch", 32)
 GPU = DeviceFacts("cuda:0", "NVIDIA H100", (9, 0), (TRITON, FA3, TORCH))
@@ -45,7 +45,7 @@ def test_defaults_on_a_gpu():
     assert (plan.attention_backend, plan.block_size, plan.device) == ("triton", 16, "cuda:0")
     assert plan.token_buckets == DEFAULT_TOKEN_BUCKETS
     assert plan.batch_sizes[:5] == (1, 2, 4, 8, 16) and plan.batch_sizes[-2:] == (448, 512)
-    assert plan.decode_graphs and plan.piecewise_graphs and plan.whole_mixed_graphs and plan.inductor and plan.fullgraph
+    assert plan.decode_graphs and plan.piecewise_graphs and plan.full_mixed_graphs and plan.inductor and plan.fullgraph
 
 
 def test_a_model_may_stretch_where_that_is_asked_for():
@@ -56,7 +56,7 @@ def test_a_model_may_stretch_where_that_is_asked_for():
 
 
 def test_B11_a_kv_cache_in_fp8():
-    fa3 = AttentionFacts("fa3", 128, (128,), no_fp8_cache="fa3 cannot")
+    fa3 = AttentionFacts("fa3", 128, (128,), fp8_cache_refusal="fa3 cannot")
     gpu = DeviceFacts("cuda:0", "NVIDIA H100", (9, 0), (fa3, TRITON, TORCH))
     assert plan_of(gpu).attention_backend == "fa3" and plan_of(gpu).kv_cache_dtype == "bfloat16"
     for asked in ({}, {"attention_backend": "fa3"}):
@@ -78,7 +78,7 @@ def test_defaults_on_a_cpu():
     plan = plan_of(CPU)
     assert (plan.dtype, plan.max_batch_size, plan.max_num_tokens, plan.device) == ("float32", 32, 2048, "cpu")
     assert plan.token_buckets == () and plan.batch_sizes == ()
-    assert not (plan.decode_graphs or plan.piecewise_graphs or plan.whole_mixed_graphs)
+    assert not (plan.decode_graphs or plan.piecewise_graphs or plan.full_mixed_graphs)
     assert "GPU" in entry(plan, "torch_compile_config.enable_piecewise_cuda_graph").why
 
 
@@ -95,12 +95,12 @@ def test_mixed_steps_have_recorded_sizes():
 
 
 def test_V10_mixed_steps_are_recorded_whole_where_the_backend_can():
-    assert plan_of().whole_mixed_graphs
+    assert plan_of().full_mixed_graphs
     other = plan_of(attention_backend="torch")
-    assert other.piecewise_graphs and not other.whole_mixed_graphs
+    assert other.piecewise_graphs and not other.full_mixed_graphs
     assert entry(other, "cuda_graph_config.capture_mixed").why == "attention backend torch cannot"
     apart = plan_of(cuda_graph_config=CudaGraphConfig(capture_mixed=False))
-    assert apart.piecewise_graphs and not apart.whole_mixed_graphs
+    assert apart.piecewise_graphs and not apart.full_mixed_graphs
 
 
 @given(st.integers(1, 2000))
@@ -259,18 +259,23 @@ def test_choose_device_refuses(asked: str, gpus: int):
         choose_device(asked, gpus)
 
 
-def test_settle_gives_a_new_plan():
+def test_with_effective_returns_a_new_plan():
     plan = plan_of()
-    settled = plan.settle("max_model_len", 100, "the KV cache holds no more", max_model_len=100)
+    settled = plan.with_effective("max_model_len", 100, "the KV cache holds no more", max_model_len=100)
     assert settled.max_model_len == 100 and plan.max_model_len == 4096
     assert entry(settled, "max_model_len").why == "the KV cache holds no more"
     with pytest.raises(FrozenInstanceError):
         plan.device = "cpu"  # pyright: ignore
 
 
-def test_show_shortens_runs_of_sizes():
-    assert show(DEFAULT_TOKEN_BUCKETS) == "1 2 4 8 16 32 64 128-512/128 768-3072/256"
-    assert show((1, 5)) == "1 5" and show(()) == "none" and show(None) == "-" and show(True) == "yes"
+def test_format_value_shortens_runs_of_sizes():
+    assert format_value(DEFAULT_TOKEN_BUCKETS) == "1 2 4 8 16 32 64 128-512/128 768-3072/256"
+    assert (
+        format_value((1, 5)) == "1 5"
+        and format_value(()) == "none"
+        and format_value(None) == "-"
+        and format_value(True) == "yes"
+    )
 
 
 def test_V8_compile_sizes_are_clamped_and_need_inductor():
@@ -348,7 +353,7 @@ def test_an_option_of_another_kind_is_refused(options: dict[str, Any], words: st
     config = config_from(EngineConfig, {"model": "demo", **options})
     with pytest.raises(ValueError, match=re.escape(words)):
         check_names(config, None)
-        check_numbers(config)
+        check_value_ranges(config)
 
 
 def test_options_are_taken_by_vllms_names_too() -> None:

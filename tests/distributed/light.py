@@ -6,35 +6,35 @@ import sys
 import time
 
 from torchweave.distributed import channel
-from torchweave.distributed.channel import Link
-from torchweave.distributed.launchers.local import WaitingRanks
-from torchweave.distributed.leader_connection import Follower
-from torchweave.distributed.worker_group import Crew
+from torchweave.distributed.channel import Channel
+from torchweave.distributed.launchers.local import WorkerPool
+from torchweave.distributed.leader_connection import LeaderConnection
+from torchweave.distributed.worker_group import WorkerGroup
 
-WORK = "tests.distributed.light:work"
+WORKER_ENTRYPOINT = "tests.distributed.light:run_worker"
 
 
-def work(link: Link, task: str) -> None:
+def run_worker(peer_channel: Channel, task: str) -> None:
     """Echo what is sent as a digest until the end; `refuse`, `crash` and `hang` are other things to do."""
-    follower = Follower(link, rank_timeout=2.0)
-    follower.joined()
+    leader = LeaderConnection(peer_channel, rank_timeout=2.0)
+    leader.report_joined()
     if task == "refuse":
-        follower.failed("this cannot be; do that.", asked=True)
+        leader.report_failure("this cannot be; do that.", user_error=True)
         return
     if task == "crash":
         sys.exit(3)
-    follower.built({"rank": 1})
-    while (message := follower.messages.get())[0] != channel.END:
-        follower.digest(message[1])
+    leader.report_built({"rank": 1})
+    while (message := leader.messages.get())[0] != channel.END:
+        leader.digest(message[1])
         while task == "hang":  # as in a collective whose other rank is gone
             time.sleep(60)
 
 
 if __name__ == "__main__":
-    members = WaitingRanks(WORK).give(["hang"])
-    crew = Crew(members, rank_timeout=60.0)
-    crew.wait_until_built()
-    crew.send(channel.STEP)
-    crew.digests(10.0)
-    print(members[0].name, flush=True)
+    workers = WorkerPool(WORKER_ENTRYPOINT).assign(["hang"])
+    worker_group = WorkerGroup(workers, rank_timeout=60.0)
+    worker_group.wait_until_built()
+    worker_group.send(channel.STEP)
+    worker_group.digests(10.0)
+    print(workers[0].name, flush=True)
     time.sleep(60)

@@ -11,7 +11,7 @@ from tests.ops.fusion_cases import DIALECTS, norm64
 from tests.ranks import run_ranks
 from torchweave.distributed import symmetric_memory
 from torchweave.distributed.communicator import ProcessGroupCommunicator, sum_of_ranks
-from torchweave.distributed.process_groups import World
+from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.ops.collectives.all_reduce_norm import (
     all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_fp4,
@@ -26,7 +26,7 @@ from torchweave.ops.collectives.op import (
     register_communicator,
 )
 from torchweave.ops.quant.fp8 import GROUP, fp8_quant
-from torchweave.ops.quant.nvfp4 import dequantize_fp4, fp4_quant, scale_for
+from torchweave.ops.quant.nvfp4 import dequantize_fp4, fp4_quant, fp4_scale_from_amax
 
 SIZE, EPS = 2, 1e-5
 
@@ -36,24 +36,24 @@ def operand(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-def exchange(world: World) -> None:
+def exchange(process_groups: ProcessGroups) -> None:
     for dtype, tokens in product((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32), (1, 5)):
         parts = torch.stack([operand(each, 1, tokens, 24, dtype=dtype) for each in range(SIZE)])
-        mine = parts[world.rank]
+        mine = parts[process_groups.rank]
         total = all_reduce(mine, "tp")
         assert total.dtype == dtype and torch.equal(total, sum_of_ranks(parts))
         for dim in (0, 1, -1):
             assert torch.equal(all_gather(mine, dim, "tp"), torch.cat(list(parts), dim))
         own = reduce_scatter(mine, "tp")
-        assert torch.equal(own, own_rows(total, world.rank, SIZE))
+        assert torch.equal(own, own_rows(total, process_groups.rank, SIZE))
         assert torch.equal(all_gather(own, -2, "tp")[:, :tokens], total)
 
 
-def fuse(world: World, dtype: torch.dtype) -> None:
+def fuse(process_groups: ProcessGroups, dtype: torch.dtype) -> None:
     """Each fused op is its parts to the bit, and near what float64 gives."""
     parts = torch.stack([operand(each, 1, 5, 256, dtype=dtype) for each in range(SIZE)])
     added, weight = operand(7, 1, 5, 256, dtype=dtype), operand(8, 256, dtype=dtype)
-    mine, total = parts[world.rank], sum_of_ranks(parts)
+    mine, total = parts[process_groups.rank], sum_of_ranks(parts)
     unit = torch.finfo(dtype).eps
     for residual, (_, options) in product((added, None), DIALECTS):
         offset, wide = options.get("offset", 0.0), options.get("wide", False)
@@ -71,20 +71,20 @@ def fuse(world: World, dtype: torch.dtype) -> None:
                 q, s, also, kept = all_reduce_add_rms_norm_fp8(mine, *dialect, group, scale, keep, keep, "tp")
                 assert q.float().equal(right[0].float()) and s.equal(right[1])
                 assert also.equal(y) and kept.equal(h) if keep else also.shape == kept.shape == (0,)
-        scale = scale_for(y.abs().max())
+        scale = fp4_scale_from_amax(y.abs().max())
         q, s, also, kept = all_reduce_add_rms_norm_fp4(mine, *dialect, scale, True, True, "tp")
         assert q.equal(fp4_quant(y, scale)[0]) and also.equal(y) and kept.equal(h)
         stands_for = dequantize_fp4(q, s, torch.float64) * scale
         assert bool(((stands_for - y.double()).abs() <= y.abs().double() / 4 + float(y.abs().max()) / 12).all())
 
 
-def all_checks(world: World) -> list[bytes]:
-    register_communicator("tp", ProcessGroupCommunicator(world.groups["tp"]))
+def all_checks(process_groups: ProcessGroups) -> list[bytes]:
+    register_communicator("tp", ProcessGroupCommunicator(process_groups.groups["tp"]))
     assert group_size("tp") == SIZE
-    exchange(world)
-    fuse(world, torch.float32)
-    fuse(world, torch.bfloat16)
-    mine = operand(world.rank, 3, 64, dtype=torch.bfloat16)
+    exchange(process_groups)
+    fuse(process_groups, torch.float32)
+    fuse(process_groups, torch.bfloat16)
+    mine = operand(process_groups.rank, 3, 64, dtype=torch.bfloat16)
     return [all_reduce(mine, "tp").view(torch.uint8).numpy().tobytes()]
 
 
@@ -99,11 +99,11 @@ def test_sums_are_rounded_once() -> None:
     assert sum_of_ranks(parts).item() == 1 + 2**-7
 
 
-def _again(world: World) -> tuple[str, str]:
-    group = world.groups["tp"]
+def _again(process_groups: ProcessGroups) -> tuple[str, str]:
+    group = process_groups.groups["tp"]
     first = symmetric_memory.agreed_refusal(group)
-    if world.rank == 1:  # its process had an engine before
-        symmetric_memory._sharing.add(group.group_name)
+    if process_groups.rank == 1:  # its process had an engine before
+        symmetric_memory._groups_with_symmetric_memory.add(group.group_name)
     return first, symmetric_memory.agreed_refusal(group)
 
 

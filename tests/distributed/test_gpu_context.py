@@ -12,7 +12,7 @@ import pytest
 
 from torchweave.config.options import EngineConfig
 from torchweave.distributed import gpu_context as gpu
-from torchweave.engine.startup import early_start as waiting
+from torchweave.engine.startup import early_start as startup
 
 DRIVER = """
 #include <stdio.h>
@@ -45,7 +45,7 @@ def test_the_context_is_made_by_the_driver(tmp_path: Path, monkeypatch: pytest.M
     subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(tmp_path / "driver.so")], check=True)
     monkeypatch.setattr(gpu, "_DRIVER", str(tmp_path / "driver.so"))
     for index in (3, 9):  # there are eight
-        thread = gpu.open_gpu(index)
+        thread = gpu.open_gpu_context(index)
         assert thread is not None
         thread.join()
     assert called.read_text() == "init 0\nretain 13\ninit 0\n"
@@ -54,7 +54,7 @@ def test_the_context_is_made_by_the_driver(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.usefixtures("torch_with_cuda")
 def test_a_machine_without_a_driver_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_DRIVER", "/no/such/library.so")
-    thread = gpu.open_gpu(0)
+    thread = gpu.open_gpu_context(0)
     assert thread is not None
     thread.join()
 
@@ -62,9 +62,9 @@ def test_a_machine_without_a_driver_is_left_to_torch(monkeypatch: pytest.MonkeyP
 def test_a_torch_without_cuda_opens_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = ModuleSpec("torch", None, is_package=True)
     monkeypatch.setattr(gpu, "find_spec", lambda name: spec)
-    assert gpu.open_gpu(0) is None
+    assert gpu.open_gpu_context(0) is None
     monkeypatch.setattr(gpu, "find_spec", lambda name: None)
-    assert gpu.open_gpu(0) is None
+    assert gpu.open_gpu_context(0) is None
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_each_rank_opens_the_gpu_that_it_will_have(
     opened: list[int] = []
     started: list[int | None] = []
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    monkeypatch.setattr(waiting, "open_gpu", opened.append)
+    monkeypatch.setattr(startup, "open_gpu_context", opened.append)
     monkeypatch.setattr(
         "torchweave.distributed.launchers.local._start", lambda rank, function, gpu: started.append(gpu)
     )
-    waiting.waiting_ranks(EngineConfig("demo", **options), replica)
+    startup.prestart_workers(EngineConfig("demo", **options), replica)
     assert opened == ([] if leader is None else [leader]) and started == others

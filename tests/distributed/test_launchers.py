@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.two_ranks import GREEDY, OPTIONS, agreed
-from torchweave.distributed.rendezvous import Door, enter
+from torchweave.distributed.rendezvous import RendezvousServer, connect_to_rendezvous
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 
@@ -37,7 +37,7 @@ def test_E3_torchrun_runs_one_script_on_two_ranks(expected: list[int]):
     assert re.findall(r"rank (\d) drew (.*), agreed (\w+)", run.stdout) == [("0", str(expected), "True")]
 
 
-def test_torchrun_is_asked_for_in_vain(monkeypatch: pytest.MonkeyPatch):
+def test_torchrun_executor_outside_torchrun_is_an_error(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=r"torchrun did not start this process; run `torchrun --nproc-per-node 2"):
         LLM("demo", executor="torchrun", **OPTIONS)
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
@@ -75,25 +75,25 @@ def test_E3_ray_starts_ranks_and_a_killed_actor_ends_all(cluster: None, expected
         assert time.monotonic() - begin < LIMIT
 
 
-def test_a_cluster_without_room_is_one_sentence(cluster: None):
+def test_ray_cluster_without_resources_is_an_error(cluster: None):
     with pytest.raises(ValueError, match=r"no room for 4 ranks with a CPU each.* \(it has 2 CPUs and 0 GPUs\)"):
         LLM("demo", executor="ray", **(OPTIONS | {"tensor_parallel_size": 4}))
 
 
-def test_strangers_do_not_come_in():
-    door = Door("127.0.0.1")
-    links = {}
-    waiting = threading.Thread(target=lambda: links.update(door.admit({1}, LIMIT, lambda: None)))
+def test_connection_without_the_secret_is_refused():
+    server = RendezvousServer("127.0.0.1")
+    channels = {}
+    waiting = threading.Thread(target=lambda: channels.update(server.accept_ranks({1}, LIMIT, lambda: None)))
     waiting.start()
     with pytest.raises((AuthenticationError, OSError, EOFError)):
-        enter(door.address, b"not the key", 1)
-    link = enter(door.address, door.key, 1)
+        connect_to_rendezvous(server.address, b"not the key", 1)
+    peer_channel = connect_to_rendezvous(server.address, server.key, 1)
     waiting.join()
-    link.send(b"x", b"hello")
-    (ours, who) = links[1]
-    assert ours.receive() == (b"x", b"hello") and str(os.getpid()) in who
+    peer_channel.send(b"x", b"hello")
+    (ours, process_name) = channels[1]
+    assert ours.receive() == (b"x", b"hello") and str(os.getpid()) in process_name
 
 
-def test_who_does_not_come_is_named():
+def test_missing_rank_is_named_after_the_timeout():
     with pytest.raises(TimeoutError, match="rank 2 did not connect"):
-        Door("127.0.0.1").admit({2}, 0.1, lambda: None)
+        RendezvousServer("127.0.0.1").accept_ranks({2}, 0.1, lambda: None)

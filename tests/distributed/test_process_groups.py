@@ -12,19 +12,25 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from torchweave.distributed.pipeline_transport import Pipeline
-from torchweave.distributed.process_groups import World, abort_groups, init_world
+from torchweave.distributed.pipeline_transport import PipelineTransport
+from torchweave.distributed.process_groups import ProcessGroups, abort_groups, init_process_groups
 
 
-def _look(world: World) -> tuple:
+def _look(process_groups: ProcessGroups) -> tuple:
     sums = {}
-    for name, group in world.groups.items():
-        total = torch.tensor([2.0**world.rank])
+    for name, group in process_groups.groups.items():
+        total = torch.tensor([2.0**process_groups.rank])
         dist.all_reduce(total, group=group)
         sums[name] = int(total)
     with pytest.raises(ValueError, match="already"):
-        init_world(0, 1, 1, "cpu", dist.HashStore())
-    return world.rank, world.tensor_rank, world.stage, sums, world.smallest(10 - world.rank)
+        init_process_groups(0, 1, 1, "cpu", dist.HashStore())
+    return (
+        process_groups.rank,
+        process_groups.tensor_rank,
+        process_groups.stage,
+        sums,
+        process_groups.all_reduce_min(10 - process_groups.rank),
+    )
 
 
 def test_tensor_groups_are_neighbours_and_pipelines_cross_them():
@@ -66,19 +72,19 @@ def test_groups_are_given_up_together():
     running: list[threading.Event] = []
     both = _Group(running), _Group(running)
     begin = time.monotonic()
-    abort_groups(World(size=4, groups={"tp": both[0], "pp": both[1], "pp_before": both[1]}))
+    abort_groups(ProcessGroups(size=4, groups={"tp": both[0], "pp": both[1], "pp_before": both[1]}))
     assert time.monotonic() - begin < 4
     assert len(running) == 4, "each was aborted once, to its end"
 
 
-def _hand_over(world: World) -> tuple[list[float], list[int]]:
-    pipeline = Pipeline(world)
+def _hand_over(process_groups: ProcessGroups) -> tuple[list[float], list[int]]:
+    pipeline = PipelineTransport(process_groups)
     x = torch.zeros(2, 2) if pipeline.is_first else pipeline.receive((2, 2), torch.float32)
-    x = x.t() + 10**world.stage  # of other strides than those that are sent
+    x = x.t() + 10**process_groups.stage  # of other strides than those that are sent
     if not pipeline.is_last:
         pipeline.send(x)
-    drawn = torch.tensor([world.stage, 7], dtype=torch.int32)
-    pipeline.share(drawn)
+    drawn = torch.tensor([process_groups.stage, 7], dtype=torch.int32)
+    pipeline.broadcast_from_last(drawn)
     return x.flatten().tolist(), drawn.tolist()
 
 
@@ -88,8 +94,8 @@ def test_a_pipeline_hands_on_from_stage_to_stage_and_back():
     assert [drawn for _, drawn in found] == [[2, 7]] * 3
 
 
-def _fail(world: World) -> None:
-    if world.rank == 1:
+def _fail(process_groups: ProcessGroups) -> None:
+    if process_groups.rank == 1:
         raise RuntimeError("rank 1 had enough")
 
 
@@ -99,9 +105,14 @@ def test_what_a_rank_raises_is_raised_here():
 
 
 def test_one_rank_exchanges_nothing():
-    world = World.single()
-    assert (world.rank, world.size, world.smallest(3), world.is_leader) == (0, 1, 3, True)
-    world.barrier()
+    process_groups = ProcessGroups.single_rank()
+    assert (process_groups.rank, process_groups.size, process_groups.all_reduce_min(3), process_groups.is_leader) == (
+        0,
+        1,
+        3,
+        True,
+    )
+    process_groups.barrier()
 
 
 def test_joining_a_world_imports_nothing():
@@ -109,10 +120,11 @@ def test_joining_a_world_imports_nothing():
     code = """
 import sys
 import torchweave.engine.ranks.worker
-from torchweave.distributed.process_groups import close_world, init_world, join_meeting_point, open_meeting_point
-store, address = open_meeting_point("127.0.0.1")
+from torchweave.distributed.process_groups import destroy_process_groups, init_process_groups, join_rendezvous_store
+from torchweave.distributed.process_groups import create_rendezvous_store
+store, address = create_rendezvous_store("127.0.0.1")
 before = set(sys.modules)
-close_world(init_world(0, 1, 1, "cpu", join_meeting_point(address)))
+destroy_process_groups(init_process_groups(0, 1, 1, "cpu", join_rendezvous_store(address)))
 print(*sorted(set(sys.modules) - before))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,29 +15,29 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from tests.distributed.light import WORK
+from tests.distributed.light import WORKER_ENTRYPOINT
 from torchweave.distributed import channel
-from torchweave.distributed.launchers.local import LocalMember, WaitingRanks
-from torchweave.distributed.process_groups import World
-from torchweave.distributed.worker_group import Crew, RankFailure
-from torchweave.engine.ranks.leader_runner import Lead
+from torchweave.distributed.launchers.local import LocalWorker, WorkerPool
+from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.distributed.worker_group import RankFailure, WorkerGroup
+from torchweave.engine.ranks.leader_runner import Executor
 
 LIMIT = 10.0
 
 
 @contextmanager
-def crew_of(*tasks: str, rank_timeout: float = 30.0) -> Iterator[tuple[Crew, list[int]]]:
+def worker_group_of(*tasks: str, rank_timeout: float = 30.0) -> Iterator[tuple[WorkerGroup, list[int]]]:
     """A crew, and the process of each member."""
-    members = WaitingRanks(WORK).give(tasks)
-    crew = Crew(members, rank_timeout)
+    workers = WorkerPool(WORKER_ENTRYPOINT).assign(tasks)
+    worker_group = WorkerGroup(workers, rank_timeout)
     try:
-        yield crew, [process_of(member) for member in members]
+        yield worker_group, [process_of(worker) for worker in workers]
     finally:
-        crew.close()
+        worker_group.close()
 
 
-def process_of(member: LocalMember) -> int:
-    found = re.fullmatch(r"Rank \d+ \(process (\d+)\)", member.name)
+def process_of(worker: LocalWorker) -> int:
+    found = re.fullmatch(r"Rank \d+ \(process (\d+)\)", worker.name)
     assert found
     return int(found[1])
 
@@ -49,94 +49,100 @@ def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def wait_for_failure(crew: Crew) -> RankFailure:
-    cause = crew.cause_of(RuntimeError("something that follows from it"))
+def wait_for_failure(worker_group: WorkerGroup) -> RankFailure:
+    cause = worker_group.root_cause(RuntimeError("something that follows from it"))
     assert isinstance(cause, RankFailure)
     return cause
 
 
 def test_every_rank_hears_the_same_and_ends_when_told():
-    with crew_of("", "") as (crew, processes):
-        crew.wait_until_joined()
-        crew.wait_until_built()
-        crew.send(channel.STEP, b"one")
-        assert crew.digests(LIMIT) == [b"one", b"one"]
+    with worker_group_of("", "") as (worker_group, processes):
+        worker_group.wait_until_joined()
+        worker_group.wait_until_built()
+        worker_group.send(channel.STEP, b"one")
+        assert worker_group.digests(LIMIT) == [b"one", b"one"]
         begin = time.monotonic()
-        crew.close()
-        assert time.monotonic() - begin < 4 and crew.failure is None  # they ended by themselves
+        worker_group.close()
+        assert time.monotonic() - begin < 4 and worker_group.failure is None  # they ended by themselves
         assert all(map(is_gone, processes))
 
 
-def test_ranks_that_wait_get_their_tasks_later_and_the_rest_end():
-    with WaitingRanks(WORK, 2) as waiting:
-        first, second = (process_of(member) for member in waiting._members)
-        crew = Crew(waiting.give(["one task"]), 30.0)
+def test_worker_pool_assigns_tasks_later_and_ends_unused_workers():
+    with WorkerPool(WORKER_ENTRYPOINT, 2) as worker_pool:
+        first, second = (process_of(worker) for worker in worker_pool._workers)
+        worker_group = WorkerGroup(worker_pool.assign(["one task"]), 30.0)
         assert is_gone(second)
     try:
-        crew.wait_until_built()
-        crew.send(channel.STEP, b"one")
-        assert crew.digests(LIMIT) == [b"one"] and Path(f"/proc/{first}").exists()
+        worker_group.wait_until_built()
+        worker_group.send(channel.STEP, b"one")
+        assert worker_group.digests(LIMIT) == [b"one"] and Path(f"/proc/{first}").exists()
     finally:
-        crew.close()
-    with pytest.raises(ValueError, match="refused"), WaitingRanks(WORK, 1) as waiting:
-        unused = process_of(waiting._members[0])
+        worker_group.close()
+    with pytest.raises(ValueError, match="refused"), WorkerPool(WORKER_ENTRYPOINT, 1) as worker_pool:
+        unused = process_of(worker_pool._workers[0])
         raise ValueError("refused")
     assert is_gone(unused)
 
 
-def test_a_rank_that_ended_while_it_waited_is_the_failure_of_all():
-    with WaitingRanks(WORK, 1) as waiting:
-        pid = process_of(waiting._members[0])
+def test_worker_that_died_in_the_pool_fails_the_group():
+    with WorkerPool(WORKER_ENTRYPOINT, 1) as worker_pool:
+        pid = process_of(worker_pool._workers[0])
         os.kill(pid, signal.SIGKILL)
-        waiting._members[0].wait(LIMIT)
-        crew = Crew(waiting.give(["one", "two"]), 30.0)
+        worker_pool._workers[0].wait(LIMIT)
+        worker_group = WorkerGroup(worker_pool.assign(["one", "two"]), 30.0)
     with pytest.raises(RankFailure, match=rf"Rank 1 \(process {pid}\) has ended unexpectedly \(killed by SIGKILL\)"):
-        crew.wait_until_built()
-    crew.close()
+        worker_group.wait_until_built()
+    worker_group.close()
 
 
-def test_the_end_comes_once():
+def test_executor_closes_once():
     released: list[str] = []
-    lead = Lead(World.single(), Crew([], 8.0), HashStore(), lambda: released.append("room"))
-    lead.close()
-    lead.close()  # an engine that was shut down is dropped later, when another one may be there
+    executor = Executor(ProcessGroups.single_rank(), WorkerGroup([], 8.0), HashStore(), lambda: released.append("room"))
+    executor.close()
+    executor.close()  # an engine that was shut down is dropped later, when another one may be there
     assert released == ["room"]
 
 
-def test_a_killed_rank_takes_the_others_with_it():
-    with crew_of("", "hang") as (crew, processes):
-        crew.wait_until_built()
-        heard: list[RankFailure] = []
-        crew.on_failure(heard.append)
+def test_killed_worker_ends_the_group():
+    with worker_group_of("", "hang") as (worker_group, processes):
+        worker_group.wait_until_built()
+        failures: list[RankFailure] = []
+        worker_group.on_failure(failures.append)
         os.kill(processes[0], signal.SIGKILL)
         expected = rf"Rank 1 \(process {processes[0]}\) has ended unexpectedly \(killed by SIGKILL\)"
-        assert re.fullmatch(expected, str(wait_for_failure(crew)))
+        assert re.fullmatch(expected, str(wait_for_failure(worker_group)))
         assert all(map(is_gone, processes))
         with pytest.raises(RankFailure, match="Rank 1"):
-            crew.send(channel.STEP, b"two")
+            worker_group.send(channel.STEP, b"two")
         end = time.monotonic() + LIMIT
-        while not heard and time.monotonic() < end:
+        while not failures and time.monotonic() < end:
             time.sleep(0.01)
-        assert heard == [crew.failure]
+        assert failures == [worker_group.failure]
 
 
 def test_a_stopped_rank_counts_as_gone_once_it_was_silent_for_long():
-    with crew_of("", "", rank_timeout=2.0) as (crew, processes):
-        crew.wait_until_built()
+    with worker_group_of("", "", rank_timeout=2.0) as (worker_group, processes):
+        worker_group.wait_until_built()
         time.sleep(2.5)  # silence is about signs of life, not about work
-        crew.check()
+        worker_group.check()
         os.kill(processes[1], signal.SIGSTOP)
-        assert str(wait_for_failure(crew)) == f"Rank 2 (process {processes[1]}) has not answered for 2 s"
+        assert str(wait_for_failure(worker_group)) == f"Rank 2 (process {processes[1]}) has not answered for 2 s"
         assert all(map(is_gone, processes))
 
 
 def test_what_a_rank_refuses_and_how_it_crashes_are_told():
-    with crew_of("refuse") as (crew, _), pytest.raises(RankFailure, match=r"^this cannot be; do that\.$") as refused:
-        crew.wait_until_built()
-    assert refused.value.asked
-    with crew_of("crash") as (crew, _), pytest.raises(RankFailure, match=r"unexpectedly \(exit code 3\)") as crashed:
-        crew.wait_until_built()
-    assert not crashed.value.asked
+    with (
+        worker_group_of("refuse") as (worker_group, _),
+        pytest.raises(RankFailure, match=r"^this cannot be; do that\.$") as refused,
+    ):
+        worker_group.wait_until_built()
+    assert refused.value.user_error
+    with (
+        worker_group_of("crash") as (worker_group, _),
+        pytest.raises(RankFailure, match=r"unexpectedly \(exit code 3\)") as crashed,
+    ):
+        worker_group.wait_until_built()
+    assert not crashed.value.user_error
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -15,7 +15,7 @@ from tests.doctor import doctor_zoo
 from tests.doctor.doctor_zoo import clean, graph_breaks, performance, recompiles, trace_failures
 from torchweave.cli import main
 from torchweave.doctor.examine import examine
-from torchweave.doctor.finding import Finding, settle
+from torchweave.doctor.finding import Finding, deduplicate
 from torchweave.doctor.subject import InputSpec, find
 
 ZOO = Path(doctor_zoo.__file__).parent
@@ -177,4 +177,4 @@ def test_findings_at_one_line_are_one_and_the_worst_come_first() -> None:
     first = Finding("graph_break", "item", "a.py:12", "c", "f")
     follows = Finding("recompile", "data_dependent_size", "a.py:12", "c", "f")
     early = Finding("graph_break", "print", "a.py:3", "c", "f")
-    assert settle([note, first, follows, early, early]) == [early, first, note]
+    assert deduplicate([note, first, follows, early, early]) == [early, first, note]

@@ -257,4 +257,4 @@ def test_a_bad_request_is_refused_and_others_finish(
     check_sentence(str(error.value), (sentence,))
     assert in_flight, "the long answer was over before the bad request came: nothing was shown"
     assert said == right
-    assert llm.engine.batch.num_active == 0
+    assert llm.engine.scheduler.num_active == 0

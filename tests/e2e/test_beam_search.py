@@ -54,8 +54,8 @@ def _until(ids: list[int], stops: list[int]) -> list[int]:
 
 def by_engine(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[list[int]]]:
     found = [[answer.token_ids for answer in output.outputs] for output in llm.generate(prompts, params)]
-    assert llm.engine.batch.kv.num_free == llm.engine.batch.kv.num_blocks
-    llm.engine.batch.kv.check()
+    assert llm.engine.scheduler.kv.num_free == llm.engine.scheduler.kv.num_blocks
+    llm.engine.scheduler.kv.check()
     return found
 
 
@@ -67,7 +67,7 @@ def prompts(longest: int = 40) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, PreTrainedModel]]:
     folder = tmp_path_factory.mktemp("tiny")
-    model = zoo.build(zoo.specimen("llama"))
+    model = zoo.build(zoo.zoo_model("llama"))
     zoo.save(model, folder)
     with LLM(str(folder), device="cpu", dtype="float32", block_size=16, torch_compile_config=PLAIN) as llm:
         yield llm, model
@@ -90,7 +90,7 @@ def of_demo(**options: Any) -> tuple[LLM, list[RequestOutput]]:
     with LLM("demo", device="cpu", dtype="float32", torch_compile_config=PLAIN, **options) as llm:
         found = llm.generate(DEMO * 3, DEMO_PARAMS)
         assert tokens(found[:3]) == tokens(found[3:6]) == tokens(found[6:])
-        llm.engine.batch.kv.check()
+        llm.engine.scheduler.kv.check()
     return llm, found[:3]
 
 
@@ -132,17 +132,17 @@ def test_B7_beams_are_the_same_with_a_cache_of_a_few_blocks_and_no_shared_ones(
         max_num_tokens=32,
         max_batch_size=12,
     )
-    assert tokens(paused) == tokens(demo[1]) and small.engine.batch.paused_total > 0
+    assert tokens(paused) == tokens(demo[1]) and small.engine.scheduler.paused_total > 0
 
 
 def test_B7_beams_of_a_model_with_windows_equal_those_of_transformers(tmp_path: Path) -> None:
     """Groups of layers have block tables of their own, and give back what has left their window."""
-    model = zoo.build(zoo.specimen("gemma2"))
+    model = zoo.build(zoo.zoo_model("gemma2"))
     zoo.save(model, tmp_path)
     settings = {"beam_width": 4, "n": 4, "early_stopping": True}
     params = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=[7], **settings)  # type: ignore[arg-type]
     wanted = [by_transformers(model, prompt, 20, [7], settings) for prompt in prompts(70)]
     with LLM(str(tmp_path), device="cpu", dtype="float32", block_size=8, torch_compile_config=PLAIN) as llm:
-        assert llm.engine.batch.kv.num_groups > 1
+        assert llm.engine.scheduler.kv.num_groups > 1
         assert by_engine(llm, prompts(70), params) == wanted
-        llm.engine.batch.check()
+        llm.engine.scheduler.check()

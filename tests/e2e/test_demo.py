@@ -34,10 +34,10 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     with LLM("demo", device="cpu", torch_compile_config=cache, report=Report(show=False)) as engine:
         assert not engine.report.select("fallback")
         yield engine
-        batch = engine.engine.batch
-        batch.kv.check()
-        assert batch.num_active == 0
-        assert batch.kv.num_free == batch.kv.num_blocks
+        scheduler = engine.engine.scheduler
+        scheduler.kv.check()
+        assert scheduler.num_active == 0
+        assert scheduler.kv.num_free == scheduler.kv.num_blocks
 
 
 def texts(llm: LLM, prompts: list[str], params: SamplingParams | list[SamplingParams]) -> list[str]:

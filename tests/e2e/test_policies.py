@@ -19,21 +19,21 @@ def answers(**options: Any) -> tuple[list[list[int]], LLM]:
         found = llm.generate(PROMPTS, PARAMS)
         again = llm.generate(PROMPTS, PARAMS)
         assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in again]
-        assert llm.engine.batch.kv.num_free == llm.engine.batch.kv.num_blocks
-        llm.engine.batch.kv.check()
+        assert llm.engine.scheduler.kv.num_free == llm.engine.scheduler.kv.num_blocks
+        llm.engine.scheduler.kv.check()
     return [output.outputs[0].token_ids for output in found], llm
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> list[list[int]]:
     found, llm = answers(enable_prefix_caching=False)
-    assert llm.engine.batch.kv.reused_total == 0
+    assert llm.engine.scheduler.kv.reused_total == 0
     return found
 
 
 def test_B11_shared_blocks_change_no_token(undisturbed: list[list[int]]) -> None:
     found, llm = answers()
-    assert found == undisturbed and llm.engine.batch.kv.reused_total >= len(PROMPTS)
+    assert found == undisturbed and llm.engine.scheduler.kv.reused_total >= len(PROMPTS)
 
 
 @pytest.mark.parametrize("chunking", ["first_come_first_served", "equal_progress"])
@@ -46,7 +46,7 @@ def test_B4_max_utilization_with_a_cache_of_a_few_blocks_changes_no_token(
         num_kv_blocks=14,
         max_num_tokens=48,
     )
-    assert found == undisturbed and llm.engine.batch.paused_total > 0
+    assert found == undisturbed and llm.engine.scheduler.paused_total > 0
 
 
 def test_B3_static_batches_change_no_token(undisturbed: list[list[int]]) -> None:

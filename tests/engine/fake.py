@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchweave.engine.kv_cache.block_manager import KVCache
-from torchweave.engine.kv_cache.cpu_offload import HostPool
-from torchweave.engine.kv_cache.layer_groups import Sight
+from torchweave.engine.kv_cache.block_manager import BlockManager
+from torchweave.engine.kv_cache.cpu_offload import HostBlockPool
+from torchweave.engine.kv_cache.layer_groups import AttentionWindow
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.runner.step_buffers import StepBuffers, pack, packed_size
 from torchweave.engine.sampling.beam_search import BeamSearch, Continuations, num_candidates
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.policies import POLICIES
-from torchweave.engine.scheduler.scheduler import Batch
+from torchweave.engine.scheduler.scheduler import Scheduler
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
-from torchweave.engine.scheduler.step_builder import GRANT_AHEAD
+from torchweave.engine.scheduler.step_builder import LOOKAHEAD_TOKENS
 from torchweave.ops.slot_state import SlotState
-from torchweave.ops.step_io import advance, prepare, prepare_decode
+from torchweave.ops.step_io import advance, prepare, prepare_decode_inputs
 
 VOCAB = 97
 
@@ -72,20 +72,23 @@ def expected_beams(prompt: Sequence[int], params: SamplingParams, stops: Sequenc
     return [beam.token_ids.tolist() for beam in search.best()]
 
 
-def seen(ids: Sequence[int], sights: Sequence[Sight]) -> list[int]:
+def visible_tokens(ids: Sequence[int], windows: Sequence[AttentionWindow]) -> list[int]:
     """What the last of `ids` sees: group by group, as far back as that group looks."""
     found: list[int] = []
-    for sight in sights:
-        found += ids[int(sight.lowest(np.array(len(ids) - 1))) :]
+    for window in windows:
+        found += ids[int(window.first_visible(np.array(len(ids) - 1))) :]
     return found
 
 
 def expected(
-    prompt: Sequence[int], max_tokens: int, stops: Sequence[int] = (), sights: Sequence[Sight] = (Sight(),)
+    prompt: Sequence[int],
+    max_tokens: int,
+    stops: Sequence[int] = (),
+    windows: Sequence[AttentionWindow] = (AttentionWindow(),),
 ) -> list[int]:
     ids = list(prompt)
     for _ in range(max_tokens):
-        ids.append(next_token(seen(ids, sights)))
+        ids.append(next_token(visible_tokens(ids, windows)))
         if ids[-1] in stops:
             break
     return ids[len(prompt) :]
@@ -94,14 +97,20 @@ def expected(
 class FakeRunner:
     """Runs steps at once, on the CPU, with the project's own step ops."""
 
-    def __init__(self, limits: Limits, num_blocks: int, block_size: int, sights: Sequence[Sight] = (Sight(),)) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        num_blocks: int,
+        block_size: int,
+        windows: Sequence[AttentionWindow] = (AttentionWindow(),),
+    ) -> None:
         self.block_size = block_size
-        self.sights = tuple(sights)
+        self.windows = tuple(windows)
         width = -(-limits.max_model_len // block_size)
-        self.state = SlotState(limits.max_batch_size, width, num_tables=len(sights))
+        self.state = SlotState(limits.max_batch_size, width, num_tables=len(windows))
         self.cache = np.full(num_blocks * block_size, -1)
         cpu = torch.device("cpu")
-        self.buffers = StepBuffers(limits.max_batch_size, limits.max_num_tokens, cpu, len(sights))
+        self.buffers = StepBuffers(limits.max_batch_size, limits.max_num_tokens, cpu, len(windows))
         self.launched = 0
         self.fail_at: int | None = None
         self.start_fault: BaseException | None = None
@@ -120,7 +129,7 @@ class FakeRunner:
     def memory_in_use(self) -> int | None:
         return None
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         pass
 
     def launch(self, step: Step) -> tuple[np.ndarray, StepLogprobs | None]:
@@ -149,8 +158,8 @@ class FakeRunner:
                 self.state, slots, packed.query_start, packed.ids, packed.positions, block_size=self.block_size, **into
             )
         else:
-            slots, emit = self.state.slots[:rows], buffers.every[:rows]
-            prepare_decode(self.state, slots, block_size=self.block_size, **into)
+            slots, emit = self.state.slots[:rows], buffers.emit_all[:rows]
+            prepare_decode_inputs(self.state, slots, block_size=self.block_size, **into)
             assert np.array_equal(slots.numpy(), step.slots), "the device's batch is not the host's"
         mapping = into["slot_mapping"].numpy()
         assert (mapping >= 0).all(), "a token has no place in the cache"
@@ -164,15 +173,15 @@ class FakeRunner:
     def _numbers(self, slots: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """The number of what each row sees, read by the tables of all groups."""
         size = self.block_size
-        if self.sights == (Sight(),):
+        if self.windows == (AttentionWindow(),):
             at = np.arange(int(lengths.max()))
             table = self.state.host["block_table"][slots]
             return hashes(self.cache[table[:, at // size] * size + at % size], lengths)
         numbers = []
         for slot, length in zip(slots, lengths, strict=True):
             ids: list[int] = []
-            for sight, table in zip(self.sights, self.state.tables, strict=True):
-                at = np.arange(int(sight.lowest(np.array(length - 1))), length)
+            for window, table in zip(self.windows, self.state.tables, strict=True):
+                at = np.arange(int(window.first_visible(np.array(length - 1))), length)
                 ids += self.cache[table[slot].numpy()[at // size] * size + at % size].tolist()
             numbers.append(int(hashes(np.array([ids]), np.array([len(ids)]))[0]))
         return np.array(numbers)
@@ -182,50 +191,50 @@ class FakeRunner:
             return None
         rows, most = step.logprobs
         values, ids = best_of(numbers[rows], most)
-        every = logprobs_of(numbers[rows])
-        chosen = every[np.arange(len(rows)), drawn[rows]]
-        return StepLogprobs(rows, chosen, (every > chosen[:, None]).sum(axis=1) + 1, values, ids)
+        emit_all = logprobs_of(numbers[rows])
+        chosen = emit_all[np.arange(len(rows)), drawn[rows]]
+        return StepLogprobs(rows, chosen, (emit_all > chosen[:, None]).sum(axis=1) + 1, values, ids)
 
 
-class FakeMover:
-    """Copies as late as it may: when somebody has to wait, or as often as `patience` looks found that nothing had landed."""
+class FakeBlockCopier:
+    """Copies as late as it may: when somebody has to wait, or as often as `polls_per_copy` looks found that nothing had landed."""
 
-    def __init__(self, num_places: int, patience: int = 3) -> None:
-        self.num_places = num_places
-        self.patience = patience
+    def __init__(self, num_host_blocks: int, polls_per_copy: int = 3) -> None:
+        self.num_host_blocks = num_host_blocks
+        self.polls_per_copy = polls_per_copy
         self.device = np.empty((0, 0), np.int64)
         self.host: dict[int, np.ndarray] = {}
         self.queue: list[tuple[int, bool, np.ndarray, np.ndarray]] = []
-        self.begun = self.looks = 0
+        self.begun = self.num_polls = 0
 
-    def store(self, blocks: np.ndarray, places: np.ndarray) -> int:
-        return self._begin(True, blocks, places)
+    def store(self, blocks: np.ndarray, host_blocks: np.ndarray) -> int:
+        return self._begin(True, blocks, host_blocks)
 
-    def load(self, places: np.ndarray, blocks: np.ndarray) -> int:
-        return self._begin(False, blocks, places)
+    def load(self, host_blocks: np.ndarray, blocks: np.ndarray) -> int:
+        return self._begin(False, blocks, host_blocks)
 
-    def _begin(self, to_host: bool, blocks: np.ndarray, places: np.ndarray) -> int:
+    def _begin(self, to_host: bool, blocks: np.ndarray, host_blocks: np.ndarray) -> int:
         self.begun += 1
-        self.queue.append((self.begun, to_host, blocks.copy(), places.copy()))
+        self.queue.append((self.begun, to_host, blocks.copy(), host_blocks.copy()))
         return self.begun
 
-    def landed(self, ticket: int) -> bool:
-        self.looks += 1
-        if self.looks % (self.patience + 1) == self.patience and self.queue:
+    def is_done(self, ticket: int) -> bool:
+        self.num_polls += 1
+        if self.num_polls % (self.polls_per_copy + 1) == self.polls_per_copy and self.queue:
             self._copy()
         return not self.queue or ticket < self.queue[0][0]
 
-    def hold(self, ticket: int) -> None:
+    def wait_for(self, ticket: int) -> None:
         while self.queue and self.queue[0][0] <= ticket:
             self._copy()
 
     def _copy(self) -> None:
-        _, to_host, blocks, places = self.queue.pop(0)
-        for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
+        _, to_host, blocks, host_blocks = self.queue.pop(0)
+        for block, host_block in zip(blocks.tolist(), host_blocks.tolist(), strict=True):
             if to_host:
-                self.host[place] = self.device[block].copy()
+                self.host[host_block] = self.device[block].copy()
             else:
-                self.device[block] = self.host[place]
+                self.device[block] = self.host[host_block]
 
 
 def make(
@@ -239,17 +248,17 @@ def make(
     eos: Sequence[int] = (),
     policy: str = "guaranteed_no_evict",
     reuse: bool = True,
-    mover: FakeMover | None = None,
-    sights: Sequence[Sight] = (Sight(),),
+    copier: FakeBlockCopier | None = None,
+    windows: Sequence[AttentionWindow] = (AttentionWindow(),),
     **limits_too: Any,
-) -> tuple[Batch, FakeRunner]:
+) -> tuple[Scheduler, FakeRunner]:
     limits = Limits(max_batch_size, max_num_tokens, max_model_len, VOCAB, chunked, **limits_too)
-    runner = FakeRunner(limits, num_blocks, block_size, sights)
+    runner = FakeRunner(limits, num_blocks, block_size, windows)
     host = None
-    if mover is not None:
-        mover.device = runner.cache.reshape(num_blocks, block_size)
-        host = HostPool(mover, max_batch_size)
-    width, longest = -(-max_model_len // block_size), max_num_tokens + GRANT_AHEAD
-    kv = KVCache(num_blocks, block_size, max_batch_size, width, sights, longest, host)
-    batch = Batch(limits, kv, POLICIES[policy], runner.state.updates(), eos, reuse)
-    return batch, runner
+    if copier is not None:
+        copier.device = runner.cache.reshape(num_blocks, block_size)
+        host = HostBlockPool(copier, max_batch_size)
+    width, longest = -(-max_model_len // block_size), max_num_tokens + LOOKAHEAD_TOKENS
+    kv = BlockManager(num_blocks, block_size, max_batch_size, width, windows, longest, host)
+    scheduler = Scheduler(limits, kv, POLICIES[policy], runner.state.updates(), eos, reuse)
+    return scheduler, runner

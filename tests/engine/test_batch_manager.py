@@ -22,11 +22,11 @@ class Harness:
     """Callbacks that record what happened, and a batch manager over the fake model."""
 
     def __init__(self, together: bool = False, start_fault: BaseException | None = None, **options: Any) -> None:
-        self.batch, self.runner = make(**options.pop("sizes", {}))
+        self.scheduler, self.runner = make(**options.pop("sizes", {}))
         self.runner.start_fault = start_fault
         self.todo: list[InferenceRequest] = []
-        self.asked: list[int] = []
-        self.said: dict[int, list[tuple[Output, bool, str]]] = defaultdict(list)
+        self.max_nums: list[int] = []
+        self.received: dict[int, list[tuple[Output, bool, str]]] = defaultdict(list)
         self.free_at_final: list[int] = []
         self.stats: list[dict] = []
         self.stops: set[int] = set()
@@ -37,7 +37,7 @@ class Harness:
         self.faults: dict[str, BaseException] = {}
         self.before_send: Callable[[int, Output, bool], None] = lambda *response: None
         self.manager = BatchManager(
-            self.batch,
+            self.scheduler,
             self.runner,
             self.get_requests,
             None if together else self.send_response,
@@ -57,7 +57,7 @@ class Harness:
         self.stats.append(json.loads(text))
 
     def get_requests(self, max_num: int) -> list[InferenceRequest]:
-        self.asked.append(max_num)
+        self.max_nums.append(max_num)
         self._note("get_requests")
         now = []
         while self.todo and (max_num < 0 or len(now) < max_num):
@@ -69,7 +69,7 @@ class Harness:
         self.threads.add(threading.current_thread().name)
         self.before_send(request_id, output, final)
         with self.final:
-            self.said[request_id].append((output, final, error))
+            self.received[request_id].append((output, final, error))
             self.final.notify_all()
 
     def poll_stop(self) -> set[int]:
@@ -90,13 +90,13 @@ class Harness:
 
     def wait_final(self, *ids: int, count: int = 1) -> None:
         def done() -> bool:
-            return all(sum(final for _, final, _ in self.said[i]) >= count for i in ids)
+            return all(sum(final for _, final, _ in self.received[i]) >= count for i in ids)
 
         with self.final:
-            assert self.final.wait_for(done, timeout=20), f"no final response for {ids}: {dict(self.said)}"
+            assert self.final.wait_for(done, timeout=20), f"no final response for {ids}: {dict(self.received)}"
 
     def tokens(self, request_id: int) -> list[int]:
-        return [int(token) for output, _, _ in self.said[request_id] for token in output.token_ids]
+        return [int(token) for output, _, _ in self.received[request_id] for token in output.token_ids]
 
 
 def test_B1_streaming_gets_every_step_and_others_the_whole_at_the_end() -> None:
@@ -104,10 +104,10 @@ def test_B1_streaming_gets_every_step_and_others_the_whole_at_the_end() -> None:
         h.ask(1, [1, 2], streaming=True, max_tokens=6)
         h.ask(2, [1, 2], max_tokens=6)
         h.wait_final(1, 2)
-    assert [len(output.token_ids) for output, _, _ in h.said[1]] == [1] * 6
-    assert [len(output.token_ids) for output, _, _ in h.said[2]] == [6]
+    assert [len(output.token_ids) for output, _, _ in h.received[1]] == [1] * 6
+    assert [len(output.token_ids) for output, _, _ in h.received[2]] == [6]
     assert h.tokens(1) == h.tokens(2) == expected([1, 2], 6)
-    assert [final for _, final, _ in h.said[1]] == [False] * 5 + [True]
+    assert [final for _, final, _ in h.received[1]] == [False] * 5 + [True]
     assert h.threads == {"torchweave-batch-manager"}
 
 
@@ -118,11 +118,11 @@ def test_B1_all_responses_of_an_iteration_in_one_call() -> None:
         h.ask(4, [4], max_tokens=30)
         h.wait_final(1, 2, 3, 4)
     assert all(h.tokens(number) == expected([number], 30) for number in (1, 2, 3, 4))
-    assert [len(output.token_ids) for output, _, _ in h.said[1]] == [1] * 30
+    assert [len(output.token_ids) for output, _, _ in h.received[1]] == [1] * 30
     assert h.calls < 45, "a call an iteration, not one a response"
 
 
-def test_B1_responses_go_one_way() -> None:
+def test_B1_exactly_one_response_callback() -> None:
     for send in (None, lambda *response: None):
         with pytest.raises(ValueError, match="either send_response or send_responses"):
             BatchManager(*make(), lambda max_num: [], send, send_responses=send)
@@ -134,7 +134,7 @@ def test_B1_state_is_free_before_the_final_response() -> None:
 
     def watch(request_id: int, output: Output, final: bool) -> None:
         if final:
-            free.append(h.batch.kv.num_used)
+            free.append(h.scheduler.kv.num_used)
 
     h.before_send = watch
     with h.manager:
@@ -148,7 +148,7 @@ def test_B1_max_num_is_never_exceeded() -> None:
         for number in range(9):
             h.ask(number, [number + 1], max_tokens=4)
         h.wait_final(*range(9))
-    assert max(h.asked) == 3 and min(h.asked) == 0
+    assert max(h.max_nums) == 3 and min(h.max_nums) == 0
     assert all(h.tokens(number) == expected([number + 1], 4) for number in range(9))
 
 
@@ -157,7 +157,7 @@ def test_B1_without_a_bound_any_number_of_requests_is_taken_at_the_start_of_each
         for number in range(9):
             h.ask(number, [number + 1], max_tokens=4)
         h.wait_final(*range(9))
-    assert set(h.asked) == {-1} and len(h.asked) >= len(h.stats)
+    assert set(h.max_nums) == {-1} and len(h.max_nums) >= len(h.stats)
 
 
 def test_B2_an_id_in_flight_is_rejected_for_the_newcomer_only() -> None:
@@ -168,12 +168,12 @@ def test_B2_an_id_in_flight_is_rejected_for_the_newcomer_only() -> None:
         ]
         h.manager.wake()
         h.wait_final(5, count=2)
-        errors = [error for _, _, error in h.said[5]]
+        errors = [error for _, _, error in h.received[5]]
         assert "in flight" in errors[0] and not errors[1]
         assert h.tokens(5) == expected([1, 2], 40)
         h.ask(5, [9], max_tokens=2)  # usable again
         h.wait_final(5, count=3)
-    assert h.said[5][-1][2] == ""
+    assert h.received[5][-1][2] == ""
 
 
 def test_B2_ids_beyond_64_bits_are_refused() -> None:
@@ -181,18 +181,18 @@ def test_B2_ids_beyond_64_bits_are_refused() -> None:
         h.ask(2**64, [1])
         h.ask(2**64 - 1, [1], max_tokens=1)
         h.wait_final(2**64, 2**64 - 1)
-    assert "2**64" in h.said[2**64][0][2] and not h.said[2**64 - 1][0][2]
+    assert "2**64" in h.received[2**64][0][2] and not h.received[2**64 - 1][0][2]
 
 
 def test_B1_stopped_requests_answer_with_what_they_have() -> None:
     h = Harness(sizes={"max_model_len": 2000, "num_blocks": 600})
     with h.manager:
         h.ask(1, [1], streaming=True, max_tokens=1900)
-        while len(h.said[1]) < 5:
+        while len(h.received[1]) < 5:
             time.sleep(0.001)
         h.stops = {1}
         h.wait_final(1)
-    output, _, error = h.said[1][-1]
+    output, _, error = h.received[1][-1]
     assert output.finish_reason == "cancelled" and not error
     assert h.tokens(1) == expected([1], len(h.tokens(1))) and len(h.tokens(1)) < 1900
 
@@ -204,7 +204,7 @@ def test_B8_shutdown_finishes_what_is_active() -> None:
     h.wait_final(0)
     h.manager.shutdown()
     assert not h.manager.alive
-    answered = [number for number in range(12) if h.said[number]]
+    answered = [number for number in range(12) if h.received[number]]
     assert all(h.tokens(number) == expected([number + 1], 20) for number in answered) and answered
 
 
@@ -212,11 +212,11 @@ def test_B8_shutdown_without_drain_answers_each_with_an_error() -> None:
     h = Harness(sizes={"max_model_len": 2000, "num_blocks": 1000})
     for number in (1, 2):
         h.ask(number, [number], streaming=True, max_tokens=1900)
-    while not (h.said[1] and h.said[2]):
+    while not (h.received[1] and h.received[2]):
         time.sleep(0.001)
     h.manager.shutdown(drain=False)
-    assert all(h.said[number][-1][1] and "shut down" in h.said[number][-1][2] for number in (1, 2))
-    assert h.batch.kv.num_free == h.batch.kv.num_blocks
+    assert all(h.received[number][-1][1] and "shut down" in h.received[number][-1][2] for number in (1, 2))
+    assert h.scheduler.kv.num_free == h.scheduler.kv.num_blocks
 
 
 def test_B8_a_failing_device_answers_everyone_and_hangs_nobody() -> None:
@@ -225,7 +225,7 @@ def test_B8_a_failing_device_answers_everyone_and_hangs_nobody() -> None:
     h.ask(1, [1], max_tokens=30)
     h.ask(2, [2], max_tokens=30)
     h.wait_final(1, 2)
-    assert all("the device is gone" in h.said[number][-1][2] for number in (1, 2))
+    assert all("the device is gone" in h.received[number][-1][2] for number in (1, 2))
     h.manager.shutdown(timeout=5)
     assert not h.manager.alive and h.manager.failure is not None
 
@@ -246,11 +246,11 @@ def test_B1_a_request_that_waits_can_be_stopped() -> None:
     with (h := Harness(sizes={"max_batch_size": 1, "max_model_len": 500, "num_blocks": 200})).manager:
         h.ask(1, [1], streaming=True, max_tokens=400)
         h.ask(2, [2], max_tokens=400)
-        while not h.said[1]:
+        while not h.received[1]:
             time.sleep(0.001)
         h.stops = {2, 77}
         h.wait_final(2)
-        assert h.said[2][0][0].finish_reason == "cancelled" and h.said[2][0][0].token_ids.size == 0
+        assert h.received[2][0][0].finish_reason == "cancelled" and h.received[2][0][0].token_ids.size == 0
         h.stops = {1}
         h.wait_final(1)
 
@@ -263,14 +263,14 @@ def test_B1_a_higher_priority_overtakes_all_that_wait() -> None:
     with h.manager:
         h.manager.wake()
         h.wait_final(*range(40), 99)
-    assert list(h.said).index(99) <= 1
+    assert list(h.received).index(99) <= 1
 
 
 def test_B8_dropping_the_manager_finishes_what_is_active() -> None:
     h = Harness()
     h.ask(1, [1], max_tokens=60)
     thread = h.manager._thread
-    while not h.batch.num_active and not h.said[1]:
+    while not h.scheduler.num_active and not h.received[1]:
         time.sleep(0.001)
     del h.manager
     thread.join(20)
@@ -284,7 +284,7 @@ def test_B8_a_callback_may_shut_the_manager_down() -> None:
     h.wait_final(1)
     h.manager._thread.join(20)
     assert not h.manager.alive and h.manager.failure is None
-    assert "shut down" in h.said[1][-1][2]
+    assert "shut down" in h.received[1][-1][2]
 
 
 def test_B8_a_manager_that_is_shut_down_twice_or_idle_ends() -> None:
@@ -292,4 +292,4 @@ def test_B8_a_manager_that_is_shut_down_twice_or_idle_ends() -> None:
     time.sleep(0.05)
     h.manager.shutdown(timeout=10)
     h.manager.shutdown(drain=False, timeout=10)
-    assert not h.manager.alive and not h.said
+    assert not h.manager.alive and not h.received

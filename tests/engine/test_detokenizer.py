@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from torchweave.engine.detokenizer import Answer
+from torchweave.engine.detokenizer import CompletionBuilder
 from torchweave.engine.request import SamplingParams, TokenLogprobs
 
 
@@ -21,8 +21,8 @@ class Letters:
         return ""
 
 
-def answer(**params: object) -> Answer:
-    return Answer(SamplingParams(**params), Letters(), 0)  # type: ignore[arg-type]
+def answer(**params: object) -> CompletionBuilder:
+    return CompletionBuilder(SamplingParams(**params), Letters(), 0)  # type: ignore[arg-type]
 
 
 def ids(text: str) -> list[int]:
@@ -51,10 +51,10 @@ def test_a_stream_holds_back_what_may_begin_a_stop_string() -> None:
     seen = ""
     for letter in "abEcENx":
         it.add(ids(letter), None)
-        seen += it.take().text
+        seen += it.take_delta().text
         assert "EN" not in seen
     it.add([], "length")
-    assert seen + it.take().text == "abEcENx"
+    assert seen + it.take_delta().text == "abEcENx"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10])
@@ -74,7 +74,7 @@ def test_no_stop_string_ends_an_answer_before_it_has_its_least_tokens(
     seen = ""
     for part in parts:
         it.add(ids(part), "length" if part is parts[-1] else None)
-        seen += it.take().text
+        seen += it.take_delta().text
     assert (it.text, len(it.token_ids)) == (text, num_tokens) and seen == text
 
 
@@ -86,12 +86,12 @@ def test_a_stop_token_is_a_token_but_no_text() -> None:
 
 
 @pytest.mark.parametrize("chunks", [["hello"], list("hello"), ["he", "llo"]])
-def test_what_is_taken_adds_up(chunks: list[str]) -> None:
+def test_deltas_add_up_to_the_completion(chunks: list[str]) -> None:
     it = answer()
     text, tokens = "", []
     for number, chunk in enumerate(chunks):
         it.add(ids(chunk), "length" if number == len(chunks) - 1 else None)
-        delta = it.take()
+        delta = it.take_delta()
         text += delta.text
         tokens += delta.token_ids
     assert (text, tokens, delta.finish_reason) == ("hello", ids("hello"), "length")
@@ -105,19 +105,19 @@ def test_logprobs_are_given_in_vllms_form() -> None:
     assert result.cumulative_logprob == -1.25
 
 
-def test_logprobs_of_what_is_taken_add_up() -> None:
+def test_logprobs_of_deltas_add_up() -> None:
     it = answer(logprobs=0)
     it.add([5, 6], None, [TokenLogprobs(5, -1.0, 2, {}), TokenLogprobs(6, -0.25, 1, {})])
-    first = it.take()
+    first = it.take_delta()
     it.add([7], "length", [TokenLogprobs(7, -2.0, 1, {})])
-    second = it.take()
+    second = it.take_delta()
     assert (first.logprobs, first.cumulative_logprob) == ([{5: -1.0}, {6: -0.25}], -1.25)
     assert (second.logprobs, second.cumulative_logprob) == ([{7: -2.0}], -3.25)
     assert it.result().logprobs == [{5: -1.0}, {6: -0.25}, {7: -2.0}]
 
 
 def test_without_a_tokenizer_there_are_only_tokens() -> None:
-    it = Answer(SamplingParams(stop="x"), None, 0)
+    it = CompletionBuilder(SamplingParams(stop="x"), None, 0)
     it.add([1, 2], "length")
     assert it.result().token_ids == [1, 2] and it.text == ""
 
@@ -175,7 +175,7 @@ def test_a_stop_string_is_kept_where_that_is_asked_for(pieces: list[str]) -> Non
     streamed = ""
     for piece in pieces:
         ended = it.add(ids(piece), None)
-        streamed += it.take().text
+        streamed += it.take_delta().text
         if ended:
             break
     assert (it.text, streamed, it.finish_reason) == ("abcEND", "abcEND", "stop")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from torchweave import LLM, EngineConfig, SamplingParams, TorchCompileConfig
-from torchweave.engine.request_stream import Flight
+from torchweave.engine.request_stream import RequestStream
 from torchweave.engine.scheduler.step import Step
 from torchweave.models import load
 from torchweave.models.load import LoadedModel
@@ -74,8 +74,8 @@ def steps(llm: LLM) -> int:
 
 
 def is_empty(llm: LLM) -> bool:
-    batch = llm.engine.batch
-    return batch.num_active == 0 and batch.kv.num_free == batch.kv.num_blocks
+    scheduler = llm.engine.scheduler
+    return scheduler.num_active == 0 and scheduler.kv.num_free == scheduler.kv.num_blocks
 
 
 # -- many callers ------------------------------------------------------------------------------------------------------
@@ -242,15 +242,15 @@ def test_an_interrupt_while_generate_waits_stops_all_requests(llm: LLM) -> None:
 def test_an_interrupt_while_requests_are_submitted_stops_those_that_were(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit, seen = Flight.submit, []
+    submit, seen = RequestStream.submit, []
 
-    def interrupted(self: Flight, *args: Any, **options: Any) -> list[int]:
+    def interrupted(self: RequestStream, *args: Any, **options: Any) -> list[int]:
         if len(seen) == 7:
             raise KeyboardInterrupt
         seen.append(submit(self, *args, **options))
         return seen[-1]
 
-    monkeypatch.setattr(Flight, "submit", interrupted)
+    monkeypatch.setattr(RequestStream, "submit", interrupted)
     for ask in (llm.generate, llm.stream_all):
         before = steps(llm)
         seen.clear()
@@ -277,7 +277,7 @@ def test_a_shutdown_that_drains_lets_all_finish_queued_ones_too(fresh: LLM, righ
         lambda: [output.outputs[0].text for output in fresh.generate(PROMPTS * 2, GREEDY)],
         lambda: "".join(piece.text for piece in fresh.stream(PROMPTS[9], GREEDY)),
     )
-    assert wait_until(lambda: steps(fresh) > begun and fresh.engine.batch.num_waiting > 0)
+    assert wait_until(lambda: steps(fresh) > begun and fresh.engine.scheduler.num_waiting > 0)
     fresh.shutdown()
     assert whole.result(timeout=20) == [right[prompt] for prompt in PROMPTS * 2]
     assert streamed.result(timeout=20) == right[PROMPTS[9]]
@@ -291,7 +291,7 @@ def test_a_shutdown_now_is_an_error_to_everyone_who_waits(fresh: LLM) -> None:
     whole, streamed = in_threads(
         lambda: fresh.generate(["copy: "] * 20, LONG), lambda: list(fresh.stream("copy: ", LONG))
     )
-    assert wait_until(lambda: steps(fresh) > 2 and fresh.engine.batch.num_waiting > 0)
+    assert wait_until(lambda: steps(fresh) > 2 and fresh.engine.scheduler.num_waiting > 0)
     begin = time.monotonic()
     fresh.shutdown(drain=False)
     for future in (whole, streamed):
@@ -351,7 +351,7 @@ def test_a_failing_device_is_told_to_every_caller(fresh: LLM, monkeypatch: pytes
 def test_a_model_without_a_tokenizer_answers_in_tokens() -> None:
     from torchweave.verify import zoo
 
-    loaded = load(zoo.specimen("llama").config().to_dict(), load_format="dummy")
+    loaded = load(zoo.zoo_model("llama").config().to_dict(), load_format="dummy")
     with start(loaded, TorchCompileConfig(enable_fullgraph=False)) as llm:
         answer = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))[0].outputs[0]
         assert answer.text == "" and len(answer.token_ids) == 4

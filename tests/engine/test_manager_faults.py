@@ -33,27 +33,27 @@ def test_B8_a_failing_response_stops_its_request_and_not_the_others() -> None:
         h.ask(2, [2], streaming=True, max_tokens=60)
         h.wait_final(2)
     assert h.tokens(2) == expected([2], 60)
-    assert h.batch.kv.num_free == h.batch.kv.num_blocks
+    assert h.scheduler.kv.num_free == h.scheduler.kv.num_blocks
 
 
 def test_B8_a_failing_call_with_all_responses_stops_those_that_it_was_about() -> None:
     with (h := Harness(together=True)).manager:
         h.faults["send_responses"] = RuntimeError("the socket is gone")
         h.ask(1, [1], streaming=True, max_tokens=80)
-        while h.order.count("send_responses") < 2 or h.batch.num_active:
+        while h.order.count("send_responses") < 2 or h.scheduler.num_active:
             time.sleep(0.001)
         del h.faults["send_responses"]
         h.ask(2, [2], streaming=True, max_tokens=20)
         h.wait_final(2)
-    assert not h.said[1] and h.tokens(2) == expected([2], 20)
-    assert h.batch.kv.num_free == h.batch.kv.num_blocks
+    assert not h.received[1] and h.tokens(2) == expected([2], 20)
+    assert h.scheduler.kv.num_free == h.scheduler.kv.num_blocks
 
 
 @pytest.mark.parametrize("callback", ["get_requests", "poll_stop", "return_stats"])
 def test_B8_a_failing_callback_costs_no_request(callback: str) -> None:
     with (h := Harness(sizes={"max_model_len": 500, "num_blocks": 200})).manager:
         h.ask(1, [1], streaming=True, max_tokens=300)
-        while not h.said[1]:
+        while not h.received[1]:
             time.sleep(0.001)
         h.faults[callback] = RuntimeError("not now")
         seen = len(h.order)
@@ -72,7 +72,7 @@ def test_B8_ids_to_stop_may_be_an_array() -> None:
         h.ask(1, [1], max_tokens=90)
         h.ask(2, [2], max_tokens=20)
         h.wait_final(1, 2)
-    assert h.said[1][-1][0].finish_reason == "cancelled" and h.tokens(2) == expected([2], 20)
+    assert h.received[1][-1][0].finish_reason == "cancelled" and h.tokens(2) == expected([2], 20)
 
 
 @pytest.mark.parametrize("stops", [[[1]], 5], ids=str)
@@ -107,7 +107,7 @@ def test_B8_a_request_that_cannot_be_read_is_answered(prompt: Any) -> None:
         h.todo.append(InferenceRequest(1, np.array(prompt) if isinstance(prompt, list) else prompt))
         h.ask(2, [2], max_tokens=5)
         h.wait_final(1, 2)
-    assert h.said[1][0][2] and h.tokens(2) == expected([2], 5)
+    assert h.received[1][0][2] and h.tokens(2) == expected([2], 5)
 
 
 NO_IDS: list[Any] = ["a", 2.5, None]
@@ -118,7 +118,7 @@ def test_B8_a_request_without_an_id_costs_no_other(odd: Any) -> None:
     with (h := Harness()).manager:
         h.todo += [odd, InferenceRequest(2, np.array([2]), SamplingParams(temperature=0, max_tokens=5), streaming=True)]
         h.wait_final(2)
-    assert list(h.said) == [2] and h.tokens(2) == expected([2], 5)
+    assert list(h.received) == [2] and h.tokens(2) == expected([2], 5)
 
 
 @pytest.mark.parametrize("field", [{"cache_salt": None}, {"cache_salt": "\ud800"}, {"priority": None}], ids=ascii)
@@ -127,7 +127,7 @@ def test_B8_a_request_that_cannot_be_queued_is_answered(field: dict[str, Any]) -
         h.todo.append(InferenceRequest(1, np.arange(40) % 5, **field))
         h.ask(2, [2], max_tokens=5)
         h.wait_final(1, 2)
-    assert next(iter(field)) in h.said[1][0][2] and h.tokens(2) == expected([2], 5)
+    assert next(iter(field)) in h.received[1][0][2] and h.tokens(2) == expected([2], 5)
 
 
 @pytest.mark.parametrize("moment", ["start", "launch", "collect"])
@@ -140,7 +140,7 @@ def test_B8_a_device_that_fails_at_any_moment_answers_everyone_and_hangs_nobody(
     h = Harness(start_fault=fault if moment == "start" else None)
     if moment != "start":
         h.ask(1, [1], streaming=True, max_tokens=60)
-        while not h.said[1]:
+        while not h.received[1]:
             time.sleep(0.001)
 
         def broken(*args: object) -> None:
@@ -148,10 +148,10 @@ def test_B8_a_device_that_fails_at_any_moment_answers_everyone_and_hangs_nobody(
 
         setattr(h.runner, moment, broken)
         h.wait_final(1)
-        assert "the device is gone" in h.said[1][-1][2]
+        assert "the device is gone" in h.received[1][-1][2]
     h.manager.shutdown(timeout=10)
     assert not h.manager.alive and h.manager.failure is fault
-    assert h.batch.kv.num_free == h.batch.kv.num_blocks
+    assert h.scheduler.kv.num_free == h.scheduler.kv.num_blocks
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_B8_requests_that_come_with_the_end_are_refused() -> None:
     h.manager.wake()
     h.wait_final(1, 2, 3)
     h.manager.shutdown(timeout=10)
-    assert all(len(h.said[number]) == 1 and "failed" in h.said[number][0][2] for number in (1, 2, 3))
+    assert all(len(h.received[number]) == 1 and "failed" in h.received[number][0][2] for number in (1, 2, 3))
 
 
 def test_B8_waiting_for_a_wake_up_costs_nothing() -> None:
@@ -196,9 +196,9 @@ def test_B8_waiting_for_a_wake_up_costs_nothing() -> None:
         h.ask(1, [1], max_tokens=1)
         h.wait_final(1)
         time.sleep(0.05)
-        calls = len(h.asked)
+        calls = len(h.max_nums)
         time.sleep(0.3)
-        assert len(h.asked) == calls
+        assert len(h.max_nums) == calls
         h.ask(2, [2], max_tokens=1)
         h.wait_final(2)
 

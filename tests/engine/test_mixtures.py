@@ -20,7 +20,7 @@ STEPS = {"gpt_oss": 1, "deepseek_v3": 3, "qwen2_moe": 2}
 
 @pytest.mark.parametrize("name", STEPS)
 def test_tokens_equal_with_the_router_fused(name: str, tmp_path: Path) -> None:
-    entry, report = zoo.specimen(name), Report(show=False)
+    entry, report = zoo.zoo_model(name), Report(show=False)
     model = zoo.build(entry)
     expected = zoo.reference_tokens(model, prompts(), NUM_TOKENS)
     zoo.save(model, tmp_path)

@@ -60,7 +60,7 @@ def test_B5_the_keys_of_static_batching_are_the_documented_ones() -> None:
         assert set(record) == GENERAL | PAGED | STATIC | TODAY | {"staticBatchingStats"}
     assert [s["Total Generation Tokens"] for s in h.stats] == [0, 1, 1]
     assert [s["staticBatchingStats"]["numCtxTokens"] for s in h.stats] == [5, 0, 0]
-    assert {s["Empty Generation Slots"] for s in h.stats} == {h.batch.limits.max_batch_size - 1}
+    assert {s["Empty Generation Slots"] for s in h.stats} == {h.scheduler.limits.max_batch_size - 1}
 
 
 def test_B5_the_figures_are_those_of_the_steps() -> None:
@@ -91,7 +91,7 @@ def test_B5_a_beam_search_is_one_request() -> None:
     assert [s["Generation Requests"] for s in h.stats] == [0, 1, 1, 1]
 
 
-def test_B5_there_are_none_when_nothing_is_active() -> None:
+def test_B5_no_statistics_when_nothing_is_active() -> None:
     with (h := Harness()).manager:
         time.sleep(0.05)
         assert not h.stats
@@ -112,7 +112,7 @@ def test_B5_the_latency_of_an_iteration_is_not_that_of_the_pause_before() -> Non
     assert all(record["iterLatencyMS"] < 250 for record in h.stats)
 
 
-def test_B5_they_can_be_had_less_often_and_lose_no_request() -> None:
+def test_B5_stats_interval_loses_no_request() -> None:
     """The last before the manager falls idle always come, so that nobody goes on showing what has ended."""
     with (h := Harness(stats_interval=0.02, sizes={"max_model_len": 1000, "num_blocks": 400})).manager:
         h.ask(1, [1], max_tokens=900)

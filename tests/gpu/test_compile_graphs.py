@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.compiler.toy import BOUNDARY, DYNAMIC, step, toy
-from torchweave.compiler import broken, weave
+from torchweave.compiler import compile_graph, eager_forward
 from torchweave.compiler.runtime.cuda_graphs import GraphPool, Recording, record
-from torchweave.compiler.runtime.forward import Boundary, call_as_is
+from torchweave.compiler.runtime.forward import BoundaryHandler, call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -34,31 +34,39 @@ def model(request: Any, device: torch.device) -> Any:
     want = {size: module(*on(device, step(size, 3))) for size in SIZES}
     example = dict(zip(DYNAMIC, on(device, step(8, 2)), strict=True))
     if request.param == "broken":
-        return broken(module, BOUNDARY), want
+        return eager_forward(module, BOUNDARY), want
     config = TorchCompileConfig(enable_inductor=request.param == "inductor")
-    return weave(module, example, DYNAMIC, boundary_ops=BOUNDARY, config=config, report=Report(show=False)), want
+    return compile_graph(
+        module, example, DYNAMIC, boundary_ops=BOUNDARY, config=config, report=Report(show=False)
+    ), want
 
 
 def test_a_woven_forward_equals_the_module(model: Any, device: torch.device) -> None:
     forward, want = model
     for size in SIZES:
-        torch.testing.assert_close(forward(call_as_is, *on(device, step(size, 3))), want[size], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(forward(call_op, *on(device, step(size, 3))), want[size], rtol=1e-3, atol=1e-3)
 
 
 def _record(
-    forward: Any, size: int, whole: bool, pool: GraphPool, device: torch.device
+    forward: Any, size: int, capture_boundary_ops: bool, pool: GraphPool, device: torch.device
 ) -> tuple[Any, Recording[Tensor]]:
     buffers = on(device, step(size, 3, seed=9))
     run = lambda boundary: forward(boundary, *buffers)  # noqa: E731
-    return buffers, record(run, call_as_is, whole=whole, pool=pool, debug=True, inputs=buffers)
+    return buffers, record(
+        run, call_op, capture_boundary_ops=capture_boundary_ops, pool=pool, debug=True, inputs=buffers
+    )
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_replays_equal_plain_runs_at_every_size_in_any_order(model: Any, device: torch.device, whole: bool) -> None:
+@pytest.mark.parametrize("capture_boundary_ops", [True, False])
+def test_replays_equal_plain_runs_at_every_size_in_any_order(
+    model: Any, device: torch.device, capture_boundary_ops: bool
+) -> None:
     forward, want = model
     pool = GraphPool(device)
-    recordings = {size: _record(forward, size, whole, pool, device) for size in sorted(SIZES, reverse=True)}
-    assert all(recording.num_segments == (1 if whole else 4) for _, recording in recordings.values())
+    recordings = {
+        size: _record(forward, size, capture_boundary_ops, pool, device) for size in sorted(SIZES, reverse=True)
+    }
+    assert all(recording.num_segments == (1 if capture_boundary_ops else 4) for _, recording in recordings.values())
     for size in (*SIZES, *reversed(SIZES)):
         buffers, recording = recordings[size]
         for buffer, values in zip(buffers, step(size, 3), strict=True):
@@ -80,14 +88,14 @@ def test_layers_reuse_memory_within_a_broken_recording(device: torch.device) -> 
     grown = []
     for layers in (2, 8):
         module = toy(layers=layers, hidden=256).to(device)
-        recording = _record(broken(module, BOUNDARY), 4096, False, GraphPool(device), device)[1]
+        recording = _record(eager_forward(module, BOUNDARY), 4096, False, GraphPool(device), device)[1]
         grown.append(recording.bytes)
     assert grown[1] < 1.5 * grown[0]
 
 
 def test_a_replay_launches_on_the_current_stream(device: torch.device) -> None:
     x, pool = torch.zeros(1 << 20, device=device), GraphPool(device)
-    recording = record(lambda boundary: x + 1, call_as_is, whole=True, pool=pool)
+    recording = record(lambda boundary: x + 1, call_op, capture_boundary_ops=True, pool=pool)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -100,7 +108,7 @@ def test_a_replay_launches_on_the_current_stream(device: torch.device) -> None:
 def test_what_lies_outside_the_pool_is_kept_alive(device: torch.device) -> None:
     x, result = torch.zeros(1024, device=device), torch.zeros(1024, device=device)
 
-    def run(boundary: Boundary, outside: list[Tensor]) -> Tensor:
+    def run(boundary: BoundaryHandler, outside: list[Tensor]) -> Tensor:
         boundary("add", (x * 1, outside[0]), {})
         return result * 1
 
@@ -108,7 +116,7 @@ def test_what_lies_outside_the_pool_is_kept_alive(device: torch.device) -> None:
     recording = record(
         lambda boundary: run(boundary, held),
         lambda op, args, kwargs: result.copy_(args[0] + args[1]),
-        whole=False,
+        capture_boundary_ops=False,
         pool=GraphPool(device),
     )
     held.clear()
@@ -120,7 +128,7 @@ def test_what_lies_outside_the_pool_is_kept_alive(device: torch.device) -> None:
 def test_an_error_while_recording_leaves_the_device_usable(device: torch.device) -> None:
     runs: list[int] = []
 
-    def run(boundary: Boundary) -> Tensor:
+    def run(boundary: BoundaryHandler) -> Tensor:
         runs.append(1)
         y = torch.ones(4, device=device) + 1
         if len(runs) == 2:
@@ -129,5 +137,5 @@ def test_an_error_while_recording_leaves_the_device_usable(device: torch.device)
 
     pool = GraphPool(device)
     with pytest.raises(RuntimeError, match="stop"):
-        record(run, call_as_is, whole=True, pool=pool)
-    assert record(run, call_as_is, whole=True, pool=pool).replay().eq(2).all()
+        record(run, call_op, capture_boundary_ops=True, pool=pool)
+    assert record(run, call_op, capture_boundary_ops=True, pool=pool).replay().eq(2).all()

@@ -160,9 +160,9 @@ def test_2000_mixed_requests_with_random_cancels_leave_every_block_free() -> Non
                     final.add(response.id)
             if rng.random() < 0.05:
                 client.stop(int(rng.choice(list(submitted))))
-        batch = llm.engine.batch
-        batch.kv.check()
-        assert batch.kv.num_free == batch.kv.num_blocks and batch.num_active == 0
+        scheduler = llm.engine.scheduler
+        scheduler.kv.check()
+        assert scheduler.kv.num_free == scheduler.kv.num_blocks and scheduler.num_active == 0
 
 
 def test_no_kernel_is_built_for_the_first_requests(

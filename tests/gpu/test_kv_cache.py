@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.gpu.test_ops_attention import REALISTIC, attend, backend_for
-from tests.ops.attention.attention_cases import CASES, TURNING, build, in_fp8
+from tests.ops.attention.attention_cases import CASES, ROTARY_CASES, build, in_fp8
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig
-from torchweave.engine.kv_cache.block_copy import StreamMover
+from torchweave.engine.kv_cache.block_copy import CudaBlockCopier
 from torchweave.models import load
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
 from torchweave.report import Report
@@ -39,9 +39,9 @@ def test_B11_triton_over_an_fp8_cache(name: str, cache_dtype: torch.dtype) -> No
             built.check(tolerance)
 
 
-@pytest.mark.parametrize("name", TURNING)
-def test_B11_turned_keys_go_into_an_fp8_cache(name: str) -> None:
-    case = in_fp8(TURNING[name])
+@pytest.mark.parametrize("name", ROTARY_CASES)
+def test_B11_rope_keys_are_written_to_an_fp8_cache(name: str) -> None:
+    case = in_fp8(ROTARY_CASES[name])
     built = build(case, "cuda")
     built.run(backend_for(case).begin(built.meta))
     built.check(5e-2)  # a key next to the middle of two FP8 numbers may go either way behind a norm
@@ -74,19 +74,19 @@ def test_blocks_go_to_the_host_and_back() -> None:
     """Two tensors with blocks of other sizes; more copies than programs, over the end of a chunk of pinned memory."""
     tensors = [torch.randn(300, 64, 8, 64, device="cuda"), torch.randint(99, (300, 24), device="cuda")]
     block_bytes = sum(tensor[0].nbytes for tensor in tensors)
-    mover = StreamMover(tensors, 250 * block_bytes)
-    assert mover.num_places == 250
+    copier = CudaBlockCopier(tensors, 250 * block_bytes)
+    assert copier.num_host_blocks == 250
     before = [tensor.clone() for tensor in tensors]
     rng = np.random.default_rng(0)
-    blocks, places = rng.permutation(300)[:200].astype(np.int64), rng.permutation(250)[:200].astype(np.int64)
-    stored = mover.store(blocks, places)
-    mover.hold(stored)
+    blocks, host_blocks = rng.permutation(300)[:200].astype(np.int64), rng.permutation(250)[:200].astype(np.int64)
+    stored = copier.store(blocks, host_blocks)
+    copier.wait_for(stored)
     for tensor in tensors:
         tensor.zero_()  # waits for the copies
-    loaded = mover.load(places, blocks)
+    loaded = copier.load(host_blocks, blocks)
     assert loaded == stored + 1
     torch.cuda.synchronize()
-    assert mover.landed(loaded)
+    assert copier.is_done(loaded)
     for tensor, old in zip(tensors, before, strict=True):
         assert torch.equal(tensor[blocks], old[blocks])
         rest = np.setdiff1d(np.arange(300), blocks)
@@ -104,7 +104,7 @@ def test_B11_tokens_do_not_depend_on_host_memory(kv_cache_dtype: str) -> None:
         with LLM(
             "demo", device="cuda", num_kv_blocks=40, block_size=16, max_model_len=256, max_batch_size=4, **options
         ) as llm:
-            kv = llm.engine.batch.kv
+            kv = llm.engine.scheduler.kv
             said, prompts = [], begins
             for _ in range(3):
                 outputs = [list(each.outputs[0].token_ids) for each in llm.generate(prompts, GREEDY)]
@@ -119,7 +119,7 @@ def test_B11_tokens_do_not_depend_on_host_memory(kv_cache_dtype: str) -> None:
 @pytest.mark.parametrize(("name", "groups"), [("gemma3", 6), ("gpt_oss", 2), ("mistral", 1)])
 def test_B11_windows_give_blocks_back_on_a_gpu(name: str, groups: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
-    model = zoo.build(zoo.specimen(name))
+    model = zoo.build(zoo.zoo_model(name))
     begin = rng.integers(3, 90, 40).tolist()
     prompts = [[*begin, *rng.integers(3, 90, length).tolist()] for length in (30, 9, 50, 44, 21)]
     expected = zoo.reference_tokens(model, prompts, 16)
@@ -132,5 +132,5 @@ def test_B11_windows_give_blocks_back_on_a_gpu(name: str, groups: int, tmp_path:
     with LLM.from_loaded(load(tmp_path, torch.float32, "cuda", report=report), config, report) as llm:
         for _ in range(2):
             assert [list(each.outputs[0].token_ids) for each in llm.generate(prompts, GREEDY)] == expected
-            llm.engine.batch.kv.check()
-        assert llm.engine.batch.kv.num_groups == groups
+            llm.engine.scheduler.kv.check()
+        assert llm.engine.scheduler.kv.num_groups == groups

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
     "name", ["llama-tied", "gemma3", "gpt_oss", "deepseek_v3", "llama4", "falcon-new", "phi3-longrope"]
 )
 def test_tokens_equal_eager(name: str, tmp_path: Path) -> None:
-    entry = zoo.specimen(name)
+    entry = zoo.zoo_model(name)
     model = zoo.build(entry)
     expected_tokens = zoo.reference_tokens(model, prompts(), 8)
     model.save_pretrained(tmp_path)

@@ -11,7 +11,7 @@ import torch
 from tests.gpu.test_engine import GREEDY, build
 from tests.ops.sampling import logits_processor_cases
 from torchweave.engine.request import SamplingParams
-from torchweave.ops.sampling.logits_processors import adjust_reference, redraw, rewind_reference
+from torchweave.ops.sampling.logits_processors import process_logits_reference, resample, rewind_reference
 from torchweave.ops.slot_state import SlotState
 
 pytestmark = pytest.mark.gpu
@@ -30,32 +30,32 @@ def test_kernels_change_logits_as_the_reference_does(vocab_size: int, dtype: tor
 
     for seed in range(5):
         case = logits_processor_cases.build(vocab_size, seed, dtype)
-        state, places = copied(case.state), case.places("cuda")
+        state, processor_state = copied(case.state), case.processor_state("cuda")
         changed = torch.empty(8, vocab_size, device="cuda")
         expected = torch.empty(8, vocab_size)
         rows, masks = case.rows.cuda(), case.masks.cuda()
-        logits_processors.launch_adjust(case.logits.cuda(), rows, masks, places, changed)
-        logits_processors.launch_rewind(rows, state, places, changed)
-        adjust_reference(case.logits, case.rows, case.masks, case.places(), expected)
-        rewind_reference(case.rows, case.state, case.places(), expected)
+        logits_processors.launch_process_logits(case.logits.cuda(), rows, masks, processor_state, changed)
+        logits_processors.launch_rewind(rows, state, processor_state, changed)
+        process_logits_reference(case.logits, case.rows, case.masks, case.processor_state(), expected)
+        rewind_reference(case.rows, case.state, case.processor_state(), expected)
         torch.testing.assert_close(changed.cpu(), expected, rtol=1e-6, atol=1e-6)
         assert state.position.cpu().equal(case.state.position)
 
 
-def test_a_redraw_draws_what_the_reference_draws() -> None:
+def test_resampling_equals_the_reference() -> None:
     for seed in range(20):
         case = logits_processor_cases.build(5000, seed)
-        state, places, twin_places = copied(case.state), case.places("cuda"), case.places()
+        state, processor_state, twin_state = copied(case.state), case.processor_state("cuda"), case.processor_state()
         tokens, out = case.tokens.cuda(), case.out.cuda()
-        redraw(case.logits.cuda(), case.rows.cuda(), case.masks.cuda(), state, places, tokens, out)
-        redraw(case.logits, case.rows, case.masks, case.state, twin_places, case.tokens, case.out)
+        resample(case.logits.cuda(), case.rows.cuda(), case.masks.cuda(), state, processor_state, tokens, out)
+        resample(case.logits, case.rows, case.masks, case.state, twin_state, case.tokens, case.out)
         assert tokens.cpu().equal(case.tokens) and out.cpu().equal(case.out)
         assert state.arena.cpu().equal(case.state.arena)
-        for name in ("counts", "tail"):
-            assert getattr(places, name).cpu().equal(getattr(twin_places, name))
+        for name in ("counts", "recent_tokens"):
+            assert getattr(processor_state, name).cpu().equal(getattr(twin_state, name))
 
 
-def test_graphs_change_no_token_of_those_who_ask_nor_of_others() -> None:
+def test_cuda_graphs_change_no_token_with_logits_processors() -> None:
     asks = [
         replace(GREEDY, repetition_penalty=1.3),
         replace(GREEDY, presence_penalty=1.0, frequency_penalty=0.5),

@@ -12,27 +12,27 @@ import torch
 from tests.ops.moe.experts_cases import FORMS, call_of, cases, expected
 from torchweave.ops.moe.fused_experts import (
     WORKSPACE_BYTES,
+    GemmConfig,
     Grouped,
-    Product,
     Rows,
+    Strategy,
     Tiles,
-    Way,
     bytes_per_pair,
     choose,
     run,
 )
-from torchweave.ops.moe.reference import Call
+from torchweave.ops.moe.reference import ExpertsCall
 
 pytestmark = pytest.mark.gpu
 
 ROWS = [
-    Rows(Product(4, 256, 4, 2), Product(2, 64, 4, 2)),
-    Rows(Product(2, 128, 4, 1), Product(4, 128, 4, 1), dependent=True),
+    Rows(GemmConfig(4, 256, 4, 2), GemmConfig(2, 64, 4, 2)),
+    Rows(GemmConfig(2, 128, 4, 1), GemmConfig(4, 128, 4, 1), dependent=True),
 ]
 TILES = [
-    Tiles(Product(32, 64, 4, 4), Product(64, 64, 4, 3)),
-    Tiles(Product(16, 128, 4, 3), Product(32, 64, 4, 4), dependent=True),
-    Tiles(Product(64, 64, 8, 3), Product(128, 64, 8, 3), block_m=64),
+    Tiles(GemmConfig(32, 64, 4, 4), GemmConfig(64, 64, 4, 3)),
+    Tiles(GemmConfig(16, 128, 4, 3), GemmConfig(32, 64, 4, 4), dependent=True),
+    Tiles(GemmConfig(64, 64, 8, 3), GemmConfig(128, 64, 8, 3), block_m=64),
 ]
 SIZES = {"num_experts": 16, "width": 256, "inner": 192, "top": 4}
 
@@ -41,7 +41,7 @@ def moved(case: dict[str, Any]) -> dict[str, Any]:
     return {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in case.items()}
 
 
-def ways(call: Call) -> list[Way]:
+def strategies(call: ExpertsCall) -> list[Strategy]:
     few = ROWS if call.num_tokens <= 2 and not call.form.transposed else []
     grouped = [Grouped()] if call.x.dtype == torch.bfloat16 else []
     return [*few, *TILES, *grouped]
@@ -57,13 +57,13 @@ def close(got: torch.Tensor, right: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "form", [form for name, form in FORMS.items() if name != "odd"], ids=[n for n in FORMS if n != "odd"]
 )
-def test_every_way(form: dict[str, Any], dtype: torch.dtype) -> None:
+def test_every_strategy(form: dict[str, Any], dtype: torch.dtype) -> None:
     for tokens in (1, 2, 7, 64, 300):
         call = call_of(moved(cases(tokens, dtype=dtype, **form, **SIZES)))
         right = expected(call)
-        for way in ways(call):
+        for strategy in strategies(call):
             call.out.fill_(torch.nan)
-            run(call, way)
+            run(call, strategy)
             close(call.out, right)
 
 
@@ -82,8 +82,8 @@ def test_sizes_that_are_no_multiples() -> None:
     for tokens in (1, 9):
         call = call_of(moved(cases(tokens, dtype=torch.bfloat16, num_experts=5, width=264, inner=200, top=3)))
         right = expected(call)
-        for way in ways(call):
-            run(call, way)
+        for strategy in strategies(call):
+            run(call, strategy)
             close(call.out, right)
 
 
@@ -134,11 +134,11 @@ def test_T11_chunks_bound_the_memory() -> None:
     call = call_of(moved(cases(2048, dtype=torch.bfloat16, **SIZES)))
     results = []
     for chunks in (1, 4):
-        way = choose(2048, 4, (16, 256, 192), torch.bfloat16)
-        workspace = bytes_per_pair(call, way) * call.index.numel() // chunks
+        strategy = choose(2048, 4, (16, 256, 192), torch.bfloat16)
+        workspace = bytes_per_pair(call, strategy) * call.index.numel() // chunks
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        run(call, way, workspace)
+        run(call, strategy, workspace)
         assert torch.cuda.max_memory_allocated() - before <= workspace + (1 << 20) < WORKSPACE_BYTES
         results.append(call.out.clone())
     close(results[0], expected(call))

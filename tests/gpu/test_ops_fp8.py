@@ -8,7 +8,7 @@ from torch import Tensor
 
 import torchweave.ops.quant.fp8_fused  # noqa: F401  (defines the fused ops)
 from tests.ops.attention.attention_cases import Case, build
-from torchweave.ops.attention.op import LayerSpec, Quantized, QuantizingStep, get_backend
+from torchweave.ops.attention.op import FusedQuantStep, LayerSpec, QuantizedOutput, get_backend
 from torchweave.ops.quant.fp8 import FP8, GROUP, fp8_quant, quantize
 from torchweave.ops.quant.fp8_linear import Fp8Config, block_scales, choose, fp8_linear
 
@@ -83,7 +83,7 @@ def test_configs(blocks: bool, dependent: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("group", "scale"), SCHEMES)
-def test_fused_ops_are_their_halves(group: int, scale: Tensor | None, dtype: torch.dtype) -> None:
+def test_fused_ops_equal_their_parts(group: int, scale: Tensor | None, dtype: torch.dtype) -> None:
     """Against the kernels of the halves, which round at the same places: almost every number is the same, and none is far."""
     given = None if scale is None else scale.cuda()
     for tokens, width in ((1, 4096), (2, 14336), (37, 2880), (300, 4096)):
@@ -118,8 +118,8 @@ def test_attention_quantises_in_its_decode_kernel(given: float | None) -> None:
     q, s = fp8_quant(built.out.flatten(1), GROUP if scale is None else 0, scale)
     out = torch.empty(built.out.shape, dtype=FP8, device="cuda")
     written = torch.empty_like(s) if scale is None else None
-    target = Quantized(out, written, scale)
-    assert isinstance(step, QuantizingStep)
+    target = QuantizedOutput(out, written, scale)
+    assert isinstance(step, FusedQuantStep)
     step.forward_quantized(target, built.rotary, built.q, built.k, built.v, built.cache, built.variant)
     near((out.flatten(1), s if written is None else written), (q, s))
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.attention.attention_cases import TURNING, build
-from tests.ops.fusion_cases import DIALECTS, angles, draw, heads_of, norm64, turn64
+from tests.ops.attention.attention_cases import ROTARY_CASES, build
+from tests.ops.fusion_cases import DIALECTS, angles, draw, heads_of, norm64, rope64
 from torchweave.ops import activation, norm, rope
 from torchweave.ops.attention.backends.triton import TritonBackend
 from torchweave.ops.registry import op_info
@@ -71,17 +71,17 @@ def test_rotary_embedding_is_equal_to_the_bit(dim: int, width: int, dtype: torch
         arguments = (q, k, *weights, cos, sin, 1e-6)
         for got, want in zip(rope.qk_norm_rope(*arguments), reference("qk_norm_rope", *arguments), strict=True):
             same(got, want, 0.5 if dtype == torch.float32 else 0.995)
-        exact = turn64(norm64(q.cpu(), weights[0].cpu(), 1e-6), cos.cpu(), sin.cpu())
+        exact = rope64(norm64(q.cpu(), weights[0].cpu(), 1e-6), cos.cpu(), sin.cpu())
         got = rope.qk_norm_rope(*arguments)[0].double().cpu()
         torch.testing.assert_close(got, exact, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("name", TURNING)
-def test_attention_turns_what_it_is_given(name: str, dtype: torch.dtype) -> None:
-    built = build(dataclasses.replace(TURNING[name], dtype=dtype), "cuda")
+@pytest.mark.parametrize("name", ROTARY_CASES)
+def test_attention_applies_rope(name: str, dtype: torch.dtype) -> None:
+    built = build(dataclasses.replace(ROTARY_CASES[name], dtype=dtype), "cuda")
     backend = TritonBackend(torch.device("cuda"))
-    spec = TURNING[name].spec
+    spec = ROTARY_CASES[name].spec
     backend.workspace(spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.value_dim, dtype)
     built.run(backend.begin(built.meta))
     built.check({torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype])

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchweave.ops.linear import Around, linear, run, run_apart
-from torchweave.ops.linear_config import LinearConfig, choose, rule
+from torchweave.ops.linear import LinearFusion, linear, run, run_unfused
+from torchweave.ops.linear_config import LinearConfig, choose, default_choices
 
 pytestmark = pytest.mark.gpu
 
@@ -37,10 +37,10 @@ def test_op_at_every_small_number_of_tokens(shape: tuple[int, int], dtype: torch
     for tokens in (0, 1, 2, 3, 17):
         x, w, bias = operands(tokens, *shape, dtype)
         for added in (None, bias):
-            got = linear(x, w, added, rule(*shape, dtype))
+            got = linear(x, w, added, default_choices(*shape, dtype))
             check(got, x, w, added, cublas=choose(tokens, *shape, dtype) is None)
     x = torch.randn(1, 1, shape[1], device="cuda", dtype=dtype)
-    assert linear(x, w, None, rule(*shape, dtype)).shape == (1, 1, shape[0])
+    assert linear(x, w, None, default_choices(*shape, dtype)).shape == (1, 1, shape[0])
 
 
 @pytest.mark.parametrize("dependent", [False, True])
@@ -56,7 +56,7 @@ def test_configs(shape: tuple[int, int], dependent: bool) -> None:
         for tokens in (1, 2) if config.kernel == "row" else (1, 5, 16):
             x, w, bias = operands(tokens, *shape, torch.bfloat16)
             out = torch.full((tokens, shape[0]), torch.nan, device="cuda", dtype=torch.bfloat16)
-            run(config, x, w, out, Around(bias))
+            run(config, x, w, out, LinearFusion(bias))
             check(out, x, w, bias)
 
 
@@ -69,7 +69,7 @@ def differs(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("norm_apart", [False, True])
 @pytest.mark.parametrize("kernel", ["row", "dot", "split"])
-def test_what_is_around_a_product_rounds_where_the_separate_operations_do(kernel: str, norm_apart: bool) -> None:
+def test_fused_linear_rounds_as_separate_ops_do(kernel: str, norm_apart: bool) -> None:
     config = {
         "row": LinearConfig("row", 4, 1024, 4, 2, 1, norm_apart),
         "dot": LinearConfig("dot", 64, 128, 4, 4, 1, norm_apart),
@@ -82,17 +82,17 @@ def test_what_is_around_a_product_rounds_where_the_separate_operations_do(kernel
             torch.randn_like(x),
             torch.randn(tokens, 4096, device="cuda").bfloat16(),
         )
-        for around in (
-            Around(bias=bias, residual=whole),
-            Around(norm=norm, eps=1e-5),
-            Around(norm=norm, eps=1e-5, activation="silu"),
-            Around(norm=norm, eps=1e-5, offset=1.0, wide=True, activation="gelu_tanh", residual=half),
+        for fusion in (
+            LinearFusion(bias=bias, residual=whole),
+            LinearFusion(norm=norm, eps=1e-5),
+            LinearFusion(norm=norm, eps=1e-5, activation="silu"),
+            LinearFusion(norm=norm, eps=1e-5, offset=1.0, wide=True, activation="gelu_tanh", residual=half),
         ):
-            expected = run_apart(x, w, around)
+            expected = run_unfused(x, w, fusion)
             out = torch.full_like(expected, torch.nan)
-            run(config, x, w, out, around)
+            run(config, x, w, out, fusion)
             # cuBLAS may sum in another order: a product that falls on the other side of a tie is another number.
-            assert differs(out, expected) < 0.05, around
+            assert differs(out, expected) < 0.05, fusion
 
 
 @pytest.mark.parametrize("dependent", [0, 1, 2])
@@ -126,11 +126,11 @@ def test_chain_in_a_graph(dependent: int) -> None:
             value = F.silu(out) if i == 7 else out
 
 
-def test_what_the_kernels_cannot_read_goes_to_cublas() -> None:
+def test_unsupported_operands_fall_back_to_cublas() -> None:
     x, w, _ = operands(1, 2048, 2048, torch.bfloat16)
     shifted = torch.empty(2048 * 2048 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2048, 2048)
     shifted.copy_(w)
-    choices = rule(2048, 2048, torch.bfloat16)
+    choices = default_choices(2048, 2048, torch.bfloat16)
     check(linear(x, shifted, None, choices), x, w, None, cublas=True)
     transposed = w.T.contiguous().T
     check(linear(x, transposed, None, choices), x, w, None, cublas=True)
@@ -140,7 +140,7 @@ def test_what_the_kernels_cannot_read_goes_to_cublas() -> None:
 def test_rows_of_a_merged_weight() -> None:
     merged = torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16) / 2048**0.5
     x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
-    check(linear(x, merged[1024:3072], None, rule(2048, 2048, torch.bfloat16)), x, merged[1024:3072], None)
+    check(linear(x, merged[1024:3072], None, default_choices(2048, 2048, torch.bfloat16)), x, merged[1024:3072], None)
 
 
 def test_the_choice_covers_the_decode_shapes() -> None:

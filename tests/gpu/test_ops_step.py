@@ -10,11 +10,11 @@ import torch
 
 from tests.ops.sampling.sampling_cases import PARAMETERS, build
 from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step
-from torchweave.engine.runner.step_buffers import Exchange
+from torchweave.engine.runner.step_buffers import HostBufferRing
 from torchweave.ops.sampling.sample import sample
-from torchweave.ops.step_io import advance, carry, prepare, prepare_decode
+from torchweave.ops.step_io import advance, carry, prepare, prepare_decode_inputs
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.record_end.gpu
 
 
 def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -30,8 +30,8 @@ def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("graphed", [False, True])
+@pytest.record_end.parametrize("seed", range(10))
+@pytest.record_end.parametrize("graphed", [False, True])
 def test_step_ops(seed: int, graphed: bool) -> None:
     generator = np.random.default_rng(seed)
     state = random_state(generator)
@@ -46,7 +46,7 @@ def test_step_ops(seed: int, graphed: bool) -> None:
     def run(on, mixed, decode, out, inputs, sampled, emit) -> None:
         prepare(on, *inputs, **mixed.arguments(), block_size=BLOCK_SIZE)
         advance(sampled, inputs[0], emit, on, out)
-        prepare_decode(on, inputs[0], **decode.arguments(), block_size=BLOCK_SIZE)
+        prepare_decode_inputs(on, inputs[0], **decode.arguments(), block_size=BLOCK_SIZE)
 
     def outputs(device: str):
         out = torch.empty(rows, dtype=torch.int32, device=device)
@@ -66,8 +66,8 @@ def test_step_ops(seed: int, graphed: bool) -> None:
     assert twin.arena.cpu().equal(state.arena)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab_size", [5, 1000, 4097, 32000, 128256, 262144])
+@pytest.record_end.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.record_end.parametrize("vocab_size", [5, 1000, 4097, 32000, 128256, 262144])
 def test_sampling_equals_the_reference(vocab_size: int, dtype: torch.dtype) -> None:
     logits, slots, state = build(vocab_size, dtype, repeats=2, seed=vocab_size)
     expected = sample(logits, slots, state).tolist()
@@ -96,7 +96,7 @@ def test_uploads_do_not_overtake_each_other() -> None:
         size = int(generator.integers(1, 20_000))  # some need several copies
         slots, columns = generator.integers(0, 300, size), generator.integers(0, 64, size)
         blocks = generator.integers(0, 1000, size)
-        updates.set_blocks(slots, columns, blocks)
+        updates.set_block_table(slots, columns, blocks)
         updates.set("temperature", slots[:5], 0.25)
         state.apply(updates)
         expected[state.layout["block_table"] + slots * 64 + columns] = blocks
@@ -104,24 +104,27 @@ def test_uploads_do_not_overtake_each_other() -> None:
     assert (state.arena.cpu().numpy() == expected).all()
 
 
-def test_what_is_said_and_drawn_keeps_its_turn() -> None:
+def test_pinned_copies_and_sampling_keep_stream_order() -> None:
     """Steps in flight behind a long-running kernel: each reads what was said about it, and its tokens are its own."""
-    exchange, device = Exchange(5000, 300, 3, torch.device("cuda")), torch.zeros(5000, dtype=torch.int32, device="cuda")
+    exchange, device = (
+        HostBufferRing(5000, 300, 3, torch.device("cuda")),
+        torch.zeros(5000, dtype=torch.int32, device="cuda"),
+    )
     waiting: list[tuple[int, int]] = []
     for step in range(12):
-        turn, size = exchange.next(), (5000, 1, 2049)[step % 3]
-        exchange.said[turn].fill_(step)
+        ring_index, size = exchange.acquire(), (5000, 1, 2049)[step % 3]
+        exchange.packed_inputs[ring_index].fill_(step)
         torch.cuda._sleep(20_000_000)
-        carry(exchange.said[turn][:size], device[:size])
+        carry(exchange.packed_inputs[ring_index][:size], device[:size])
         device[:size] += 100
-        carry(device[:300], exchange.drawn[turn])
-        exchange.mark(turn)
-        waiting.append((step, turn))
+        carry(device[:300], exchange.sampled[ring_index])
+        exchange.record_end(ring_index)
+        waiting.append((step, ring_index))
         if len(waiting) == 3:
-            assert not exchange.ready(turn)
+            assert not exchange.ready(ring_index)
             first, its_turn = waiting.pop(0)
             assert exchange.wait(its_turn)[0] == first + 100
-    assert [int(exchange.wait(turn)[0]) for _, turn in waiting] == [110, 111]
+    assert [int(exchange.wait(ring_index)[0]) for _, ring_index in waiting] == [110, 111]
 
 
 def test_steps_compile_nothing_new() -> None:
@@ -130,7 +133,7 @@ def test_steps_compile_nothing_new() -> None:
     from torchweave.ops.kernels.sampling import sample as sampling
 
     every = [kernels.prepare_kernel, kernels.prepare_decode_kernel, kernels.advance_kernel, kernels.scatter_kernel]
-    every.append(kernels.carry_kernel)
+    every.append(kernels.pinned_copy_kernel)
     every += [sampling.partial_kernel, sampling.finish_kernel]
 
     def run(seed: int) -> None:
@@ -141,7 +144,7 @@ def test_steps_compile_nothing_new() -> None:
         packed = [step.slots, step.query_start, step.host_ids, step.host_positions]
         inputs = list(torch.cat(packed).cuda().split([value.numel() for value in packed]))  # of any alignment
         prepare(state, *inputs, **Outputs.empty(rows, tokens, "cuda").arguments(), block_size=BLOCK_SIZE)
-        prepare_decode(state, inputs[0], **Outputs.empty(rows, rows, "cuda").arguments(), block_size=BLOCK_SIZE)
+        prepare_decode_inputs(state, inputs[0], **Outputs.empty(rows, rows, "cuda").arguments(), block_size=BLOCK_SIZE)
         out = torch.empty(rows, dtype=torch.int32, device="cuda")
         sample(torch.zeros(rows, 5000, device="cuda"), inputs[0], state, out)
         advance(out, inputs[0], torch.ones_like(out), state, out)

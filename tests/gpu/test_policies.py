@@ -26,21 +26,21 @@ def answers(**options: object) -> tuple[list[list[int]], LLM]:
         found = llm.generate(PROMPTS, PARAMS)
         again = llm.generate(PROMPTS, PARAMS)
         assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in again]
-        assert llm.engine.batch.kv.num_free == llm.engine.batch.kv.num_blocks
-        llm.engine.batch.check()
+        assert llm.engine.scheduler.kv.num_free == llm.engine.scheduler.kv.num_blocks
+        llm.engine.scheduler.check()
     return [output.outputs[0].token_ids for output in found], llm
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> list[list[int]]:
     found, llm = answers(enable_prefix_caching=False)
-    assert llm.engine.batch.kv.reused_total == 0
+    assert llm.engine.scheduler.kv.reused_total == 0
     return found
 
 
 def test_B11_shared_blocks_change_no_token(undisturbed: list[list[int]]) -> None:
     found, llm = answers()
-    assert found == undisturbed and llm.engine.batch.kv.reused_total > len(PROMPTS)
+    assert found == undisturbed and llm.engine.scheduler.kv.reused_total > len(PROMPTS)
 
 
 @pytest.mark.parametrize("chunking", ["first_come_first_served", "equal_progress"])
@@ -51,7 +51,7 @@ def test_B4_max_utilization_with_a_twentieth_of_the_cache_changes_no_token(
         capacity_scheduler_policy="max_utilization", context_chunking_policy=chunking, num_kv_blocks=20, max_num_tokens=64,
         max_model_len=320,
     )  # fmt: skip
-    assert found == undisturbed and llm.engine.batch.paused_total > 0
+    assert found == undisturbed and llm.engine.scheduler.paused_total > 0
 
 
 def test_B3_static_batches_change_no_token(undisturbed: list[list[int]]) -> None:
@@ -60,7 +60,7 @@ def test_B3_static_batches_change_no_token(undisturbed: list[list[int]]) -> None
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_B7_beams_equal_those_of_transformers(tmp_path: Path, graphs: bool) -> None:
-    model = zoo.build(zoo.specimen("llama"))
+    model = zoo.build(zoo.zoo_model("llama"))
     zoo.save(model, tmp_path)
     model = model.to("cuda")
     config = TorchCompileConfig(enable_inductor=graphs, enable_piecewise_cuda_graph=graphs, compile_cache=False)
@@ -87,4 +87,4 @@ def test_B7_beams_are_the_same_when_they_are_paused() -> None:
         max_num_tokens=64,
     ) as small:
         assert by_engine(small, PROMPTS[:8], params) == wanted
-    assert small.engine.batch.paused_total > 0
+    assert small.engine.scheduler.paused_total > 0

@@ -12,7 +12,7 @@ from tests.models.paged import paged_tokens
 from tests.models.test_parallel import prompts
 from tests.ranks import run_ranks
 from torchweave import LLM, SamplingParams
-from torchweave.distributed.process_groups import World
+from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models import load
 from torchweave.verify import zoo
 
@@ -23,18 +23,22 @@ pytestmark = [
 NAMES = ("llama-tied", "gpt2", "olmo2", "gpt_oss", "deepseek_v3", "qwen3_moe")
 
 
-def _tokens(world: World, folders: dict[str, str], expert_parallel: bool) -> dict[str, list[list[int]]]:
+def _tokens(
+    process_groups: ProcessGroups, folders: dict[str, str], expert_parallel: bool
+) -> dict[str, list[list[int]]]:
     found = {}
     for name, folder in folders.items():
-        loaded = load(folder, torch.float32, world.device, world=world, expert_parallel=expert_parallel)
-        found[name] = paged_tokens(loaded.module, prompts(), 6, device=world.device)
+        loaded = load(
+            folder, torch.float32, process_groups.device, process_groups=process_groups, expert_parallel=expert_parallel
+        )
+        found[name] = paged_tokens(loaded.module, prompts(), 6, device=process_groups.device)
     return found
 
 
 def test_tokens_of_two_gpus_are_those_of_transformers(tmp_path: Path) -> None:
     expected, folders = {}, {}
     for name in NAMES:
-        model = zoo.build(zoo.specimen(name))
+        model = zoo.build(zoo.zoo_model(name))
         expected[name] = zoo.reference_tokens(model, prompts(), 6)
         zoo.save(model, tmp_path / name)
         folders[name] = str(tmp_path / name)
@@ -49,7 +53,7 @@ def test_tokens_of_two_gpus_are_those_of_transformers(tmp_path: Path) -> None:
 def test_an_engine_over_two_gpus_gives_the_tokens_of_transformers(
     name: str, symmetric_memory: bool, tmp_path: Path
 ) -> None:
-    model = zoo.build(zoo.specimen(name))
+    model = zoo.build(zoo.zoo_model(name))
     expected = zoo.reference_tokens(model, prompts(), 12)
     zoo.save(model, tmp_path)
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from tests.compiler.passes.rank_blocks import Block, inputs, part, weights, whole
 from tests.ranks import run_ranks
-from torchweave.compiler import Woven, weave
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler import CompiledGraph, compile_graph
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
-from torchweave.distributed.process_groups import World
-from torchweave.distributed.symmetric_memory import connect
+from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.distributed.symmetric_memory import enable_symmetric_memory
 from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu
@@ -35,32 +35,34 @@ MATCHES = {
 }
 
 
-def woven(module: Block, config: TorchCompileConfig) -> Woven:
+def compiled_graph(module: Block, config: TorchCompileConfig) -> CompiledGraph:
     example = {"x": torch.zeros(23, module.parts[0].shape[1]), "residual": torch.zeros(23, WIDTHS[0])}
     example = {name: each.to("cuda", module.dtype) for name, each in example.items()}
-    return weave(module, example, {name: {0: "T"} for name in example}, config=config, report=Report(show=False))
+    return compile_graph(
+        module, example, {name: {0: "T"} for name in example}, config=config, report=Report(show=False)
+    )
 
 
-def matches(woven: Woven) -> dict[str, int]:
+def matches(compiled_graph: CompiledGraph) -> dict[str, int]:
     """The most matches of each pass over ranks in one variant of the piece."""
     found: dict[str, int] = {}
-    for event in woven.report.select("pass"):
+    for event in compiled_graph.report.select("pass"):
         if event["enabled"] and event["matches"] and event["name"].startswith(("all_reduce", "userb", "sequence")):
             found[event["name"]] = max(found.get(event["name"], 0), event["matches"])
     return {name: count for name, count in found.items() if not name.endswith("_fp8")}
 
 
-def replayed(woven: Woven, x: Tensor, residual: Tensor) -> list[tuple[Tensor, ...]]:
+def replayed(compiled_graph: CompiledGraph, x: Tensor, residual: Tensor) -> list[tuple[Tensor, ...]]:
     """Results of three replays of a recorded call, on other values each time."""
     given = x.clone(), residual.clone()
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()  # a rank's collectives follow each other
     with torch.cuda.stream(stream):
-        woven(call_as_is, *given)
+        compiled_graph(call_op, *given)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        results = woven(call_as_is, *given)
+        results = compiled_graph(call_op, *given)
     found = []
     for sign in (1, -1, 1):
         given[0].copy_(sign * x)
@@ -69,19 +71,19 @@ def replayed(woven: Woven, x: Tensor, residual: Tensor) -> list[tuple[Tensor, ..
     return found
 
 
-def on_two_gpus(world: World, quantized: bool) -> dict[str, float]:
+def on_two_gpus(process_groups: ProcessGroups, quantized: bool) -> dict[str, float]:
     """By form and token count, how far the result is from float64, as a part of its largest number."""
-    connect(world, Report(show=False))
-    module = Block(world.tensor_rank, 2, torch.bfloat16, quantized, True, WIDTHS).to(world.device)
-    given = [each.to(world.device) for each in weights(*WIDTHS)]
+    enable_symmetric_memory(process_groups, Report(show=False))
+    module = Block(process_groups.tensor_rank, 2, torch.bfloat16, quantized, True, WIDTHS).to(process_groups.device)
+    given = [each.to(process_groups.device) for each in weights(*WIDTHS)]
     found = {}
     for name, config in FORMS.items():
-        each = woven(module, config)
+        each = compiled_graph(module, config)
         assert matches(each) == MATCHES[name], (name, matches(each))
         for tokens in TOKENS:
-            x, residual = (one.to(world.device) for one in inputs(tokens, *WIDTHS))
-            own = part(x, world.tensor_rank, 2, torch.bfloat16)
-            called = each(call_as_is, own, residual.bfloat16())
+            x, residual = (one.to(process_groups.device) for one in inputs(tokens, *WIDTHS))
+            own = part(x, process_groups.tensor_rank, 2, torch.bfloat16)
+            called = each(call_op, own, residual.bfloat16())
             first, _, third = replayed(each, own, residual.bfloat16())
             assert all(map(torch.equal, first, called)) and all(map(torch.equal, first, third)), (name, tokens)
             wanted = whole(x, residual, given)

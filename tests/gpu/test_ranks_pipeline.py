@@ -48,7 +48,7 @@ def test_a_pipeline_of_gpus_gives_the_tokens_of_transformers(name: str, ranks: d
     needed = ranks["pipeline_parallel_size"] * ranks.get("tensor_parallel_size", 1)
     if torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} GPUs")
-    model = zoo.build(zoo.specimen(name))
+    model = zoo.build(zoo.zoo_model(name))
     expected = zoo.reference_tokens(model, prompts(), 12)
     zoo.save(model, tmp_path)
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tests.compiler.streams.stream_cases import DYNAMIC, captured_piece, shared_experts
-from torchweave.compiler import weave
+from torchweave.compiler import compile_graph
 from torchweave.compiler.codegen.pieces import build_fx, build_inductor
 from torchweave.compiler.runtime.cuda_graphs import GraphPool, record
-from torchweave.compiler.runtime.forward import call_as_is
-from torchweave.compiler.streams.backends import CheckedLanes, CudaLanes
-from torchweave.compiler.streams.build import Split, join, plan
+from torchweave.compiler.runtime.forward import call_op
+from torchweave.compiler.streams.backends import CheckedStreams, CudaStreams
+from torchweave.compiler.streams.build import Split, join, plan_split
 from torchweave.compiler.streams.cost import Costs
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
@@ -40,15 +40,15 @@ class Late:
         self.stream.__exit__(*error)
 
 
-class LaggingLanes(CudaLanes):
+class LaggingLanes(CudaStreams):
     """Streams that begin each of their runs late, by so many clock cycles each: an order that no event holds shows."""
 
     def __init__(self, device: torch.device, cycles: tuple[int, ...]) -> None:
         super().__init__(len(cycles), device)
         self.cycles = cycles
 
-    def __getitem__(self, lane: int) -> Any:
-        return Late(super().__getitem__(lane), self.cycles[lane])
+    def __getitem__(self, stream: int) -> Any:
+        return Late(super().__getitem__(stream), self.cycles[stream])
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +70,15 @@ class Case:
     def __init__(self, device: torch.device, inductor: bool, num_streams: int) -> None:
         module = shared_experts(hidden=HIDDEN, width=256, shared=2048).to(device, torch.bfloat16)
         graph, piece = captured_piece(module, inputs(device, 5, 0))
-        self.split: Split = plan(piece, num_streams, Costs(fused=inductor))
+        self.split: Split = plan_split(piece, num_streams, Costs(fused=inductor))
         config = TorchCompileConfig(enable_inductor=inductor)
         self.calls = [(build_inductor(part, config) if inductor else build_fx(part)).call for part in self.split.parts]
         self.names = [graph.bindings[node.name].name for node in piece.inputs]
         self.constants = [graph.constant(node) for node in piece.constants]
-        self.serial: Call = self.on(CheckedLanes(num_streams))
+        self.serial: Call = self.on(CheckedStreams(num_streams))
 
-    def on(self, lanes: Any, split: Split | None = None) -> Call:
-        return join(split or self.split, self.calls, lanes)[0]
+    def on(self, streams: Any, split: Split | None = None) -> Call:
+        return join(split or self.split, self.calls, streams)[0]
 
     def ready(self, given: dict[str, Tensor]) -> list[Any]:
         return [*(given[name] for name in self.names), *self.constants]
@@ -103,7 +103,9 @@ def test_X6_replays_of_a_split_piece_are_bit_equal_to_its_runs_in_turn(
     want = [[out.clone() for out in case.serial(case.ready(each))] for each in given]
     buffers = inputs(device, tokens, 99)
     call = case.on(LaggingLanes(device, cycles))
-    recording = record(lambda boundary: call(case.ready(buffers)), call_as_is, whole=True, pool=GraphPool(device))
+    recording = record(
+        lambda boundary: call(case.ready(buffers)), call_op, capture_boundary_ops=True, pool=GraphPool(device)
+    )
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for turn in range(REPLAYS if not any(cycles) else 100):
         for name, buffer in buffers.items():
@@ -175,14 +177,14 @@ def test_X6_a_woven_module_computes_the_same_on_and_off(device: torch.device, in
         Report(show=False),
     )
     config = TorchCompileConfig(enable_inductor=inductor)
-    off = weave(module, inputs(device, 5, 0), DYNAMIC, config=config)
+    off = compile_graph(module, inputs(device, 5, 0), DYNAMIC, config=config)
     config = replace(config, max_num_streams=2)
-    on = weave(module, inputs(device, 5, 0), DYNAMIC, config=config, report=report)
+    on = compile_graph(module, inputs(device, 5, 0), DYNAMIC, config=config, report=report)
     kept = [event["kept"] for event in report.select("streams")]  # one for each range of tokens that is built apart
     assert kept and all(kept)
     for tokens in (1, 2, 7, 64, 300):
         given = inputs(device, tokens, tokens).values()
-        for one, other in zip(on(call_as_is, *given), off(call_as_is, *given), strict=True):
+        for one, other in zip(on(call_op, *given), off(call_op, *given), strict=True):
             tolerance = (
                 2e-2 if inductor else 0.0
             )  # Inductor may fuse, and so round, a whole piece otherwise than its runs

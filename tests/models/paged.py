@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from torchweave.compiler import broken
+from torchweave.compiler import eager_forward
 from torchweave.models import DecoderStep
-from torchweave.ops.attention.calls import carry_out
+from torchweave.ops.attention.calls import run_attention
 from torchweave.ops.attention.op import AttentionMetadata, get_backend
 
 BLOCK = 16
@@ -42,7 +42,7 @@ def paged_tokens(
     for cache in caches:  # memory that was never written must never be read
         cache.k.fill_(torch.nan)
         cache.v.fill_(torch.nan)
-    forward = broken(step, {"torchweave::attention"})
+    forward = eager_forward(step, {"torchweave::attention"})
     sequences, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
     answers: list[list[int]] = [[] for _ in prompts]
     number = 0
@@ -59,7 +59,7 @@ def paged_tokens(
         def boundary(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attention: Any = attention) -> None:
             named = {argument.name: argument.default_value for argument in op._schema.arguments}
             named |= dict(zip(named, args, strict=False)) | kwargs | (spoil or {})
-            carry_out(attention, caches, **named)
+            run_attention(attention, caches, **named)
 
         ends = meta.query_start[1:].long() - 1
         chosen = forward(boundary, ids, positions, ends).argmax(-1).tolist()

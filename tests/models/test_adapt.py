@@ -13,8 +13,8 @@ from transformers import CONFIG_MAPPING
 
 from tests.models.paged import paged_tokens
 from torchweave.models import UnsupportedModel, load
-from torchweave.models.adapt import adapt, install
-from torchweave.models.attention import attend
+from torchweave.models.adapt import adapt, install_ops
+from torchweave.models.attention import attention_forward
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.hooks import freeze_rope
 from torchweave.models.load import build_on_meta
@@ -23,7 +23,7 @@ from torchweave.verify import zoo
 
 
 def examined(name: str) -> list[Any]:
-    return adapt(build_on_meta(zoo.specimen(name).config(), torch.float32), Report(show=False))
+    return adapt(build_on_meta(zoo.zoo_model(name).config(), torch.float32), Report(show=False))
 
 
 def test_specs_say_what_each_layer_keeps() -> None:
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 def call(**options: Any) -> None:
     q = torch.zeros(1, 2, 5, 4)
-    attend(Layer(), q, q, q, options.pop("attention_mask", None), **options)
+    attention_forward(Layer(), q, q, q, options.pop("attention_mask", None), **options)
 
 
 def test_what_attention_does_not_know_is_refused() -> None:
@@ -58,7 +58,7 @@ def test_what_attention_does_not_know_is_refused() -> None:
 
 
 def test_a_kind_of_layer_that_is_not_known_is_refused() -> None:
-    config = zoo.specimen("qwen3").config()
+    config = zoo.zoo_model("qwen3").config()
     config.layer_types = ["full_attention", "sparse_attention", "full_attention"]
     with pytest.raises(UnsupportedModel, match="sparse_attention"):
         adapt(build_on_meta(config, torch.float32), Report(show=False))
@@ -68,8 +68,8 @@ def test_a_kind_of_layer_that_is_not_known_is_refused() -> None:
 def test_kinds_of_layers_that_the_models_code_does_not_know(name: str, tmp_path: Path) -> None:
     """A config may name kinds for another engine's sake; transformers' class has one attention in all layers."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    options = zoo.specimen(name).options | {"layer_types": kinds, "sliding_window": 8}
-    model = zoo.build(zoo.Specimen("", name, options))
+    options = zoo.zoo_model(name).options | {"layer_types": kinds, "sliding_window": 8}
+    model = zoo.build(zoo.ZooModel("", name, options))
     zoo.save(model, tmp_path)
     prompts = [list(range(3, 53)), list(range(9, 30))]
     expected = zoo.reference_tokens(model, prompts, 8)
@@ -78,25 +78,25 @@ def test_kinds_of_layers_that_the_models_code_does_not_know(name: str, tmp_path:
 
 @pytest.mark.skipif("deepseek_v32" not in CONFIG_MAPPING, reason="this transformers has no model that reads a mask")
 def test_a_mask_that_is_not_there_is_named() -> None:
-    options = zoo.specimen("deepseek_v3").options | {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 32}
-    config = zoo.Specimen("", "deepseek_v32", options).config()
+    options = zoo.zoo_model("deepseek_v3").options | {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 32}
+    config = zoo.ZooModel("", "deepseek_v32", options).config()
     with pytest.raises(UnsupportedModel, match=r"it reads an attention mask, and the engine builds none\.$"):
         adapt(build_on_meta(config, torch.float32), Report(show=False))
 
 
 @pytest.mark.parametrize("name", ["roberta", "xlm-roberta-xl"])
 def test_positions_that_begin_elsewhere_are_refused(name: str) -> None:
-    config = zoo.Specimen("", name, {"is_decoder": True}).config()
+    config = zoo.ZooModel("", name, {"is_decoder": True}).config()
     with pytest.raises(UnsupportedModel, match="positions begin behind the id of its padding token"):
         adapt(build_on_meta(config, torch.float32), Report(show=False))
 
 
 def test_long_rope_is_frozen_for_the_longest_sequence() -> None:
-    entry = zoo.specimen("phi3-longrope")
+    entry = zoo.zoo_model("phi3-longrope")
     model = zoo.build(entry)
     ids = torch.arange(3, 203)  # beyond the original 128: transformers takes the long factors
     expected = model(input_ids=ids[None], use_cache=False).logits[0]
-    install(model)
+    install_ops(model)
     report = Report(show=False)
     freeze_rope(model, 512, report)
     assert report.select("rope_frozen")[0]["max_model_len"] == 512
@@ -113,8 +113,8 @@ def test_long_rope_is_frozen_for_the_longest_sequence() -> None:
 
 
 def _phimoe() -> Any:
-    rope = {"long_mscale": 1.3, "short_mscale": 1.1, **zoo.specimen("phi3-longrope").options["rope_parameters"]}
-    return zoo.build(zoo.Specimen("", "phimoe", zoo.specimen("phimoe").options | {"rope_parameters": rope}))
+    rope = {"long_mscale": 1.3, "short_mscale": 1.1, **zoo.zoo_model("phi3-longrope").options["rope_parameters"]}
+    return zoo.build(zoo.ZooModel("", "phimoe", zoo.zoo_model("phimoe").options | {"rope_parameters": rope}))
 
 
 @pytest.mark.parametrize(("tokens", "max_model_len"), [(90, 128), (200, 512)])
@@ -130,9 +130,9 @@ def test_long_rope_whose_scale_is_in_the_forward(tokens: int, max_model_len: int
 
 
 def test_dynamic_rope_grows_with_the_length_that_is_served() -> None:
-    config = zoo.specimen("llama-rope-dynamic").config().to_dict() | {"max_position_embeddings": 64}
-    short, long = load(config, load_format="dummy"), zoo.build(zoo.specimen("llama-rope-dynamic"))
-    install(long)
+    config = zoo.zoo_model("llama-rope-dynamic").config().to_dict() | {"max_position_embeddings": 64}
+    short, long = load(config, load_format="dummy"), zoo.build(zoo.zoo_model("llama-rope-dynamic"))
+    install_ops(long)
     before = long.model.rotary_emb.inv_freq.clone()
     freeze_rope(long, 512, Report(show=False))
     assert torch.equal(before, long.model.rotary_emb.inv_freq)  # 512 is its own limit
@@ -144,7 +144,7 @@ def test_dynamic_rope_grows_with_the_length_that_is_served() -> None:
 @pytest.mark.parametrize("name", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
 def test_rope_that_is_called_dynamic_and_is_fixed(name: str, tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}
-    model = zoo.build(zoo.Specimen("", name, zoo.specimen(name).options | {"rope_parameters": rope}))
+    model = zoo.build(zoo.ZooModel("", name, zoo.zoo_model(name).options | {"rope_parameters": rope}))
     zoo.save(model, tmp_path)
     prompts = [list(range(3, 73)), list(range(9, 30))]
     expected = zoo.reference_tokens(model, prompts, 8)
@@ -152,7 +152,7 @@ def test_rope_that_is_called_dynamic_and_is_fixed(name: str, tmp_path: Path) -> 
 
 
 def test_padded_logits_index_and_positions_are_taken_as_given() -> None:
-    loaded = load(zoo.specimen("llama").config().to_dict(), load_format="dummy")
+    loaded = load(zoo.zoo_model("llama").config().to_dict(), load_format="dummy")
     ids, positions = torch.arange(5, 15), torch.arange(10)
     whole = loaded.module(ids, positions, torch.arange(10))
     torch.testing.assert_close(loaded.module(ids, positions, torch.tensor([9, 0, 0])), whole[[9, 0, 0]])

@@ -83,7 +83,7 @@ assert loss.linear_sum_assignment(5) == ("assigned", 5)
     )
 
 
-def test_whoever_needs_more_of_a_module_gets_it_as_ever(tmp_path: Path) -> None:
+def test_other_attributes_import_the_real_module(tmp_path: Path) -> None:
     run(
         """
 import sys

@@ -19,7 +19,7 @@ from torchweave.verify import zoo
 
 
 def save(name: str, folder: Path, **options: Any) -> Any:
-    model = zoo.build(zoo.specimen(name))
+    model = zoo.build(zoo.zoo_model(name))
     model.save_pretrained(folder, **options)
     return model
 
@@ -63,7 +63,7 @@ def test_dtype_is_the_one_asked_for_and_frequencies_stay_float32(tmp_path: Path)
     save("llama", tmp_path)
     loaded = load(tmp_path, "bfloat16")
     assert {p.dtype for p in loaded.module.parameters()} == {torch.bfloat16}
-    fresh = LlamaForCausalLM(zoo.specimen("llama").config())
+    fresh = LlamaForCausalLM(zoo.zoo_model("llama").config())
     assert torch.equal(loaded.module.model.model.rotary_emb.inv_freq, fresh.model.rotary_emb.inv_freq)
 
 
@@ -120,7 +120,7 @@ def test_other_conversions_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 def test_dummy_needs_a_config_only_and_gives_finite_logits(tmp_path: Path) -> None:
-    zoo.specimen("llama-tied").config().save_pretrained(tmp_path)
+    zoo.zoo_model("llama-tied").config().save_pretrained(tmp_path)
     first, second = (load(tmp_path, load_format="dummy") for _ in range(2))
     assert first.module.model.lm_head.weight is first.module.model.model.embed_tokens.weight
     assert first.tokenizer is None
@@ -143,7 +143,7 @@ def test_config_dict_and_benchmark_shapes() -> None:
 
 def _with_rope(**rope: Any) -> dict[str, Any]:
     parameters = {"rope_theta": 10000.0, "factor": 4.0, **rope}
-    return zoo.specimen("llama").config().to_dict() | {"rope_parameters": parameters}
+    return zoo.zoo_model("llama").config().to_dict() | {"rope_parameters": parameters}
 
 
 def test_scaled_rope_reaches_beyond_the_length_of_before() -> None:
@@ -349,7 +349,7 @@ def test_config_with_values_that_transformers_trips_over(
 
 
 def test_folder_without_weights(tmp_path: Path) -> None:
-    zoo.specimen("llama").config().save_pretrained(tmp_path)
+    zoo.zoo_model("llama").config().save_pretrained(tmp_path)
     refused(tmp_path, "no weights", "load_format=dummy")
 
 

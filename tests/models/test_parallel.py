@@ -20,11 +20,11 @@ from tests.ops.collectives.collective_cases import mirrored
 from tests.ranks import run_ranks
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.partition.split import Piece, split
-from torchweave.distributed.process_groups import World
+from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models import LoadedModel, UnsupportedModel, load
 from torchweave.models.parallel import linear_roles as roles
 from torchweave.models.weights.quantize import Fp8Linear
-from torchweave.models.weights.shards import Cut, Heads, even, padded
+from torchweave.models.weights.shards import HeadSharding, TensorShard, even_shard, padded_shard
 from torchweave.report import Report
 from torchweave.verify import zoo
 
@@ -37,7 +37,12 @@ _IDENTITY = re.compile(r"(?<=\]) \d{9,}")  # of a constant, in canonical lines
 def part_of(source: Any, rank: int, size: int = 2, **options: Any) -> LoadedModel:
     """A rank's part, loaded in this process."""
     with mirrored("tp", size, rank):
-        return load(source, torch.float32, world=World(rank=rank, size=size, tensor_parallel_size=size), **options)
+        return load(
+            source,
+            torch.float32,
+            process_groups=ProcessGroups(rank=rank, size=size, tensor_parallel_size=size),
+            **options,
+        )
 
 
 def prompts() -> list[list[int]]:
@@ -45,17 +50,17 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in (3, 70)]
 
 
-def specimen(name: str) -> zoo.Specimen:
+def zoo_model(name: str) -> zoo.ZooModel:
     """A specimen; GPT-2's vocabulary does not divide."""
-    entry = zoo.specimen(name)
+    entry = zoo.zoo_model(name)
     return replace(entry, options={**entry.options, "vocab_size": 253}) if name == "gpt2" else entry
 
 
-def _tokens(world: World, folders: dict[str, str]) -> dict[str, list[list[int]]]:
+def _tokens(process_groups: ProcessGroups, folders: dict[str, str]) -> dict[str, list[list[int]]]:
     found = {}
     for name, folder in folders.items():
         for by_number in (False, True)[: 1 + (name in BY_NUMBER)]:
-            loaded = load(folder, torch.float32, world=world, expert_parallel=by_number)
+            loaded = load(folder, torch.float32, process_groups=process_groups, expert_parallel=by_number)
             found[f"{name} {by_number}"] = paged_tokens(loaded.module, prompts(), 6)
     return found
 
@@ -63,7 +68,7 @@ def _tokens(world: World, folders: dict[str, str]) -> dict[str, list[list[int]]]
 def test_tokens_of_two_ranks_are_those_of_transformers(tmp_path: Path) -> None:
     expected, folders = {}, {}
     for name in NAMES:
-        model = zoo.build(specimen(name))
+        model = zoo.build(zoo_model(name))
         expected[name] = zoo.reference_tokens(model, prompts(), 6)
         zoo.save(model, tmp_path / name)
         folders[name] = str(tmp_path / name)
@@ -76,7 +81,7 @@ def test_tokens_of_two_ranks_are_those_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama-bias", "qwen3_moe"])
 def test_all_ranks_have_one_graph(name: str) -> None:
-    entry = zoo.specimen(name)
+    entry = zoo.zoo_model(name)
     config = replace(entry, options={**entry.options, "num_hidden_layers": 4}).config().to_dict()
     lines, clones, digests = [], [], []
     for rank in range(2):
@@ -96,7 +101,7 @@ def test_all_ranks_have_one_graph(name: str) -> None:
 
 
 def test_ranks_read_their_parts_alone(tmp_path: Path) -> None:
-    entry = zoo.specimen("llama-bias")
+    entry = zoo.zoo_model("llama-bias")
     zoo.save(zoo.build(entry), tmp_path)
     whole, parts, read = load(tmp_path).module.model, [], 0
     for rank in range(2):
@@ -117,7 +122,7 @@ def test_ranks_read_their_parts_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_experts_are_merged_in_parts(expert_parallel: bool, tmp_path: Path) -> None:
-    zoo.save(zoo.build(zoo.specimen("qwen3_moe")), tmp_path)
+    zoo.save(zoo.build(zoo.zoo_model("qwen3_moe")), tmp_path)
     whole, name = load(tmp_path).module.model, "model.layers.1.mlp.experts"
     gate, up = whole.get_parameter(f"{name}.gate_up_proj").chunk(2, 1)
     for rank in range(2):
@@ -134,14 +139,14 @@ def test_experts_are_merged_in_parts(expert_parallel: bool, tmp_path: Path) -> N
 
 
 def test_other_conversions_are_cut_behind_them(tmp_path: Path) -> None:
-    zoo.save(zoo.build(zoo.specimen("granitemoe")), tmp_path)
+    zoo.save(zoo.build(zoo.zoo_model("granitemoe")), tmp_path)
     name = "model.layers.0.block_sparse_moe.experts.down_proj"
     parts = [part_of(tmp_path, rank).module.model.get_parameter(name) for rank in range(2)]
     assert torch.equal(torch.cat(parts, 2), load(tmp_path).module.model.get_parameter(name))
 
 
 def test_dummy_weights_are_parts_of_the_same_numbers() -> None:
-    config = zoo.specimen("gpt_oss").config().to_dict()
+    config = zoo.zoo_model("gpt_oss").config().to_dict()
     whole = load(config, torch.float32, load_format="dummy")
     parts = [part_of(config, rank, load_format="dummy") for rank in range(2)]
     name = "model.layers.2.mlp.experts.down_proj"
@@ -151,13 +156,13 @@ def test_dummy_weights_are_parts_of_the_same_numbers() -> None:
     assert parts[0].weight_bytes < 0.6 * whole.weight_bytes
     assert parts[0].module.vocab_size == whole.module.vocab_size == zoo.VOCAB
     assert [spec.num_heads for spec in parts[1].module.attention_layers] == [2] * 4
-    assert parts[1].world.tensor_rank == 1
+    assert parts[1].process_groups.tensor_rank == 1
 
 
 def _block_checkpoint(folder: Path, head_dim: int) -> None:
     """A Llama whose linears are in FP8 with a scale for each 128 x 128."""
     options = {"hidden_size": 256, "intermediate_size": 512, "head_dim": head_dim, "num_hidden_layers": 1}
-    model = zoo.build(replace(zoo.specimen("llama"), options=options))
+    model = zoo.build(replace(zoo.zoo_model("llama"), options=options))
     zoo.save(model, folder)
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -190,7 +195,7 @@ def test_scales_of_blocks_are_divided_with_their_weights(tmp_path: Path) -> None
             torch.testing.assert_close(part.down_proj(h[:, rows]), 2 * whole.down_proj(h), msg="a sum of two mirrors")
 
 
-def test_what_would_cut_a_block_is_refused(tmp_path: Path) -> None:
+def test_shards_within_a_scale_block_are_refused(tmp_path: Path) -> None:
     _block_checkpoint(tmp_path, 64)
     with pytest.raises(UnsupportedModel, match=r"one scale for each 128 x 128 weights.*use fewer ranks"):
         part_of(tmp_path, 0)
@@ -205,14 +210,14 @@ def test_what_would_cut_a_block_is_refused(tmp_path: Path) -> None:
         ("llama4", 2, True, "cannot be told apart by number; leave enable_expert_parallel off"),
     ],
 )
-def test_refused_in_a_sentence(name: str, size: int, expert_parallel: bool, said: str) -> None:
-    config = zoo.specimen(name).config().to_dict()
+def test_indivisible_models_are_refused_with_a_reason(name: str, size: int, expert_parallel: bool, said: str) -> None:
+    config = zoo.zoo_model(name).config().to_dict()
     with pytest.raises(UnsupportedModel, match=f"cannot be divided over {size} ranks: .*{said}"):
         part_of(config, 0, size, load_format="dummy", expert_parallel=expert_parallel)
 
 
 def test_more_refusals() -> None:
-    entry = zoo.specimen("qwen3_moe")
+    entry = zoo.zoo_model("qwen3_moe")
     odd = replace(entry, options={**entry.options, "num_experts": 7, "moe_intermediate_size": 33})
     config = odd.config().to_dict()
     for by_number, said in (
@@ -221,32 +226,32 @@ def test_more_refusals() -> None:
     ):
         with pytest.raises(UnsupportedModel, match=said):
             part_of(config, 0, load_format="dummy", expert_parallel=by_number)
-    per_head = replace(zoo.specimen("stablelm"), options={"qk_layernorm": True}).config().to_dict()
+    per_head = replace(zoo.zoo_model("stablelm"), options={"qk_layernorm": True}).config().to_dict()
     with pytest.raises(UnsupportedModel, match="a module for each head"):
         part_of(per_head, 0, load_format="dummy")
 
 
 def test_unknown_architectures_are_divided_by_their_own_plan_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {entry.config().model_type for entry in zoo.SPECIMENS} == roles.VERIFIED
+    assert {entry.config().model_type for entry in zoo.ZOO_MODELS} == roles.VERIFIED
     monkeypatch.setattr(roles, "VERIFIED", frozenset())
-    part = part_of(zoo.specimen("glm").config().to_dict(), 1, load_format="dummy").module.model
+    part = part_of(zoo.zoo_model("glm").config().to_dict(), 1, load_format="dummy").module.model
     assert tuple(part.model.layers[0].self_attn.q_proj.weight.shape) == (32, 64)
     assert tuple(part.model.layers[0].mlp.gate_up_proj.weight.shape) == (192, 64), "the plan gathers it: it stays whole"
     for name in ("gpt2", "olmo2"):
         with pytest.raises(UnsupportedModel, match="no tensor-parallel plan that divides its attention"):
-            part_of(zoo.specimen(name).config().to_dict(), 0, load_format="dummy")
+            part_of(zoo.zoo_model(name).config().to_dict(), 0, load_format="dummy")
 
 
-def test_heads_and_cuts() -> None:
+def test_head_sharding_and_tensor_shards() -> None:
     for rank, kv in enumerate([(0, 4), (0, 4), (4, 8), (4, 8)]):
-        heads = Heads(query=8, kv=2, rank=rank, size=4)
-        assert not heads.why_not
-        assert (heads.of_query(4), heads.of_kv(4)) == ((8 * rank, 8 * rank + 8), kv)
-    assert "neither a multiple nor a divisor" in Heads(query=12, kv=3, rank=0, size=2).why_not
+        heads = HeadSharding(query=8, kv=2, rank=rank, size=4)
+        assert not heads.indivisible_reason
+        assert (heads.query_range(4), heads.kv_range(4)) == ((8 * rank, 8 * rank + 8), kv)
+    assert "neither a multiple nor a divisor" in HeadSharding(query=12, kv=3, rank=0, size=2).indivisible_reason
     whole = torch.arange(24.0).view(12, 2)
-    packed = even(whole.shape, 0, 1, 3, parts=2)
-    assert packed is not None and packed.of(whole)[:, 0].tolist() == [4, 6, 16, 18]
-    assert even(whole.shape, 0, 0, 5) is None
-    last = padded((5, 2), 0, 3, 4)
-    assert last.of(whole[:5]).tolist() == [[0, 0], [0, 0]] and last.shape == (2, 2)
-    assert Cut((256, 8), 0, ((64, 128),)).in_blocks(128, (2, 1)) is None
+    packed = even_shard(whole.shape, 0, 1, 3, parts=2)
+    assert packed is not None and packed.extract(whole)[:, 0].tolist() == [4, 6, 16, 18]
+    assert even_shard(whole.shape, 0, 0, 5) is None
+    last = padded_shard((5, 2), 0, 3, 4)
+    assert last.extract(whole[:5]).tolist() == [[0, 0], [0, 0]] and last.shape == (2, 2)
+    assert TensorShard((256, 8), 0, ((64, 128),)).for_block_scales(128, (2, 1)) is None

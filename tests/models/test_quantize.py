@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torchweave.models import load
 from torchweave.models.load import model_facts
 from torchweave.models.weights import read as weights
-from torchweave.models.weights.quantize import DUMMY_INPUT_SCALE, Fp8Linear, Quantizer, Scheme, quantize_weight, scheme
+from torchweave.models.weights.quantize import (
+    DUMMY_INPUT_SCALE,
+    Fp8Linear,
+    Quantizer,
+    QuantScheme,
+    quantize_weight,
+    scheme,
+)
 from torchweave.ops.quant.fp8 import FP8, GROUP
 from torchweave.report import Report
 from torchweave.verify import zoo
@@ -76,7 +83,7 @@ def check_against_dequantized(loaded: Any) -> None:
 @pytest.mark.parametrize("how", ["tensor", "channel", "block"])
 def test_a_weight_is_rounded_to_the_nearest_of_its_scale(how: Any) -> None:
     weight = torch.randn(144, 208) * torch.logspace(-2, 2, 144)[:, None]
-    q, scale = quantize_weight(weight, Scheme(how))
+    q, scale = quantize_weight(weight, QuantScheme(how))
     assert q.dtype == FP8 and q.shape == weight.shape and scale.dtype == torch.float32
     assert list(scale.shape) == ([2, 4] if how == "block" else [144]), "blocks of K are padded to four"
     assert scale.unique().numel() == {"tensor": 1, "channel": 144, "block": 5}[how]
@@ -92,7 +99,7 @@ def test_a_weight_is_rounded_to_the_nearest_of_its_scale(how: Any) -> None:
 
 @pytest.mark.parametrize("quantization", ONLINE)
 def test_linears_become_fp8_and_others_stay(quantization: str, tmp_path: Path) -> None:
-    zoo.save(zoo.build(zoo.specimen("llama")), tmp_path)
+    zoo.save(zoo.build(zoo.zoo_model("llama")), tmp_path)
     report = Report(show=False)
     plain, loaded = load(tmp_path), load(tmp_path, quantization=quantization, report=report)
     assert loaded.quantization == scheme(quantization).name and loaded.weight_bytes < plain.weight_bytes / 2
@@ -113,8 +120,8 @@ def test_no_whole_model_is_ever_on_the_device(monkeypatch: pytest.MonkeyPatch) -
     wide: list[int] = []
 
     class Spy(Quantizer):
-        def put(self, model: nn.Module, name: str, tensor: Tensor) -> None:
-            super().put(model, name, tensor)
+        def set_tensor(self, model: nn.Module, name: str, tensor: Tensor) -> None:
+            super().set_tensor(model, name, tensor)
             linears = [model.get_submodule(each) for each in self.linears]
             wide.append(sum(not each.weight.is_meta and each.weight.dtype != FP8 for each in linears))
 
@@ -124,7 +131,7 @@ def test_no_whole_model_is_ever_on_the_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_biases_and_a_bfloat16_model(tmp_path: Path) -> None:
-    model = zoo.build(zoo.specimen("qwen2"))
+    model = zoo.build(zoo.zoo_model("qwen2"))
     model.save_pretrained(tmp_path)
     loaded = load(tmp_path, "bfloat16", quantization="fp8_per_channel")
     attention = loaded.module.model.model.layers[0].self_attn
@@ -148,7 +155,7 @@ def test_dummy_weights_are_quantised_too() -> None:
 
 
 def test_a_mixture_keeps_its_router_and_experts(tmp_path: Path) -> None:
-    zoo.save(zoo.build(zoo.specimen("qwen2_moe")), tmp_path)
+    zoo.save(zoo.build(zoo.zoo_model("qwen2_moe")), tmp_path)
     report = Report(show=False)
     loaded = load(tmp_path, quantization="fp8", report=report)
     excluded = report.select("quantized")[0]["excluded"]
@@ -159,7 +166,7 @@ def test_a_mixture_keeps_its_router_and_experts(tmp_path: Path) -> None:
 
 def test_a_model_without_linears_is_refused() -> None:
     with pytest.raises(ValueError, match="no linear layer"):
-        load(zoo.specimen("gpt2").config().to_dict(), load_format="dummy", quantization="fp8")
+        load(zoo.zoo_model("gpt2").config().to_dict(), load_format="dummy", quantization="fp8")
     with pytest.raises(ValueError, match="expected fp8"):
         load("demo", quantization="int8")
 
@@ -183,25 +190,28 @@ def compressed_tensors(weights: dict[str, Any], inputs: dict[str, Any] | None) -
 
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-FORMS: dict[str, tuple[dict[str, Any], Scheme]] = {
+FORMS: dict[str, tuple[dict[str, Any], QuantScheme]] = {
     "ct-tensor": (
         compressed_tensors({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}),
-        Scheme("tensor", static=True),
+        QuantScheme("tensor", static=True),
     ),
     "ct-channel": (
         compressed_tensors({"strategy": "channel"}, {"strategy": "token", "dynamic": True}),
-        Scheme("channel"),
+        QuantScheme("channel"),
     ),
     "ct-block": (
         compressed_tensors(
             {"strategy": "block", "block_structure": [128, 128]},
             {"strategy": "group", "group_size": 128, "dynamic": True},
         ),
-        Scheme("block"),
+        QuantScheme("block"),
     ),
-    "hf-block": (BLOCKS, Scheme("block")),
-    "hf-tensor": (BLOCKS | {"activation_scheme": "static", "weight_block_size": None}, Scheme("tensor", static=True)),
-    "autofp8": ({"quant_method": "fp8", "activation_scheme": "static"}, Scheme("tensor", static=True)),
+    "hf-block": (BLOCKS, QuantScheme("block")),
+    "hf-tensor": (
+        BLOCKS | {"activation_scheme": "static", "weight_block_size": None},
+        QuantScheme("tensor", static=True),
+    ),
+    "autofp8": ({"quant_method": "fp8", "activation_scheme": "static"}, QuantScheme("tensor", static=True)),
 }
 
 
@@ -211,7 +221,7 @@ _GIVEN = 0.03
 def write(form: str, folder: Path) -> dict[str, Tensor]:
     """A tiny checkpoint in one form; returns the numbers that its weights stand for."""
     config, how = FORMS[form]
-    zoo.save(zoo.build(zoo.specimen("llama")), folder)
+    zoo.save(zoo.build(zoo.zoo_model("llama")), folder)
     file = folder / "model.safetensors"
     tensors, means = load_file(file), {}
     for name in [name for name in tensors if name.endswith("proj.weight")]:
@@ -345,7 +355,7 @@ TRANSFORMS = {
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_with_the_reason(config: dict[str, Any], said: str, tmp_path: Path) -> None:
-    zoo.specimen("llama").config().save_pretrained(tmp_path)
+    zoo.zoo_model("llama").config().save_pretrained(tmp_path)
     change_config(tmp_path, config)
     for read in (model_facts, lambda folder: load(folder, load_format="dummy")):
         with pytest.raises(ValueError, match=said):
@@ -403,7 +413,7 @@ def test_scales_that_are_none_are_refused(ending: str, scale: Tensor, said: str,
 )
 def test_quantised_numbers_are_never_taken_for_weights(name: str, weight: str, tmp_path: Path) -> None:
     """A config.json that lost its `quantization_config`, whoever reads the weights."""
-    zoo.save(zoo.build(zoo.specimen(name)), tmp_path)
+    zoo.save(zoo.build(zoo.zoo_model(name)), tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     for dtype, said in ((FP8, "F8_E4M3 without a scale"), (torch.int8, "I8, expected floating-point numbers")):
@@ -414,32 +424,32 @@ def test_quantised_numbers_are_never_taken_for_weights(name: str, weight: str, t
 
 def test_linears_in_fp8_beside_experts_that_are_not(tmp_path: Path) -> None:
     """As the sentence advises that refuses experts in FP8; experts come one by one."""
-    zoo.save(zoo.build(zoo.specimen("mixtral")), tmp_path)
+    zoo.save(zoo.build(zoo.zoo_model("mixtral")), tmp_path)
     online = load(tmp_path, quantization="fp8_per_channel")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     for name in [name for name in tensors if "self_attn" in name]:
-        tensors[name], scale = quantize_weight(tensors[name], Scheme("channel"))
+        tensors[name], scale = quantize_weight(tensors[name], QuantScheme("channel"))
         tensors[name + "_scale"] = scale[:, None]
     save_file(tensors, file)
     change_config(tmp_path, FORMS["ct-channel"][0])
     assert torch.equal(logits_of(load(tmp_path)), logits_of(online))
 
     expert = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
-    tensors[expert], scale = quantize_weight(tensors[expert], Scheme("channel"))
+    tensors[expert], scale = quantize_weight(tensors[expert], QuantScheme("channel"))
     save_file(tensors | {expert + "_scale": scale[:, None]}, file)
     with pytest.raises(ValueError, match="in other pieces than MixtralForCausalLM, which cannot be read"):
         load(tmp_path)
 
 
 def test_an_fp8_checkpoint_that_transformers_would_have_to_read(tmp_path: Path) -> None:
-    zoo.save(zoo.build(zoo.specimen("gpt_neox")), tmp_path)
+    zoo.save(zoo.build(zoo.zoo_model("gpt_neox")), tmp_path)
     change_config(tmp_path, FORMS["ct-channel"][0])
     with pytest.raises(ValueError, match="under other names or in other pieces than GPTNeoXForCausalLM"):
         load(tmp_path)
 
 
-def test_a_placer_is_told_of_every_tensor() -> None:
-    """`weights.fill_random` hands each tensor to the placer, and none is left on the meta device."""
+def test_a_tensor_setter_receives_every_tensor() -> None:
+    """`weights.init_random_weights` hands each tensor to the placer, and none is left on the meta device."""
     loaded = load("demo", load_format="dummy", quantization="fp8")
-    assert not any(tensor.is_meta for tensor in weights.targets(loaded.module).values())
+    assert not any(tensor.is_meta for tensor in weights.loadable_tensors(loaded.module).values())

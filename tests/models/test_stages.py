@@ -11,11 +11,11 @@ import torch
 
 from tests.ops.collectives.collective_cases import mirrored
 from torchweave.config.options import TorchCompileConfig
-from torchweave.distributed.process_groups import World
-from torchweave.engine.startup.compile_model import weave_model
+from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.engine.startup.compile_model import compile_model
 from torchweave.models import LoadedModel, UnsupportedModel, load
 from torchweave.models.parallel import pipeline_stages as stages
-from torchweave.models.parallel.pipeline_stages import share
+from torchweave.models.parallel.pipeline_stages import stage_layers
 from torchweave.report import Report
 from torchweave.verify import zoo
 from torchweave.verify.verify import verify
@@ -27,7 +27,12 @@ PLAIN = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 
 def stage_of(source: Any, stage: int, size: int = 2, **options: Any) -> LoadedModel:
     """A stage, loaded in this process."""
-    return load(source, torch.float32, world=World(size - 1 - stage, size, pipeline_parallel_size=size), **options)
+    return load(
+        source,
+        torch.float32,
+        process_groups=ProcessGroups(size - 1 - stage, size, pipeline_parallel_size=size),
+        **options,
+    )
 
 
 def names(loaded: LoadedModel) -> set[str]:
@@ -42,7 +47,7 @@ def test_tokens_of_two_pipeline_stages_are_those_of_transformers() -> None:
 
 
 def test_a_pipeline_stage_reads_its_own_layers_alone(tmp_path: Path) -> None:
-    entry = zoo.specimen("llama")
+    entry = zoo.zoo_model("llama")
     entry = replace(entry, options={**entry.options, "num_hidden_layers": 4})
     zoo.save(zoo.build(entry), tmp_path)
     whole, parts = load(tmp_path), []
@@ -63,19 +68,19 @@ def test_a_pipeline_stage_reads_its_own_layers_alone(tmp_path: Path) -> None:
 
 
 def test_pipeline_stages_share_pieces_of_equal_layers() -> None:
-    config = zoo.specimen("gpt2").config().to_dict() | {"n_layer": 6}
+    config = zoo.zoo_model("gpt2").config().to_dict() | {"n_layer": 6}
     found = []
     for stage in range(2):
         report = Report(show=False)
         module = stage_of(config, stage, load_format="dummy").module
-        weave_model(module, PLAIN, torch.device("cpu"), None, report)
+        compile_model(module, PLAIN, torch.device("cpu"), None, report)
         found.append({event["hash"]: event["shared_by"] for event in report.select("piece")})
     shared = found[0].keys() & found[1].keys()
     assert [[each.get(piece) for each in found] for piece in shared] == [[2, 2]]
 
 
 def test_pipeline_stages_in_the_middle_have_no_vocabulary() -> None:
-    config = zoo.specimen("llama-tied").config().to_dict() | {"num_hidden_layers": 3}
+    config = zoo.zoo_model("llama-tied").config().to_dict() | {"num_hidden_layers": 3}
     parts = [stage_of(config, stage, 3, load_format="dummy") for stage in range(3)]
     table = ["model.embed_tokens.weight" in names(part) for part in parts]
     assert table == [True, False, True]
@@ -90,7 +95,7 @@ def test_pipeline_stages_in_the_middle_have_no_vocabulary() -> None:
 @pytest.mark.parametrize("name", ["qwen3_moe", "granitemoe"])
 def test_experts_of_a_pipeline_stage(name: str, tmp_path: Path) -> None:
     """Merged as they are read, or converted by transformers."""
-    zoo.save(zoo.build(zoo.specimen(name)), tmp_path)
+    zoo.save(zoo.build(zoo.zoo_model(name)), tmp_path)
     whole = load(tmp_path).module.model
     for stage in range(2):
         part = stage_of(tmp_path, stage)
@@ -101,10 +106,10 @@ def test_experts_of_a_pipeline_stage(name: str, tmp_path: Path) -> None:
 
 
 def test_a_pipeline_of_tensor_parallel_ranks_loads_quarters(tmp_path: Path) -> None:
-    zoo.save(zoo.build(zoo.specimen("qwen3_moe")), tmp_path)
-    whole, world = load(tmp_path).module.model, World(1, 4, 2, 2)
+    zoo.save(zoo.build(zoo.zoo_model("qwen3_moe")), tmp_path)
+    whole, process_groups = load(tmp_path).module.model, ProcessGroups(1, 4, 2, 2)
     with mirrored("tp", 2, 1):
-        part = load(tmp_path, torch.float32, world=world, expert_parallel=True)
+        part = load(tmp_path, torch.float32, process_groups=process_groups, expert_parallel=True)
     (spec,) = part.module.attention_layers
     assert (
         part.stage is not None and part.stage.number == 1 and spec.num_heads * 2 == part.config["num_attention_heads"]
@@ -115,13 +120,13 @@ def test_a_pipeline_of_tensor_parallel_ranks_loads_quarters(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("layers, stages, expected", [(5, 2, [3, 2]), (4, 4, [1, 1, 1, 1]), (11, 4, [3, 3, 3, 2])])
 def test_pipeline_stages_are_even(layers: int, stages: int, expected: list[int]) -> None:
-    bounds = [share(layers, stage, stages) for stage in range(stages)]
+    bounds = [stage_layers(layers, stage, stages) for stage in range(stages)]
     assert [end - begin for begin, end in bounds] == expected
     assert [0, *(end for _, end in bounds)] == [*(begin for begin, _ in bounds), layers]
 
 
 def test_more_pipeline_stages_than_layers_are_refused() -> None:
-    config = zoo.specimen("llama").config().to_dict()
+    config = zoo.zoo_model("llama").config().to_dict()
     with pytest.raises(UnsupportedModel, match="has 3 layers, which are too few for 4 stages; lower pipeline_parallel"):
         stage_of(config, 0, 4, load_format="dummy")
 
@@ -132,4 +137,4 @@ def test_layers_that_return_more_than_hidden_states_are_no_pipeline(monkeypatch:
     with pytest.raises(
         UnsupportedModel, match=r"LlamaForCausalLM cannot be divided into stages: .* return more than hidden"
     ):
-        stage_of(zoo.specimen("llama").config().to_dict(), 0, load_format="dummy")
+        stage_of(zoo.zoo_model("llama").config().to_dict(), 0, load_format="dummy")

@@ -61,7 +61,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     fast = PreTrainedTokenizerFast(tokenizer_object=request.param(), bos_token="<s>", eos_token="</s>")
     fast.chat_template = CHAT
     fast.save_pretrained(folder)
-    found = Tokenizer.find(folder)
+    found = Tokenizer.from_folder(folder)
     assert found is not None
     return found
 
@@ -158,10 +158,10 @@ def test_chat_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 
 def test_files_are_read_at_the_first_use_only(tmp_path: Path) -> None:
-    assert Tokenizer.find(tmp_path) is None
-    assert Tokenizer.find(None) is None
+    assert Tokenizer.from_folder(tmp_path) is None
+    assert Tokenizer.from_folder(None) is None
     (tmp_path / "tokenizer.json").write_text("{")
-    found = Tokenizer.find(tmp_path)
+    found = Tokenizer.from_folder(tmp_path)
     assert found is not None
     with pytest.raises(ValueError, match="cannot be read"):
         found.encode("a")
@@ -184,4 +184,4 @@ def test_code_of_a_folder_runs_where_that_is_asked_for(tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match="use trust_remote_code if you trust it"):
         Tokenizer(tmp_path).encode("a")
     trusted = Tokenizer(tmp_path, trust_remote_code=True)
-    assert type(trusted.hugging_face).__name__ == "OwnTokenizer" and trusted.decode(trusted.encode("a b")) == "a b"
+    assert type(trusted.hf_tokenizer).__name__ == "OwnTokenizer" and trusted.decode(trusted.encode("a b")) == "a b"

@@ -10,7 +10,7 @@ import torch
 from tests.compiler.canonical import canonical
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.partition.split import Piece, split
-from torchweave.models.adapt import install
+from torchweave.models.adapt import install_ops
 from torchweave.models.decoder import DecoderStep
 from torchweave.report import Report
 from torchweave.verify import zoo
@@ -45,10 +45,10 @@ CASES = {
 
 
 def build(name: str, layers: int) -> DecoderStep:
-    specimen = zoo.specimen(name)
-    count = "n_layer" if "n_layer" in specimen.options else "num_hidden_layers"
-    model = zoo.build(dataclasses.replace(specimen, options={**specimen.options, count: layers}))
-    install(model)
+    zoo_model = zoo.zoo_model(name)
+    count = "n_layer" if "n_layer" in zoo_model.options else "num_hidden_layers"
+    model = zoo.build(dataclasses.replace(zoo_model, options={**zoo_model.options, count: layers}))
+    install_ops(model)
     return DecoderStep(model, [], zoo.VOCAB, 512)
 
 

@@ -33,7 +33,7 @@ def norm64(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, wi
     return y if weight is None else y * (weight.double() + offset)
 
 
-def turn64(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope64(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding in float64."""
     width = cos.shape[-1]
     low, high = x[..., : width // 2].double(), x[..., width // 2 : width].double()

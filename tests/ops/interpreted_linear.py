@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from torchweave.ops.linear import Around, run
+from torchweave.ops.linear import LinearFusion, run
 from torchweave.ops.linear_config import LinearConfig
 
 CONFIGS = (
@@ -18,39 +18,39 @@ CONFIGS = (
 EPS = 1e-3
 
 
-def around_of(kind: str, tokens: int, outputs: int, width: int) -> Around:
+def around_of(kind: str, tokens: int, outputs: int, width: int) -> LinearFusion:
     """What a letter stands for: b bias, n norm as Llama's, w norm as Gemma's, r residual, g gate, h the other gate."""
     bias = torch.randn(outputs) if "b" in kind else None
     norm = torch.rand(width) if set(kind) & {"n", "w"} else None
     activation = "silu" if "g" in kind else "gelu_tanh" if "h" in kind else None
     columns = outputs // 2 if activation else outputs
     residual = torch.randn(tokens, columns + 5)[:, :columns] if "r" in kind else None
-    return Around(bias, norm, EPS, 1.0 if "w" in kind else 0.0, "w" in kind, residual, activation)
+    return LinearFusion(bias, norm, EPS, 1.0 if "w" in kind else 0.0, "w" in kind, residual, activation)
 
 
-def expected_of(x: torch.Tensor, w: torch.Tensor, around: Around) -> torch.Tensor:
+def expected_of(x: torch.Tensor, w: torch.Tensor, fusion: LinearFusion) -> torch.Tensor:
     x, w = x.double(), w.double()
-    if around.norm is not None:
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * (around.norm.double() + around.offset)
-    y = x @ w.T + (0 if around.bias is None else around.bias.double())
-    if around.activation is not None:
+    if fusion.norm is not None:
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * (fusion.norm.double() + fusion.offset)
+    y = x @ w.T + (0 if fusion.bias is None else fusion.bias.double())
+    if fusion.activation is not None:
         gate, up = y.chunk(2, -1)
         act = (
             torch.nn.functional.silu
-            if around.activation == "silu"
+            if fusion.activation == "silu"
             else lambda v: torch.nn.functional.gelu(v, approximate="tanh")
         )
         y = act(gate) * up
-    return y if around.residual is None else y + around.residual.double()
+    return y if fusion.residual is None else y + fusion.residual.double()
 
 
 def check(config: LinearConfig, tokens: int, outputs: int, width: int, kind: str) -> None:
     x, w = torch.randn(tokens, width), torch.randn(outputs, width + 8)[:, :width] / width**0.5
-    around = around_of(kind, tokens, outputs, width)
-    columns = outputs // 2 if around.activation else outputs
+    fusion = around_of(kind, tokens, outputs, width)
+    columns = outputs // 2 if fusion.activation else outputs
     out = torch.full((tokens, columns + 3), torch.nan)[:, :columns]
-    run(config, x, w, out, around)
-    torch.testing.assert_close(out.double(), expected_of(x, w, around), rtol=1e-5, atol=1e-4)
+    run(config, x, w, out, fusion)
+    torch.testing.assert_close(out.double(), expected_of(x, w, fusion), rtol=1e-5, atol=1e-4)
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.ops.fusion_cases import DIALECTS, angles, draw, heads_of, norm64, turn64
-from torchweave.ops.kernels.rope import Norm, launch_rope
+from tests.ops.fusion_cases import DIALECTS, angles, draw, heads_of, norm64, rope64
+from torchweave.ops.kernels.rope import QKNorm, launch_rope
 from torchweave.ops.rope import qk_norm_rope, rope
 
 EPS = 1e-6
@@ -19,13 +19,13 @@ def main() -> None:
         got = launch_rope(q[None], k[None], cos[None], sin[None])
         for each, x in zip(got, (q, k), strict=True):
             assert each.shape == (1, *x.shape) and each.is_contiguous()
-            torch.testing.assert_close(each[0].double(), turn64(x, cos, sin), rtol=2**-20, atol=1e-6)
+            torch.testing.assert_close(each[0].double(), rope64(x, cos, sin), rtol=2**-20, atol=1e-6)
         weights = draw(dim), draw(dim) + 1
         for _, options in DIALECTS:
             offset, wide = options.get("offset", 0.0), options.get("wide", False)
-            got = launch_rope(q, k, cos, sin, Norm(*weights, EPS, offset, wide))
+            got = launch_rope(q, k, cos, sin, QKNorm(*weights, EPS, offset, wide))
             for each, x, weight in zip(got, (q, k), weights, strict=True):
-                exact = turn64(norm64(x, weight, EPS, offset), cos, sin)
+                exact = rope64(norm64(x, weight, EPS, offset), cos, sin)
                 torch.testing.assert_close(each.double(), exact, rtol=2**-19, atol=2e-6)
 
         half = product.half()
@@ -35,7 +35,7 @@ def main() -> None:
         weights = draw(dim).half(), draw(dim).half() + 1
         for _, options in DIALECTS:
             offset, wide = options.get("offset", 0.0), options.get("wide", False)
-            got = launch_rope(q, k, cos, sin, Norm(*weights, EPS, offset, wide))
+            got = launch_rope(q, k, cos, sin, QKNorm(*weights, EPS, offset, wide))
             assert all(map(torch.equal, got, qk_norm_rope(q, k, *weights, cos, sin, EPS, offset, wide)))
 
 

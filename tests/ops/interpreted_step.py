@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step
 from torchweave.ops.kernels import step_io
-from torchweave.ops.step_io import advance, prepare, prepare_decode
+from torchweave.ops.step_io import advance, prepare, prepare_decode_inputs
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
         assert expected.lists() == got.lists()
 
         expected, got = (Outputs.empty(rows, rows, tables=tables) for _ in range(2))
-        prepare_decode(state, step.slots, **expected.arguments(), block_size=BLOCK_SIZE)
+        prepare_decode_inputs(state, step.slots, **expected.arguments(), block_size=BLOCK_SIZE)
         step_io.launch_prepare_decode(*views, step.slots, *got.arguments().values(), BLOCK_SIZE)
         assert expected.lists() == got.lists()
 
@@ -47,7 +47,7 @@ def main() -> None:
     assert arena.equal(expected)
     for count in (1, 700, 1024, 2500):
         source, target = torch.randint(1 << 30, (count,), dtype=torch.int32), torch.zeros(count + 1, dtype=torch.int32)
-        step_io.launch_carry(source, target[:count])
+        step_io.launch_pinned_copy(source, target[:count])
         assert target.tolist() == [*source.tolist(), 0]
 
 

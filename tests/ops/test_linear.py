@@ -11,7 +11,15 @@ import torch.nn.functional as F
 
 from tests.ops.interpreted import run_interpreted
 from torchweave.ops.linear import fused_linear, linear, run
-from torchweave.ops.linear_config import MAX_TOKENS, LinearConfig, choose, pick, read_choices, rule, write_choices
+from torchweave.ops.linear_config import (
+    MAX_TOKENS,
+    LinearConfig,
+    choose,
+    default_choices,
+    format_choices,
+    parse_choices,
+    select_config,
+)
 
 
 @pytest.mark.parametrize("shape", [(3, 16), (1, 5, 16), (0, 16), (16,)])
@@ -54,23 +62,25 @@ def test_choice() -> None:
 
 def test_choices_are_written_and_read() -> None:
     one, many = LinearConfig("row", 4, 1024, 4, 4, 1), LinearConfig("split", 16, 64, 4, 4, norm_apart=True)
-    text = write_choices([(64, None), (1, one), (8, many), (2, one), (4, None), (16, many)])
+    text = format_choices([(64, None), (1, one), (8, many), (2, one), (4, None), (16, many)])
     assert text == "2=row,4,1024,4,4,1,0;4=blas;16=split,16,64,4,4,0,1"
-    assert read_choices(text) == ((2, one), (4, None), (16, many))
-    picked = [pick(text, tokens) for tokens in (0, 1, 2, 3, 4, 5, 16, 17)]
+    assert parse_choices(text) == ((2, one), (4, None), (16, many))
+    picked = [select_config(text, tokens) for tokens in (0, 1, 2, 3, 4, 5, 16, 17)]
     assert picked == [None, one, one, None, None, many, many, None]
-    assert write_choices([(1, None), (64, None)]) == "" and pick("", 1) is None
-    text = rule(16384, 2048, torch.bfloat16)
-    assert [pick(text, n) for n in range(1, 70)] == [choose(n, 16384, 2048, torch.bfloat16) for n in range(1, 70)]
+    assert format_choices([(1, None), (64, None)]) == "" and select_config("", 1) is None
+    text = default_choices(16384, 2048, torch.bfloat16)
+    assert [select_config(text, n) for n in range(1, 70)] == [
+        choose(n, 16384, 2048, torch.bfloat16) for n in range(1, 70)
+    ]
 
 
 @pytest.mark.parametrize(
     "text",
     ["1=column,1,2,3,4,5,6", "1=row,1,2", "x", "2=blas;1=blas", "8=row,4,1024,4,4,1,0", "1=row,-1,2,3,4,5,6"],
 )
-def test_choices_that_say_nothing_are_refused(text: str) -> None:
+def test_malformed_choices_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"linear|choices"):
-        read_choices(text)
+        parse_choices(text)
 
 
 def _eager(x: torch.Tensor, w: torch.Tensor, bias, norm, eps, residual, gated: bool) -> torch.Tensor:
@@ -112,16 +122,16 @@ def _built(config: LinearConfig, tokens: int, kind: str, dtype: torch.dtype) -> 
     from tests.ops.interpreted_linear import around_of
     from torchweave.ops.kernels import linear as kernels
 
-    around = around_of(kind, tokens, 4096, 2048)
+    fusion = around_of(kind, tokens, 4096, 2048)
     fused = {
-        name: getattr(around, name).to(dtype)
+        name: getattr(fusion, name).to(dtype)
         for name in ("bias", "norm", "residual")
-        if getattr(around, name) is not None
+        if getattr(fusion, name) is not None
     }
     x, w = torch.empty(tokens, 2048, dtype=dtype), torch.empty(4096, 2048, dtype=dtype)
-    out = torch.empty(tokens, 2048 if around.activation else 4096, dtype=dtype)
+    out = torch.empty(tokens, 2048 if fusion.activation else 4096, dtype=dtype)
     with recorded(kernels, "row_kernel", "dot_kernel", "split_kernel") as launches:
-        run(config, x, w, out, replace(around, **fused))
+        run(config, x, w, out, replace(fusion, **fused))
     return compile_for_hopper(launches[0]).asm["ptx"]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.fusion_cases import DIALECTS, angles, draw, heads_of, norm64, turn64
+from tests.ops.fusion_cases import DIALECTS, angles, draw, heads_of, norm64, rope64
 from tests.ops.interpreted import run_interpreted
 from torchweave.ops.norm import rms_norm
 from torchweave.ops.rope import qk_norm_rope, rope
@@ -41,7 +41,7 @@ def test_within_its_bound_of_float64() -> None:
     cos, sin = angles(7, 16)
     weight = draw(16)
     for got, x in zip(qk_norm_rope(q, k, weight, weight, cos, sin, EPS), (q, k), strict=True):
-        torch.testing.assert_close(got.double(), turn64(norm64(x, weight, EPS), cos, sin), rtol=2**-20, atol=1e-6)
+        torch.testing.assert_close(got.double(), rope64(norm64(x, weight, EPS), cos, sin), rtol=2**-20, atol=1e-6)
 
 
 def test_opcheck() -> None:
@@ -67,5 +67,5 @@ def test_the_kernel_builds_for_hopper(dim: int, width: int, with_norm: bool) -> 
     cos, sin = torch.empty(2, 8, width, dtype=bf16).unbind()
     weight = torch.empty(dim, dtype=bf16)
     with recorded(kernels, "rope_kernel") as launches:
-        kernels.launch_rope(q, k, cos, sin, kernels.Norm(weight, weight, EPS, 0.0, False) if with_norm else None)
+        kernels.launch_rope(q, k, cos, sin, kernels.QKNorm(weight, weight, EPS, 0.0, False) if with_norm else None)
     assert compile_for_hopper(launches[0]).asm["ptx"]

@@ -26,15 +26,15 @@ def test_empty_slots_are_greedy_and_hold_nothing() -> None:
     assert (state.stop_ids == -1).all() and (state.block_table == -1).all() and state.slots.tolist() == [-1, -1, -1]
 
 
-def test_every_kind_of_change() -> None:
+def test_every_kind_of_slot_update() -> None:
     state = SlotState(4, 3, max_rows=4)
     updates = state.updates()
     updates.set("last_token", [1, 3], [11, 13])
     updates.set("temperature", 2, 0.7)
     updates.set_seed([0, 1], [2**63 + 5, -1])
     updates.set_stop_ids(1, [4, 5])
-    updates.set_blocks([0, 0, 3], [0, 1, 2], [8, 9, 10])
-    updates.set_batch([3, 1])
+    updates.set_block_table([0, 0, 3], [0, 1, 2], [8, 9, 10])
+    updates.set_decode_slots([3, 1])
     before = state.arena.clone()
     assert len(updates) > 0 and state.arena.equal(before), "nothing changes before apply"
     state.apply(updates)
@@ -45,12 +45,12 @@ def test_every_kind_of_change() -> None:
     assert state.block_table.tolist() == [[8, 9, -1], [-1] * 3, [-1] * 3, [-1, -1, 10]]
     assert state.slots.tolist() == [3, 1, -1, -1]
     assert len(updates) == 0 and state.apply(updates) == 0
-    updates.set_batch([2])
+    updates.set_decode_slots([2])
     state.apply(updates)
     assert state.slots.tolist() == [2, -1, -1, -1]
 
 
-def test_a_request_is_one_record_of_what_could_be_set_apart() -> None:
+def test_set_request_equals_setting_each_field() -> None:
     one, other = SlotState(4, 3), SlotState(4, 3)
     record, apart = one.updates(), other.updates()
     facts = {"position": 9, "min_position": 12, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.05}
@@ -65,7 +65,7 @@ def test_a_request_is_one_record_of_what_could_be_set_apart() -> None:
     assert one.arena.equal(other.arena) and one.position.tolist() == [9, 0, 9, 0]
 
 
-def test_the_last_write_to_a_place_wins() -> None:
+def test_the_last_write_to_an_index_wins() -> None:
     state = SlotState(8, 2)
     updates = state.updates()
     generator = np.random.default_rng(0)
@@ -88,7 +88,7 @@ def test_values_are_taken_at_the_time_of_the_call() -> None:
     values = np.array([1, 2])
     updates.set("position", [0, 1], values)
     blocks = np.array([5, 6], dtype=np.int32)
-    updates.set_blocks([0, 1], 0, blocks)
+    updates.set_block_table([0, 1], 0, blocks)
     values[:], blocks[:] = 9, 9
     state.apply(updates)
     assert state.position.tolist() == [1, 2] and state.block_table[:, 0].tolist() == [5, 6]
@@ -99,9 +99,9 @@ def test_values_are_taken_at_the_time_of_the_call() -> None:
     [
         lambda u: u.set("position", 4, 0),
         lambda u: u.set("position", -1, 0),
-        lambda u: u.set_blocks(0, 2, 0),
-        lambda u: u.set_blocks(4, 0, 0),
-        lambda u: u.set_batch([4]),
+        lambda u: u.set_block_table(0, 2, 0),
+        lambda u: u.set_block_table(4, 0, 0),
+        lambda u: u.set_decode_slots([4]),
     ],
 )
 def test_indices_out_of_range_are_refused(change) -> None:
@@ -118,6 +118,6 @@ def test_applying_on_the_cpu_dispatches_nothing() -> None:
     updates = state.updates()
     with Refuse():
         updates.set("last_token", np.arange(64), 3)
-        updates.set_batch(np.arange(64))
+        updates.set_decode_slots(np.arange(64))
         state.apply(updates)
     assert state.last_token.equal(torch.full((64,), 3, dtype=torch.int32))

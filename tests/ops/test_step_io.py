@@ -9,7 +9,7 @@ import torch
 from tests.ops.interpreted import run_interpreted
 from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step
 from torchweave.ops.slot_state import SlotState
-from torchweave.ops.step_io import NOT_EMITTED, advance, prepare, prepare_decode
+from torchweave.ops.step_io import NOT_EMITTED, advance, prepare, prepare_decode_inputs
 
 
 def cache_slot(state: SlotState, slot: int, position: int) -> int:
@@ -70,7 +70,7 @@ def test_prepare_decode(seed: int) -> None:
     state = random_state(np.random.default_rng(seed))
     slots = torch.tensor([4, 0, -1, 7, -1], dtype=torch.int32)
     got = Outputs.empty(5, 5)
-    prepare_decode(state, slots, **got.arguments(), block_size=BLOCK_SIZE)
+    prepare_decode_inputs(state, slots, **got.arguments(), block_size=BLOCK_SIZE)
     for row, slot in enumerate(slots.tolist()):
         at = int(state.position[slot]) if slot >= 0 else 0
         expected = (
@@ -79,7 +79,7 @@ def test_prepare_decode(seed: int) -> None:
         assert tuple(value[row].item() for value in got.arguments().values()) == expected
 
 
-def test_every_group_of_layers_has_its_own_places() -> None:
+def test_every_layer_group_has_its_own_slot_mapping() -> None:
     generator = np.random.default_rng(3)
     state = random_state(generator, tables=3)
     step = random_step(generator, state)
@@ -119,7 +119,7 @@ def test_a_request_through_context_and_generation() -> None:
     """Two chunks of a prompt, then decode steps: positions and cache slots are contiguous."""
     state = SlotState(2, 4)
     updates = state.updates()
-    updates.set_blocks(1, [0, 1, 2, 3], [9, 4, 6, 2])
+    updates.set_block_table(1, [0, 1, 2, 3], [9, 4, 6, 2])
     state.apply(updates)
     slots, seen = torch.tensor([1], dtype=torch.int32), []
     emit, out = torch.ones(1, dtype=torch.bool), torch.empty(1, dtype=torch.int32)
@@ -134,7 +134,7 @@ def test_a_request_through_context_and_generation() -> None:
     advance(torch.tensor([100]), slots, emit, state, out)
     for step in range(4):
         got = Outputs.empty(1, 1)
-        prepare_decode(state, slots, **got.arguments(), block_size=BLOCK_SIZE)
+        prepare_decode_inputs(state, slots, **got.arguments(), block_size=BLOCK_SIZE)
         assert (got.ids.item(), got.positions.item(), got.seq_lens.item()) == (100 + step, 7 + step, 8 + step)
         seen += got.slot_mapping.tolist()
         advance(torch.tensor([101 + step]), slots, emit, state, out)
@@ -157,7 +157,7 @@ def test_kernels_build_for_hopper() -> None:
     views = (state.last_token, state.position, state.block_table)
     out = torch.empty(rows, dtype=torch.int32)
     with recorded(
-        kernels, "prepare_kernel", "prepare_decode_kernel", "advance_kernel", "scatter_kernel", "carry_kernel"
+        kernels, "prepare_kernel", "prepare_decode_kernel", "advance_kernel", "scatter_kernel", "pinned_copy_kernel"
     ) as launches:
         inputs = (step.slots, step.query_start, step.host_ids, step.host_positions)
         kernels.launch_prepare(*views, *inputs, *Outputs.empty(rows, tokens).arguments().values(), BLOCK_SIZE)
@@ -166,7 +166,7 @@ def test_kernels_build_for_hopper() -> None:
             out, step.slots, out, state.last_token, state.position, state.min_position, state.stop_ids, out.clone()
         )
         kernels.launch_scatter(state.arena, out, rows // 2)
-        kernels.launch_carry(out, out.clone())
+        kernels.launch_pinned_copy(out, out.clone())
     assert len(launches) == 5
     for launch in launches:
         assert compile_for_hopper(launch).asm["cubin"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serving.running import Running, serving
+from tests.serving.running import ServerProcess, serving
 
 TEMPLATE = """{%- for tool in tools or [] %}{% endfor -%}
 {{ bos_token }}
@@ -16,7 +16,7 @@ TEMPLATE = """{%- for tool in tools or [] %}{% endfor -%}
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The built-in model under two names, behind a chat template that takes tools."""
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(TEMPLATE, encoding="utf-8")

@@ -28,7 +28,7 @@ SHORTER = LONG | {"max_tokens": 200}
 
 
 @dataclass
-class Running:
+class ServerProcess:
     """A server that takes requests."""
 
     url: str
@@ -99,7 +99,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(*options: str, model: str = "demo", quick: Sequence[str] = QUICK, apart: bool = False) -> Iterator[Running]:
+def serving(
+    *options: str, model: str = "demo", quick: Sequence[str] = QUICK, apart: bool = False
+) -> Iterator[ServerProcess]:
     """Start a server (`apart`: in a session and a group of processes of its own), wait until it is ready, and end it."""
     command = serve_command(model, *options, quick=quick)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=apart)
@@ -108,7 +110,7 @@ def serving(*options: str, model: str = "demo", quick: Sequence[str] = QUICK, ap
         line = process.stdout.readline()
         found = re.search(r"serves .+ at (http://\S+)", line)
         assert found, f"the server said {line!r} and ended with {process.poll()}"
-        yield Running(found[1], process)
+        yield ServerProcess(found[1], process)
     finally:
         process.kill()
         process.wait()

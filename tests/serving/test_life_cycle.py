@@ -19,13 +19,13 @@ import openai
 import pytest
 
 from tests.serving.metrics.test_metrics import values_of
-from tests.serving.running import LONG, SHORTER, Running, free_port, serve_command, serving, wait_until
+from tests.serving.running import LONG, SHORTER, ServerProcess, free_port, serve_command, serving, wait_until
 
 KEY = {"Authorization": "Bearer sesame"}
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Two requests at once, two that wait, and keys in a file."""
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text("sesame\nmellon\n", encoding="utf-8")
@@ -44,24 +44,24 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-def stream_long(guarded: Running, key: str = "sesame") -> openai.Stream[Any]:
+def stream_long(guarded: ServerProcess, key: str = "sesame") -> openai.Stream[Any]:
     return guarded.client(key).completions.create(model="demo", prompt="1+1=", stream=True, **LONG)
 
 
-def is_empty(guarded: Running) -> bool:
+def is_empty(guarded: ServerProcess) -> bool:
     """No request runs and no block is held, as the engine says itself."""
     stats = engine_stats(guarded)
     return stats.get("numRunningRequests") == 0 and stats["Used KV cache blocks"] == 0
 
 
-def engine_stats(guarded: Running) -> dict[str, Any]:
+def engine_stats(guarded: ServerProcess) -> dict[str, Any]:
     return guarded.get("/statistics", headers=KEY).json()
 
 
 # -- keys and limits ---------------------------------------------------------------------------------------------------
 
 
-def test_E1_keys_open_the_door(guarded: Running) -> None:
+def test_E1_api_keys_are_checked(guarded: ServerProcess) -> None:
     assert guarded.client("mellon").models.list().data
     with pytest.raises(openai.AuthenticationError, match="not known here"):
         guarded.client("wrong").models.list()
@@ -71,7 +71,7 @@ def test_E1_keys_open_the_door(guarded: Running) -> None:
         assert guarded.get(path).status_code == 200
 
 
-def test_E1_long_bodies_are_refused(guarded: Running) -> None:
+def test_E1_long_bodies_are_refused(guarded: ServerProcess) -> None:
     body = {"model": "demo", "prompt": "a" * 6000}
     assert guarded.post("/v1/completions", body, headers=KEY).status_code == 413
 
@@ -82,7 +82,7 @@ def test_E1_long_bodies_are_refused(guarded: Running) -> None:
     assert httpx.post(f"{guarded.url}/v1/completions", content=in_parts(), headers=headers).status_code == 413
 
 
-def test_E1_tokens_of_a_request_are_limited(guarded: Running) -> None:
+def test_E1_tokens_of_a_request_are_limited(guarded: ServerProcess) -> None:
     client = guarded.client("sesame")
     with pytest.raises(openai.BadRequestError, match="this server allows 1000"):
         client.completions.create(model="demo", prompt="1+1=", max_tokens=400, n=3)
@@ -90,7 +90,7 @@ def test_E1_tokens_of_a_request_are_limited(guarded: Running) -> None:
         client.completions.create(model="demo", prompt=["1"] * 5)
 
 
-def test_E1_a_full_queue_is_429_with_retry_after(guarded: Running) -> None:
+def test_E1_a_full_queue_is_429_with_retry_after(guarded: ServerProcess) -> None:
     streams = []
     try:
         for _ in range(4):
@@ -107,7 +107,7 @@ def test_E1_a_full_queue_is_429_with_retry_after(guarded: Running) -> None:
     assert answer == "2"
 
 
-def wait_for_answer(guarded: Running) -> str:
+def wait_for_answer(guarded: ServerProcess) -> str:
     """The answer to a question, asked again while the queue is full."""
     client = guarded.client("sesame").with_options(max_retries=5)
     return client.completions.create(model="demo", prompt="1+1=", temperature=0).choices[0].text
@@ -116,7 +116,7 @@ def wait_for_answer(guarded: Running) -> str:
 # -- clients that leave ------------------------------------------------------------------------------------------------
 
 
-def test_E1_clients_that_leave_at_any_point_leave_nothing_behind(guarded: Running) -> None:
+def test_E1_clients_that_leave_at_any_point_leave_nothing_behind(guarded: ServerProcess) -> None:
     chance = random.Random(4)
     host, port = guarded.url.removeprefix("http://").split(":")
     body = '{"model":"demo","prompt":"1+1=","max_tokens":200,"temperature":0,"ignore_eos":true,"stream":STREAM}'
@@ -137,7 +137,7 @@ def test_E1_clients_that_leave_at_any_point_leave_nothing_behind(guarded: Runnin
     assert wait_for_answer(guarded) == "2"
 
 
-def test_E1_a_bad_request_costs_nobody_else_anything(guarded: Running) -> None:
+def test_E1_a_bad_request_costs_nobody_else_anything(guarded: ServerProcess) -> None:
     stream = stream_long(guarded)
     chunks = iter(stream)
     next(chunks)
@@ -146,7 +146,7 @@ def test_E1_a_bad_request_costs_nobody_else_anything(guarded: Running) -> None:
     assert sum(len(chunk.choices[0].text) > 0 for chunk in chunks) > 10
 
 
-def test_E1_a_reasoning_effort_that_the_template_does_not_know_is_refused(guarded: Running) -> None:
+def test_E1_a_reasoning_effort_that_the_template_does_not_know_is_refused(guarded: ServerProcess) -> None:
     asked = {"messages": [{"role": "user", "content": "1+1="}], "reasoning_effort": "low"}
     answer = guarded.post("/v1/chat/completions", asked, headers=KEY)
     assert answer.status_code == 400 and "knows no reasoning_effort" in answer.text
@@ -158,7 +158,7 @@ def cpu_seconds(pid: int) -> float:
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
-def test_E1_an_idle_server_takes_less_than_a_hundredth_of_a_core(guarded: Running) -> None:
+def test_E1_an_idle_server_takes_less_than_a_hundredth_of_a_core(guarded: ServerProcess) -> None:
     assert wait_until(lambda: is_empty(guarded))
     pids, shares = (guarded.process.pid, guarded.engine_pid()), list[float]()
     while len(shares) < 3 and min(shares, default=1.0) >= 0.01:  # what the tests before have left to do is not idleness
@@ -175,7 +175,7 @@ def test_E1_an_idle_server_takes_less_than_a_hundredth_of_a_core(guarded: Runnin
 def test_F_a_server_that_starts_says_how_far_it_is_and_its_engine_ends_with_it() -> None:
     command = [*serve_command("demo", "--port", str(port := free_port()))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    starting = Running(f"http://127.0.0.1:{port}", process)  # type: ignore[arg-type]
+    starting = ServerProcess(f"http://127.0.0.1:{port}", process)  # type: ignore[arg-type]
     try:
         assert wait_until(lambda: answers(starting), 30)
         assert starting.get("/health").status_code == 200
@@ -192,7 +192,7 @@ def test_F_a_server_that_starts_says_how_far_it_is_and_its_engine_ends_with_it()
     assert wait_until(lambda: not is_engine(engine))
 
 
-def test_F_the_http_process_never_loads_torch_whose_libraries_would_stop_all_answers(server: Running) -> None:
+def test_F_the_http_process_never_loads_torch_whose_libraries_would_stop_all_answers(server: ServerProcess) -> None:
     client = server.client()
     messages: Any = [{"role": "user", "content": "what is 20 + 22?"}]
     assert client.chat.completions.create(model="demo", messages=messages, temperature=0).choices[0].message.content
@@ -207,7 +207,7 @@ def has_torch(pid: int) -> bool:
     return "/libtorch_python" in Path(f"/proc/{pid}/maps").read_text()
 
 
-def answers(server: Running) -> bool:
+def answers(server: ServerProcess) -> bool:
     try:
         return server.get("/version").status_code == 200
     except httpx.HTTPError:
@@ -234,7 +234,7 @@ def during_a_stream(client: openai.OpenAI, act: Callable[[], None]) -> tuple[Bas
     return None, time.monotonic() - begin
 
 
-def cache_metrics(server: Running) -> list[float]:
+def cache_metrics(server: ServerProcess) -> list[float]:
     """Blocks of the KV cache, and tokens that were looked up and found in it."""
     found = values_of(server.get("/metrics").text)
     return [found[name, ()] for name in ("kv_cache_blocks", "prefix_cache_queries_total", "prefix_cache_hits_total")]
@@ -302,7 +302,7 @@ def test_E1_ctrl_c_in_a_terminal_drains_too() -> None:
         assert server.process.wait(15) == 0
 
 
-def test_E1_the_death_of_the_engine_is_told_within_two_seconds(guarded: Running) -> None:
+def test_E1_the_death_of_the_engine_is_told_within_two_seconds(guarded: ServerProcess) -> None:
     """The last test of this server."""
     codes: list[int] = []
 

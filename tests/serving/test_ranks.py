@@ -10,12 +10,12 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.serving.running import LONG, Running, children, serving, wait_until
+from tests.serving.running import LONG, ServerProcess, children, serving, wait_until
 
 LIMIT = 10.0
 
 
-def other_rank(running: Running, leader: int) -> int:
+def other_rank(running: ServerProcess, leader: int) -> int:
     """The rank that the engine process has started."""
     (found,) = [
         pid for pid in children(leader) if b"torchweave.distributed" in Path(f"/proc/{pid}/cmdline").read_bytes()

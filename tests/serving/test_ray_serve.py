@@ -114,7 +114,7 @@ def test_what_is_taken_away_finishes_what_it_has_begun(client: openai.OpenAI) ->
     assert engines() == []
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_impossible_profile_options_are_refused() -> None:
     from torchweave.serving.ray_serve import app
 
     for options, sentence in (

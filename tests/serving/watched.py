@@ -11,8 +11,8 @@ from fastapi import FastAPI
 
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.serving.engine_client.client import EngineClient
-from torchweave.serving.engine_client.engine_supervisor import own_engines
-from torchweave.serving.engine_client.request_metrics import Traffic
+from torchweave.serving.engine_client.engine_supervisor import create_replicas
+from torchweave.serving.engine_client.request_metrics import RequestMetrics
 from torchweave.serving.http.app import create_app
 
 
@@ -36,9 +36,9 @@ def watched(**facts: Any) -> tuple[FastAPI, EngineClient, Clock]:
 
 def watched_replicas(count: int) -> tuple[FastAPI, tuple[EngineClient, ...], Clock]:
     """The same with several clients, none of which is started."""
-    replicas, clock = own_engines(EngineConfig(model="demo"), count), Clock()
+    replicas, clock = create_replicas(EngineConfig(model="demo"), count), Clock()
     for client in replicas.engines:
-        client.traffic = Traffic(clock)
+        client.request_metrics = RequestMetrics(clock)
     return create_app(replicas, ServerConfig()), replicas.engines, clock
 
 
@@ -56,23 +56,23 @@ STATS = {
 }  # fmt: skip
 
 
-def some_traffic(traffic: Traffic, clock: Clock) -> None:
+def record_some_requests(request_metrics: RequestMetrics, clock: Clock) -> None:
     """Five answers: one streamed to its length, one whole, one cancelled while it waited, one refused, one still open."""
-    traffic.submitted(0, num_prompt=10, streaming=True)
-    traffic.submitted(1, num_prompt=20, streaming=False)
-    traffic.submitted(2, num_prompt=30, streaming=True)
-    traffic.submitted(3, num_prompt=40, streaming=True)
-    traffic.submitted(4, num_prompt=50, streaming=True)
-    traffic.refused(3)
+    request_metrics.submitted(0, num_prompt=10, streaming=True)
+    request_metrics.submitted(1, num_prompt=20, streaming=False)
+    request_metrics.submitted(2, num_prompt=30, streaming=True)
+    request_metrics.submitted(3, num_prompt=40, streaming=True)
+    request_metrics.submitted(4, num_prompt=50, streaming=True)
+    request_metrics.refused(3)
     clock.now += 0.03
-    traffic.moved([(0, "started"), (1, "started")])
+    request_metrics.state_changed([(0, "started"), (1, "started")])
     for seconds, tokens in ((0.02, 1), (0.02, 1), (0.02, 2)):
         clock.now += seconds
-        traffic.answered(0, tokens, None)
-    traffic.moved([(1, "answering")])
+        request_metrics.response_received(0, tokens, None)
+    request_metrics.state_changed([(1, "answering")])
     clock.now += 0.01
-    traffic.answered(0, 1, "length")
-    traffic.answered(1, 8, "stop")
-    traffic.answered(2, 0, "cancelled")
-    traffic.moved([(4, "started"), (4, "paused")])
-    traffic.iterated([(0.004, 60, 2), (0.002, 0, 2), (0.003, 0, 2)])
+    request_metrics.response_received(0, 1, "length")
+    request_metrics.response_received(1, 8, "stop")
+    request_metrics.response_received(2, 0, "cancelled")
+    request_metrics.state_changed([(4, "started"), (4, "paused")])
+    request_metrics.iterations_finished([(0.004, 60, 2), (0.002, 0, 2), (0.003, 0, 2)])

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tests.compiler.toy import BOUNDARY, DYNAMIC, example, toy
 from torchweave.compiler.capture.capture import capture
-from torchweave.compiler.codegen.pieces import build_inductor, inductor_options, innermost
-from torchweave.compiler.ir.mutation import storage
+from torchweave.compiler.codegen.pieces import build_inductor, compiled_fx_graph, inductor_options
+from torchweave.compiler.ir.mutation import storage_id
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import Piece, split
 from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR
@@ -72,8 +72,8 @@ def test_mark_unbacked_takes_a_shape_id() -> None:
 def test_views_of_fake_tensors_share_a_storage_identity() -> None:
     graph = capture(toy(1), example(), DYNAMIC, "backed_size_oblivious")
     views = [node for node in graph.graph.nodes if node.op == "call_method" and node.target in ("view", "flatten")]
-    assert views and all(storage(node) == storage(node.all_input_nodes[0]) for node in views)
-    assert len({storage(node) for node, _ in graph.constants()}) == len(list(graph.constants()))
+    assert views and all(storage_id(node) == storage_id(node.all_input_nodes[0]) for node in views)
+    assert len({storage_id(node) for node, _ in graph.constants()}) == len(list(graph.constants()))
 
 
 def test_the_shape_environment_keeps_guards_and_replacements() -> None:
@@ -88,7 +88,7 @@ def test_the_innermost_function_is_found_and_takes_a_list_that_it_empties() -> N
     graph.boundary_ops = BOUNDARY
     last = split(graph)[-1]
     built = build_inductor(last, TorchCompileConfig())
-    assert innermost(built.artifact).current_callable is built.call
+    assert compiled_fx_graph(built.artifact).current_callable is built.call
     examples = [
         torch.zeros([5 if isinstance(size, torch.SymInt) else size for size in fake.shape], dtype=fake.dtype) + 1
         for fake in last.examples()
@@ -112,27 +112,27 @@ def test_the_graph_pickler_keeps_symbols_and_custom_ops() -> None:
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    from torchweave.compiler.cache.serialize import dump_graph, load_graph
+    from torchweave.compiler.cache.serialize import deserialize_graph, serialize_graph
 
     module = toy(1)
     graph = capture(module, example(), DYNAMIC, "backed_size_oblivious")
-    pickled = pickle.loads(dump_graph(graph))[0]
+    pickled = pickle.loads(serialize_graph(graph))[0]
     table, rows, *_ = cast("Any", GraphPickler.loads(pickled, FakeTensorMode(shape_env=ShapeEnv())))
     assert len(rows) == len(graph.graph.nodes)
     operations = {node.target for node in graph.graph.nodes if node.op == "call_function"}
     assert operations == {node.target for node in table.graph.nodes if node.op == "call_function"}
-    again = load_graph(dump_graph(graph), module, torch.device("cpu"))
+    again = deserialize_graph(serialize_graph(graph), module, torch.device("cpu"))
     assert [str(value(node)) for node in again.graph.nodes if isinstance(value(node), torch.SymInt)] == [
         str(value(node)) for node in graph.graph.nodes if isinstance(value(node), torch.SymInt)
     ]
 
 
 def test_guards_of_a_graph_that_was_kept_say_so_and_its_pieces_can_be_built() -> None:
-    from torchweave.compiler.cache.serialize import dump_graph, load_graph
+    from torchweave.compiler.cache.serialize import deserialize_graph, serialize_graph
 
     module = toy(1)
     captured = capture(module, example(), DYNAMIC, "backed_size_oblivious")
-    graph = load_graph(dump_graph(captured), module, torch.device("cpu"))
+    graph = deserialize_graph(serialize_graph(captured), module, torch.device("cpu"))
     graph.boundary_ops = frozenset(BOUNDARY)
     shapes = graph.fake_mode.shape_env
     sizes = [size for node in graph.placeholders() for size in value(node).shape if isinstance(size, torch.SymInt)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchweave.utils import cuda_streams as side_streams
-from torchweave.utils.cuda_streams import idle_within, side_stream
+from torchweave.utils.cuda_streams import side_stream, wait_until_idle
 
 
 class Owner:
@@ -30,7 +30,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_streams, "_free", {})
 
 
-def test_a_stream_goes_to_the_next_owner_when_its_own_is_gone() -> None:
+def test_side_streams_are_reused_after_their_owner_dies() -> None:
     here, there = torch.device("cuda:0"), torch.device("cuda:1")
     first, second = Owner(), Owner()
     streams = {side_stream(first, here), side_stream(first, here)}
@@ -65,11 +65,11 @@ class Busy:
         return self.ended.is_set()
 
 
-def test_a_stream_is_waited_for_while_other_threads_run() -> None:
+def test_wait_until_idle_releases_the_gil() -> None:
     stream = Busy()
     threading.Timer(0.05, stream.ended.set).start()
-    assert idle_within(stream, 10.0)  # type: ignore[arg-type]
+    assert wait_until_idle(stream, 10.0)  # type: ignore[arg-type]
     begin = time.monotonic()
-    assert not idle_within(Busy(), 0.05)  # type: ignore[arg-type]
+    assert not wait_until_idle(Busy(), 0.05)  # type: ignore[arg-type]
     assert time.monotonic() - begin >= 0.05
-    assert idle_within(Busy(fails=True), 10.0)  # type: ignore[arg-type]
+    assert wait_until_idle(Busy(fails=True), 10.0)  # type: ignore[arg-type]

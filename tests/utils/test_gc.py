@@ -10,10 +10,10 @@ import pytest
 from torchweave.utils import gc as collector
 
 
-def test_the_collector_rests_meanwhile_and_never_looks_at_what_was_imported() -> None:
+def test_gc_is_paused_and_imports_are_frozen() -> None:
     before = gc.get_freeze_count()
     try:
-        with collector.for_good():
+        with collector.gc_frozen_after():
             assert not gc.isenabled()
             made = [[] for _ in range(1000)]
         assert gc.isenabled() and gc.get_freeze_count() >= before + len(made)
@@ -21,14 +21,14 @@ def test_the_collector_rests_meanwhile_and_never_looks_at_what_was_imported() ->
         gc.unfreeze()
 
 
-def test_it_goes_on_after_a_fault_and_rests_where_it_rested() -> None:
+def test_gc_state_is_restored_after_an_exception() -> None:
     frozen = gc.get_freeze_count()
-    with pytest.raises(ImportError), collector.for_good():
+    with pytest.raises(ImportError), collector.gc_frozen_after():
         raise ImportError
     assert gc.isenabled() and gc.get_freeze_count() == frozen
     gc.disable()
     try:
-        with collector.for_good():
+        with collector.gc_frozen_after():
             pass
         assert not gc.isenabled()
     finally:
@@ -36,9 +36,9 @@ def test_it_goes_on_after_a_fault_and_rests_where_it_rested() -> None:
         gc.unfreeze()
 
 
-def test_what_exists_before_an_engine_runs_is_left_alone_while_it_does() -> None:
+def test_existing_objects_are_frozen_while_an_engine_runs() -> None:
     kept, before = [[] for _ in range(1000)], gc.get_freeze_count()
-    with collector.at_rest():
+    with collector.gc_frozen():
         during = gc.get_freeze_count()
         assert during >= before + len(kept)
         made = [[]]
@@ -48,9 +48,9 @@ def test_what_exists_before_an_engine_runs_is_left_alone_while_it_does() -> None
     assert gc.get_freeze_count() == 0
 
 
-def test_by_turns_it_collects_when_it_is_told() -> None:
+def test_manual_collect_runs_only_when_called() -> None:
     usual = gc.get_threshold()
-    with collector.at_rest_by_turns():
+    with collector.gc_frozen_manual_collect():
         assert gc.get_threshold()[0] > 10 * usual[0], "by itself only where nobody tells it"
         gc.collect()
         loops = []
@@ -72,8 +72,8 @@ class _Cycle:
         self.itself = self
 
 
-def test_by_turns_what_is_old_is_collected_too() -> None:
-    with collector.at_rest_by_turns():
+def test_manual_collect_reaches_old_generations() -> None:
+    with collector.gc_frozen_manual_collect():
         made = _Cycle()
         alive = weakref.ref(made)
         for _ in range(2):

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.models.paged import paged_tokens
 from torchweave.models import DecoderStep, UnsupportedModel, experts, load
-from torchweave.models.adapt import adapt, install, refuse_by_config
+from torchweave.models.adapt import adapt, check_config, install_ops
 from torchweave.models.load import build_on_meta
 from torchweave.report import Report
 from torchweave.verify import zoo
@@ -23,8 +23,8 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, zoo.VOCAB, (n,), generator=generator).tolist() for n in (3, 70, 21)]
 
 
-@pytest.mark.parametrize("entry", zoo.SPECIMENS, ids=lambda entry: entry.name)
-def test_tokens_equal_eager(entry: zoo.Specimen, tmp_path: Path) -> None:
+@pytest.mark.parametrize("entry", zoo.ZOO_MODELS, ids=lambda entry: entry.name)
+def test_tokens_equal_eager(entry: zoo.ZooModel, tmp_path: Path) -> None:
     model = zoo.build(entry)
     expected = zoo.reference_tokens(model, prompts(), 8)
     model.save_pretrained(tmp_path)
@@ -47,11 +47,11 @@ def test_tokens_equal_eager(entry: zoo.Specimen, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_the_zoo_sees_a_mistake(name: str, spoil: dict[str, object]) -> None:
-    model = zoo.build(zoo.specimen(name))
+def test_zoo_models_detect_a_wrong_mask_or_norm(name: str, spoil: dict[str, object]) -> None:
+    model = zoo.build(zoo.zoo_model(name))
     expected = zoo.reference_tokens(model, prompts(), 8)
-    specs = adapt(build_on_meta(zoo.specimen(name).config(), torch.float32), Report(show=False))
-    install(model)
+    specs = adapt(build_on_meta(zoo.zoo_model(name).config(), torch.float32), Report(show=False))
+    install_ops(model)
     step = DecoderStep(model, specs, zoo.VOCAB, 512)
     assert paged_tokens(step, prompts(), 8) == expected
     assert paged_tokens(step, prompts(), 8, spoil=spoil) != expected
@@ -72,18 +72,18 @@ class _NamesThemInVain(_AllRows):
 
 def _on_meta(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
     with torch.device("meta"):
-        return kind(zoo.specimen("llama").config()).eval()
+        return kind(zoo.zoo_model("llama").config()).eval()
 
 
 def test_rows_of_a_forward_that_computes_all_are_chosen_after_it() -> None:
-    model = zoo.build(zoo.specimen("llama"))
+    model = zoo.build(zoo.zoo_model("llama"))
     expected = zoo.reference_tokens(model, prompts(), 8)
     report = Report(show=False)
     specs = adapt(_on_meta(_AllRows), report)
     assert "every token" in report.select("warning")[0]["why"]
     own = _AllRows(model.config).eval().requires_grad_(False)
     own.load_state_dict(model.state_dict())
-    install(own)
+    install_ops(own)
     assert paged_tokens(DecoderStep(own, specs, zoo.VOCAB, 512), prompts(), 8) == expected
 
 
@@ -92,45 +92,45 @@ def test_a_forward_that_names_the_rows_and_computes_others_is_refused() -> None:
         adapt(_on_meta(_NamesThemInVain), Report(show=False))
 
 
-@pytest.mark.parametrize("entry", zoo.REFUSED, ids=lambda entry: entry.name)
-def test_refused_with_a_reason(entry: zoo.Specimen) -> None:
+@pytest.mark.parametrize("entry", zoo.REFUSED_MODELS, ids=lambda entry: entry.name)
+def test_refused_with_a_reason(entry: zoo.ZooModel) -> None:
     config = entry.config()
     with pytest.raises(UnsupportedModel) as refusal:
-        refuse_by_config(config)
+        check_config(config)
         adapt(build_on_meta(config, torch.float32), Report(show=False))
     assert entry.model_type.replace("_", "") in str(refusal.value).lower().replace("_", "")
     assert str(refusal.value).endswith(".")
 
 
-def test_there_are_enough() -> None:
-    names = [entry.name for entry in zoo.SPECIMENS]
+def test_zoo_covers_enough_architectures() -> None:
+    names = [entry.name for entry in zoo.ZOO_MODELS]
     assert len(set(names)) == len(names)
-    assert len({entry.model_type for entry in zoo.SPECIMENS}) >= 60
+    assert len({entry.model_type for entry in zoo.ZOO_MODELS}) >= 60
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "relu6"])
 def test_experts_of_a_form_that_the_op_does_not_know(activation: str, tmp_path: Path) -> None:
-    entry = zoo.Specimen("", "mixtral", zoo.specimen("mixtral").options | {"hidden_act": activation})
+    entry = zoo.ZooModel("", "mixtral", zoo.zoo_model("mixtral").options | {"hidden_act": activation})
     model = zoo.build(entry)
     expected = zoo.reference_tokens(model, prompts(), 8)
     model.save_pretrained(tmp_path)
     loaded = load(tmp_path, torch.float32)
-    assert experts.count(loaded.module) == {"op": 0, "grouped_mm": 3}
+    assert experts.count_experts(loaded.module) == {"op": 0, "grouped_mm": 3}
     assert paged_tokens(loaded.module, prompts(), 8) == expected
 
 
 def test_experts_that_call_an_activation_as_a_function() -> None:
     attention = {"layer_types": ["full_attention"] * 3, "num_dense_layers": 1}
     options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    model = zoo.build(zoo.Specimen("", "lfm2_moe", options | attention))
+    model = zoo.build(zoo.ZooModel("", "lfm2_moe", options | attention))
     expected = zoo.reference_tokens(model, prompts(), 8)
     specs = adapt(build_on_meta(model.config, torch.float32), Report(show=False))
-    install(model)
-    assert experts.count(model) == {"op": 2, "grouped_mm": 0}
+    install_ops(model)
+    assert experts.count_experts(model) == {"op": 2, "grouped_mm": 0}
     assert paged_tokens(DecoderStep(model, specs, zoo.VOCAB, 512), prompts(), 8) == expected
 
 
 def test_experts_that_a_gpu_runs_in_bfloat16_alone() -> None:
-    config = zoo.specimen("mixtral").config().to_dict() | {"hidden_act": "relu6"}
+    config = zoo.zoo_model("mixtral").config().to_dict() | {"hidden_act": "relu6"}
     with pytest.raises(UnsupportedModel, match="use dtype=bfloat16"):
         load(config, torch.float16, device="cuda", load_format="dummy")

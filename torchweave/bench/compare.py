@@ -33,13 +33,13 @@ def compare(
         ValueError: requests that are longer than the model's context.
     """
     from torchweave.utils.openmp import release_workers
-    from torchweave.verify.hf_baseline import Baseline
+    from torchweave.verify.hf_baseline import TransformersBaseline
 
     work = Workload(llm, seed)
-    if why := work.too_long(input_len[1] + output_len):
+    if why := work.length_error(input_len[1] + output_len):
         raise ValueError(f"{why}; lower --compare_input_len or --compare_output_len")
     prompts = [work.prompts(1, length)[0] for length in work.lengths(input_len, num_requests)]
-    baseline = Baseline(llm.plan.config.model, llm.engine.loaded.dtype, llm.plan.device)
+    baseline = TransformersBaseline(llm.plan.config.model, llm.engine.loaded.dtype, llm.plan.device)
     contenders: dict[str, Callable[[], Sequence[Sequence[int]]]] = {
         "torchweave": lambda: work.answers(prompts, output_len),
         "transformers generate, padded": lambda: baseline.generate(prompts, output_len),

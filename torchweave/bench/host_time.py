@@ -10,19 +10,19 @@ import numpy as np
 
 from torchweave.engine.batch_manager import BatchManager, Timing
 from torchweave.engine.client import Client, Inbox
-from torchweave.engine.kv_cache.block_manager import KVCache
+from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.responses import Responses
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.policies import POLICIES
-from torchweave.engine.scheduler.scheduler import Batch
+from torchweave.engine.scheduler.scheduler import Scheduler
 from torchweave.engine.scheduler.step import Step, StepResult
 from torchweave.ops.slot_state import SlotState
 
 _BLOCK_SIZE = 64
 
 
-class NoDevice:
+class FakeRunner:
     """A runner whose steps take no time: changes of the slots are written, tokens are made up."""
 
     def __init__(self, state: SlotState) -> None:
@@ -46,33 +46,37 @@ class NoDevice:
     def memory_in_use(self) -> int | None:
         return None
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         pass
 
 
-def measure_without_device(num_requests: int = 256, num_steps: int = 1000, streaming: bool = False) -> list[Timing]:
+def measure_host_time(num_requests: int = 256, num_steps: int = 1000, streaming: bool = False) -> list[Timing]:
     """Timings of pure decode steps with `num_requests` running; the batch manager's own loop, thread and callbacks."""
     prompt_len, max_model_len = 128, 128 + num_steps + 8
     width = -(-max_model_len // _BLOCK_SIZE)
     limits = Limits(num_requests, max(8192, num_requests), max_model_len, vocab_size=1000)
     state = SlotState(num_requests, width)
-    kv = KVCache(num_requests * width, _BLOCK_SIZE, num_requests, width)
-    batch = Batch(limits, kv, POLICIES["guaranteed_no_evict"], state.updates())
+    kv = BlockManager(num_requests * width, _BLOCK_SIZE, num_requests, width)
+    scheduler = Scheduler(limits, kv, POLICIES["guaranteed_no_evict"], state.updates())
     client = Client()
     inbox: Inbox = queue.SimpleQueue()
     prompts = np.arange(prompt_len) % 1000
     for _ in range(num_requests):
         client.submit(prompts, SamplingParams(temperature=0, max_tokens=num_steps), inbox, streaming)
     manager = BatchManager(
-        batch, NoDevice(state), client.get_requests, poll_stop=client.poll_stop, send_responses=client.send_responses
+        scheduler,
+        FakeRunner(state),
+        client.get_requests,
+        poll_stop=client.poll_stop,
+        send_responses=client.send_responses,
     )
     manager.timings.clear()
     deadline = time.monotonic() + 120
     left = num_requests
     while left:
-        said = inbox.get(timeout=max(deadline - time.monotonic(), 0.1))
-        assert isinstance(said, Responses), "one caller asked for all"
-        left -= said.num_final
+        message = inbox.get(timeout=max(deadline - time.monotonic(), 0.1))
+        assert isinstance(message, Responses), "one caller asked for all"
+        left -= message.num_final
     manager.shutdown()
     steps = list(manager.timings)
     return steps[len(steps) // 4 : -(len(steps) // 10)]  # without the steps that read prompts and the last ones
@@ -83,7 +87,7 @@ def summary(timings: list[Timing]) -> dict[str, float]:
     whole = sorted(timing.host for timing in timings)
     parts = {
         part: statistics.median(getattr(timing, part) for timing in timings)
-        for part in ("form", "launch", "absorb", "host")
+        for part in ("schedule", "launch", "update", "host")
     }
     found = {f"{part}_us": seconds * 1e6 for part, seconds in parts.items()}
     found["host_p99_us"] = whole[int(len(whole) * 0.99)] * 1e6

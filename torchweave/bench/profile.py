@@ -18,18 +18,18 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, schedule
 
 from torchweave.engine.request import InferenceRequest, SamplingParams
-from torchweave.engine.scheduler.policies.mixed_step_size import step_tokens
+from torchweave.engine.scheduler.policies.mixed_step_size import step_token_budget
 from torchweave.engine.scheduler.step import Step
 from torchweave.engine.startup.build import Engine
 
 KINDS = ("decode", "mixed")
-_WARM = 3
+_NUM_WARMUP_STEPS = 3
 """Steps before any is timed, since a kernel may be loaded by its first launch, and before any is counted, since a profiler that
 has just begun may miss some."""
 Row = dict[str, Any]
 
 
-class Steps:
+class StepDriver:
     """Steps of an engine that nobody else drives, over requests that do not end. Binds the thread that it is made on: it turns
     autograd off there, and sets the stream.
 
@@ -47,16 +47,16 @@ class Steps:
         plan = engine.plan
         self.count = count
         self.device = plan.device
-        self._batch, self._runner = engine.batch, engine.steps
+        self._scheduler, self._runner = engine.scheduler, engine.steps
         self._run_ahead = max(plan.run_ahead, 1)
         self._random = np.random.default_rng(seed)
         self._vocab_size, self._input_len = engine.loaded.module.vocab_size, input_len
-        self._running, self._unread, self._num_requests = running, 0, 0
+        self._running, self._num_unread_tokens, self._num_requests = running, 0, 0
         sizes = plan.mixed_step_sizes
         self._runner.start()
         # The first to generate draw a token in every step to come, and in those that read the other prompts.
         reading = running + running * input_len // max((sizes[0] if sizes else plan.max_num_tokens) // 2, 1)
-        most = len(KINDS) * 2 * (count + _WARM) + self._run_ahead + reading
+        most = len(KINDS) * 2 * (count + _NUM_WARMUP_STEPS) + self._run_ahead + reading
         if input_len + most > plan.max_model_len:
             raise ValueError(
                 f"prompts of input_len={input_len} tokens and {most} steps are more than max_model_len={plan.max_model_len}; ask "
@@ -64,7 +64,7 @@ class Steps:
             )
         for _ in range(running):
             self._add(most)
-        self._fill()
+        self._prefill_all()
 
     def run(self, kind: str, count: int) -> list[tuple[Step, str]]:
         """Take so many steps as the batch manager does, some ahead; returns each, and the way in which it ran.
@@ -75,74 +75,74 @@ class Steps:
         done: list[tuple[Step, str]] = []
         in_flight: deque[tuple[Step, Any]] = deque()
         for _ in range(count):
-            while kind == "mixed" and self._unread < self._room():
+            while kind == "mixed" and self._num_unread_tokens < self._prefill_budget():
                 self._add(1)
-            room = self._room() if kind == "mixed" else 0
-            step = self._batch.next_step()
+            room = self._prefill_budget() if kind == "mixed" else 0
+            step = self._scheduler.schedule()
             assert step is not None, "requests run"
-            if step.num_context_tokens < room:
-                raise self._crowded(
+            if step.num_prefill_tokens < room:
+                raise self._capacity_error(
                     f"beside running={self._running} requests there is no room for the prompts of a mixed step, which read "
-                    f"{step.num_context_tokens} tokens"
+                    f"{step.num_prefill_tokens} tokens"
                 )
-            self._unread -= step.num_context_tokens
+            self._num_unread_tokens -= step.num_prefill_tokens
             in_flight.append((step, self._runner.launch(step)))
             if len(in_flight) >= self._run_ahead:
-                done.append(self._take(*in_flight.popleft()))
-        done += [self._take(*each) for each in in_flight]
+                done.append(self._finish_step(*in_flight.popleft()))
+        done += [self._finish_step(*each) for each in in_flight]
         return done
 
-    def _room(self) -> int:
+    def _prefill_budget(self) -> int:
         """Prompt tokens that the next step is to read, given how many wait; where its size is not chosen, whatever waits."""
-        limits = self._batch.limits
+        limits = self._scheduler.limits
         if not limits.mixed_step_sizes or not limits.chunked_context:
             return 1
-        size = step_tokens(limits.max_num_tokens, limits.mixed_step_sizes, self._running, self._unread)
+        size = step_token_budget(limits.max_num_tokens, limits.mixed_step_sizes, self._running, self._num_unread_tokens)
         return max(size - self._running, 1)
 
-    def _take(self, step: Step, handle: Any) -> tuple[Step, str]:
+    def _finish_step(self, step: Step, handle: Any) -> tuple[Step, str]:
         result = self._runner.collect(handle)
-        self._batch.absorb(step, result)
+        self._scheduler.update(step, result)
         return step, result.how
 
     def _add(self, max_tokens: int) -> None:
         prompt = self._random.integers(self._vocab_size, size=self._input_len).astype(np.int32)
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         request = InferenceRequest(self._num_requests, prompt, params)
-        if why := self._batch.why_not(request):
+        if why := self._scheduler.rejection_reason(request):
             raise ValueError(why)
         self._num_requests += 1
-        self._unread += len(prompt)
-        self._batch.add(request, 0)
+        self._num_unread_tokens += len(prompt)
+        self._scheduler.add(request, 0)
 
-    def _fill(self) -> None:
-        while self._unread:
-            step = self._batch.next_step()
+    def _prefill_all(self) -> None:
+        while self._num_unread_tokens:
+            step = self._scheduler.schedule()
             if step is None or not step.chunks:
-                raise self._crowded(f"running={self._running} requests do not run at once")
-            self._unread -= step.num_context_tokens
-            self._take(step, self._runner.launch(step))
+                raise self._capacity_error(f"running={self._running} requests do not run at once")
+            self._num_unread_tokens -= step.num_prefill_tokens
+            self._finish_step(step, self._runner.launch(step))
 
-    def _crowded(self, what: str) -> ValueError:
-        kv, max_batch_size = self._batch.kv, self._batch.limits.max_batch_size
+    def _capacity_error(self, what: str) -> ValueError:
+        kv, max_batch_size = self._scheduler.kv, self._scheduler.limits.max_batch_size
         return ValueError(
             f"{what}: max_batch_size is {max_batch_size}, and the KV cache has {kv.num_blocks} blocks of {kv.block_size} tokens; "
             "ask for fewer, for shorter prompts, or for spare slots and blocks."
         )
 
 
-def profiles(
+def profile_all_kinds(
     engine: Engine, running: int, input_len: int, count: int, seed: int, advance: Callable[[], None]
 ) -> list[Row]:
-    """Steps of each kind, see `Steps` and `profile`."""
+    """Steps of each kind, see `StepDriver` and `profile`."""
     device = engine.plan.device
     stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.startswith("cuda") else nullcontext()
     with torch.no_grad(), stream:  # so that the thread comes out as it went in
-        work = Steps(engine, running, input_len, count, seed)
+        work = StepDriver(engine, running, input_len, count, seed)
         return [profile(work, kind, advance) for kind in KINDS]
 
 
-def profile(work: Steps, kind: str, advance: Callable[[], None]) -> Row:
+def profile(work: StepDriver, kind: str, advance: Callable[[], None]) -> Row:
     """What steps of a kind take, and where: `ms` a step without the profiler; with it `kernels`, each with its microseconds (`us`)
     and its `launches` a step, the longest first, and on a GPU `busy_ms`: in which a step had at least one of them running; `idle`:
     before which kernels it had none, in rows like those of `kernels`.
@@ -150,7 +150,7 @@ def profile(work: Steps, kind: str, advance: Callable[[], None]) -> Row:
     Raises:
         ValueError: the profiler saw nothing on the GPU.
     """
-    work.run(kind, _WARM)
+    work.run(kind, _NUM_WARMUP_STEPS)
     begin = time.perf_counter()
     work.run(kind, work.count)
     seconds = time.perf_counter() - begin
@@ -158,7 +158,7 @@ def profile(work: Steps, kind: str, advance: Callable[[], None]) -> Row:
     activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
     first_unseen = schedule(wait=0, warmup=1, active=1)
     with torch.profiler.profile(activities=[activity], schedule=first_unseen, acc_events=True) as found:
-        work.run(kind, _WARM)
+        work.run(kind, _NUM_WARMUP_STEPS)
         found.step()
         taken = work.run(kind, work.count)
     row: Row = {

@@ -70,17 +70,17 @@ class Workload:
 
     def run(self, prompts: Sequence[Sequence[int]], output_lens: int | Sequence[int]) -> float:
         """Seconds until all are answered with exactly as many tokens as asked."""
-        return self._timed(prompts, output_lens)[0]
+        return self._timed_generate(prompts, output_lens)[0]
 
     def answers(self, prompts: Sequence[Sequence[int]], output_len: int) -> list[list[int]]:
         """The tokens that are answered."""
-        return self._timed(prompts, output_len)[1]
+        return self._timed_generate(prompts, output_len)[1]
 
-    def _timed(
+    def _timed_generate(
         self, prompts: Sequence[Sequence[int]], output_lens: int | Sequence[int]
     ) -> tuple[float, list[list[int]]]:
         lengths = [output_lens] * len(prompts) if isinstance(output_lens, int) else output_lens
-        params = [exactly(length) for length in lengths]
+        params = [fixed_length_params(length) for length in lengths]
         begin = time.perf_counter()
         outputs = self.llm.generate(list(prompts), params)
         elapsed = time.perf_counter() - begin
@@ -88,13 +88,13 @@ class Workload:
         assert [len(answer) for answer in answers] == list(lengths), "an answer has not the length that was asked for"
         return elapsed, answers
 
-    def too_long(self, length: int) -> str:
+    def length_error(self, length: int) -> str:
         """Why a request of so many tokens cannot run; empty when it can."""
         limit = self.llm.plan.max_model_len
         return f"{length} tokens are above max_model_len={limit}" if length > limit else ""
 
 
-def exactly(num_tokens: int) -> SamplingParams:
+def fixed_length_params(num_tokens: int) -> SamplingParams:
     """Greedy, `num_tokens` tokens, no more and no less."""
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
@@ -106,7 +106,7 @@ def decode(work: Workload, sizes: Sizes, advance: Advance) -> list[Row]:
     for batch in sizes.batch_sizes:
         row: Row = {"batch_size": batch, "input_len": sizes.input_len, "output_len": sizes.output_len}
         limit = work.llm.plan.max_batch_size
-        why = work.too_long(total) or (f"above max_batch_size={limit}" if batch > limit else "")
+        why = work.length_error(total) or (f"above max_batch_size={limit}" if batch > limit else "")
         if why:
             rows.append(row | {"skipped": why})
             advance(1, f"batch {batch}: skipped")
@@ -135,7 +135,7 @@ def first_token(work: Workload, sizes: Sizes, advance: Advance) -> list[Row]:
     """Milliseconds until the only token of one prompt is back."""
     rows: list[Row] = []
     for length in sizes.ttft_lens:
-        if why := work.too_long(length + 1):
+        if why := work.length_error(length + 1):
             rows.append({"input_len": length, "skipped": why})
             advance(1, f"prompt of {length}: skipped")
             continue
@@ -159,7 +159,7 @@ def prefill(work: Workload, sizes: Sizes, advance: Advance) -> list[Row]:
     rows: list[Row] = []
     for count, length in sizes.prefill:
         row: Row = {"num_requests": count, "input_len": length}
-        if why := work.too_long(length + 1):
+        if why := work.length_error(length + 1):
             rows.append(row | {"skipped": why})
             advance(1, f"{count}x{length}: skipped")
             continue
@@ -174,7 +174,7 @@ def mixed(work: Workload, sizes: Sizes, advance: Advance) -> Row:
     """Output tokens a second over requests of all lengths that come at once. The lengths are the same in each run."""
     lengths_in = work.lengths(sizes.mixed_input, sizes.num_requests)
     lengths_out = work.lengths(sizes.mixed_output, sizes.num_requests)
-    if why := work.too_long(sizes.mixed_input[1] + sizes.mixed_output[1]):
+    if why := work.length_error(sizes.mixed_input[1] + sizes.mixed_output[1]):
         advance(1, "skipped")
         return {"num_requests": sizes.num_requests, "skipped": why}
     prompts = [work.prompts(1, length)[0] for length in lengths_in]

@@ -145,10 +145,10 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
                 parts += f"; {without:,} modules were imported without bytecode"
             found.append(("Start-up to the first token", kind, f"{row['seconds']:.1f} s", parts))
     for row in result.get("steps", ()):
-        found += _profiled(row)
+        found += _profile_rows(row)
     if "host" in result:
         row = result["host"]
-        parts = ", ".join(f"{part} {row[part + '_us']:.0f}" for part in ("form", "launch", "absorb"))
+        parts = ", ".join(f"{part} {row[part + '_us']:.0f}" for part in ("schedule", "launch", "update"))
         what = f"{row['num_requests']} running requests"
         found.append(
             ("Host time a decode step", what, f"{row['host_us']:.0f} us", f"{parts}, p99 {row['host_p99_us']:.0f}")
@@ -156,12 +156,12 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     return found
 
 
-def _profiled(row: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+def _profile_rows(row: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """A step of `bench profile`, and its longest kernels."""
     heading, shown, rest = f"A {row['kind']} step", row["kernels"][:_KERNELS], row["kernels"][_KERNELS:]
     what = f"{row['rows']:g} rows, {row['tokens']:g} tokens, {' or '.join(row['how'])}"
-    seen = sum(kernel["us"] for kernel in row["kernels"]) / 1e3
-    note = f"GPU busy for {row['busy_ms']:.3f} ms" if "busy_ms" in row else f"{seen:.3f} ms in ops of torch"
+    stats = sum(kernel["us"] for kernel in row["kernels"]) / 1e3
+    note = f"GPU busy for {row['busy_ms']:.3f} ms" if "busy_ms" in row else f"{stats:.3f} ms in ops of torch"
     found = [(heading, what, f"{row['ms']:.3f} ms", note)]
     for kernel in shown:
         found.append(

@@ -11,13 +11,13 @@ import torch
 if TYPE_CHECKING:
     from torchweave.engine.llm import LLM
 
-_COPIED = {"cuda": 2 << 30, "cpu": 256 << 20}  # bytes, far beyond the caches
+_COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # bytes, far beyond the caches
 
 
 def memory_bandwidth(device: str) -> float:
     """Bytes a second that a copy reads and writes on a device; the median of seven. Run it while memory is free."""
     kind = torch.device(device).type
-    source = torch.zeros(_COPIED[kind] // 4, dtype=torch.float32, device=device)
+    source = torch.zeros(_COPY_BYTES[kind] // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
 
     def wait() -> None:
@@ -54,7 +54,7 @@ def decode_bytes(llm: LLM, batch_size: int, context: float) -> float:
     return weights + batch_size * context * per_token
 
 
-def add_floor(rows: list[dict[str, Any]], llm: LLM, bandwidth: float) -> None:
+def add_roofline(rows: list[dict[str, Any]], llm: LLM, bandwidth: float) -> None:
     """To each decode row: `floor_ms`, and `floor_fraction`: the floor's part of what was measured (1 is the limit)."""
     for row in rows:
         if "median_tpot_ms" in row:

@@ -35,9 +35,9 @@ def startup(options: Mapping[str, Any], advance: Callable[..., None]) -> dict[st
 
 
 def _start(options: Mapping[str, Any], caches: Path) -> dict[str, Any]:
-    asked = {**options, "torch_compile_config.compile_cache_dir": str(caches / "torchweave")}
+    requested = {**options, "torch_compile_config.compile_cache_dir": str(caches / "torchweave")}
     begin = time.monotonic()
-    done = subprocess.run(_command(caches, json.dumps(asked)), stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(_command(caches, json.dumps(requested)), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise ValueError("the engine did not start; the reason is above")
     facts = json.loads(done.stdout.splitlines()[-1])

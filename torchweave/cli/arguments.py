@@ -10,14 +10,14 @@ import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from torchweave.cli.options import Option, build, convert, options_of, read_yaml, unknown_option
+from torchweave.cli.options import Option, build_config, convert, options_of, read_yaml, unknown_option
 from torchweave.config.options import EngineConfig
 from torchweave.config.validate import VLLM_NAMES
 
 Config = TypeVar("Config")
 
 # What each level turns off, laid under everything else that is asked.
-LEVELS: dict[int, dict[str, Any]] = {
+OPTIMIZATION_LEVELS: dict[int, dict[str, Any]] = {
     0: {
         "torch_compile_config.enable_fullgraph": False,
         "torch_compile_config.enable_inductor": False,
@@ -78,9 +78,9 @@ class Parser(argparse.ArgumentParser):
                 help=option.text.replace("%", "%%"),
             )
 
-    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+    def parse_argv(self, argv: Sequence[str]) -> argparse.Namespace:
         """The arguments; a name that no option has is refused with the nearest one."""
-        args, unknown = self.parse_known_args(self._options_first(normalised(argv, self.options)))
+        args, unknown = self.parse_known_args(self._options_first(normalize_argv(argv, self.options)))
         for argument in unknown:
             name = argument.partition("=")[0]
             if name.startswith("--") and name != "--":
@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
     def _read_file(self, path: str) -> dict[str, Any]:
         """The options in a file, of which there may be any that the command has."""
         known = [*self.options, "model"]
-        found = _renamed(read_yaml(path, known))
+        found = _resolve_aliases(read_yaml(path, known))
         for name in found:
             if name not in known:
                 raise ValueError(f"config file {path}: {unknown_option(name, known)}")
@@ -136,7 +136,7 @@ def add_engine_options(parser: Parser) -> None:
         "-O",
         dest="level",
         type=int,
-        choices=sorted(LEVELS),
+        choices=sorted(OPTIMIZATION_LEVELS),
         default=2,
         help="0: no capture, no compiler, no CUDA graphs; 1: compiled pieces and piecewise CUDA graphs; 2: whole steps too; "
         "3: also passes within a tolerance, and small batches built for their size alone",
@@ -149,29 +149,29 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine's config: the level, then the file, then the command line; later ones win.
 
     Raises:
-        ValueError: see `options.build`.
+        ValueError: see `options.build_config`.
     """
-    return build(EngineConfig, given_options(args))
+    return build_config(EngineConfig, given_options(args))
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's options as far as they were given, by dotted name, not yet converted."""
-    return {**LEVELS[args.level], **_asked(EngineConfig, args)}
+    return {**OPTIMIZATION_LEVELS[args.level], **_requested_options(EngineConfig, args)}
 
 
-def fill(config: type[Config], args: argparse.Namespace, **defaults: Any) -> Config:
+def config_from_args(config: type[Config], args: argparse.Namespace, **defaults: Any) -> Config:
     """A dataclass from those of its options that were given, in the file or on the command line, over `defaults`."""
-    return build(config, defaults, _asked(config, args))
+    return build_config(config, defaults, _requested_options(config, args))
 
 
-def _asked(config: type, args: argparse.Namespace) -> dict[str, Any]:
+def _requested_options(config: type, args: argparse.Namespace) -> dict[str, Any]:
     """What was asked of a dataclass: by the file, and over that on the command line."""
     known = options_of(config)
     from_file = {name: value for name, value in args.from_file.items() if name in known}
-    return {**from_file, **_joined(config, {name: value for name, value in vars(args).items() if name in known})}
+    return {**from_file, **_join_repeated(config, {name: value for name, value in vars(args).items() if name in known})}
 
 
-def _joined(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def _join_repeated(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options that may be repeated, as argparse collected them: `--stop a --stop b`, `--sizes 1,2 --sizes 4`."""
     known = options_of(config)
     joined: dict[str, Any] = {}
@@ -188,11 +188,11 @@ def _as_items(part: Any) -> Sequence[Any]:
     return part if isinstance(part, tuple) else () if part is None else (part,)
 
 
-def _renamed(source: Mapping[str, Any]) -> dict[str, Any]:
+def _resolve_aliases(source: Mapping[str, Any]) -> dict[str, Any]:
     return {ALIASES.get(name.rsplit(".", 1)[-1], name): value for name, value in source.items()}
 
 
-def normalised(argv: Sequence[str], options: Mapping[str, Option]) -> list[str]:
+def normalize_argv(argv: Sequence[str], options: Mapping[str, Option]) -> list[str]:
     """`argv` with every option in one spelling, and a value with every flag. What follows `--` is left as it is."""
     found: list[str] = []
     index = 0
@@ -207,26 +207,26 @@ def normalised(argv: Sequence[str], options: Mapping[str, Option]) -> list[str]:
             found.append(argument)
             continue
         name, equals, value = argument[2:].partition("=")
-        name = _known(name.replace("-", "_"), options)
+        name = _canonical_name(name.replace("-", "_"), options)
         if name in options and options[name].is_flag and not equals:
             following = argv[index].lower() if index < len(argv) else ""
             takes = following in ("true", "false")
             index += takes
             name, equals, value = name, "=", following if takes else "true"
-        negated = _known(_without_no(name), options)
+        negated = _canonical_name(_strip_negation(name), options)
         if not equals and negated in options and options[negated].is_flag:
             name, equals, value = negated, "=", "false"
         found.append(f"--{name}{equals}{value}")
     return found
 
 
-def _known(name: str, options: Mapping[str, Option]) -> str:
+def _canonical_name(name: str, options: Mapping[str, Option]) -> str:
     """The option's own name, where `name` is another one for it."""
     other = ALIASES.get(name.rsplit(".", 1)[-1], name)
     return other if other in options else name
 
 
-def _without_no(name: str) -> str:
+def _strip_negation(name: str) -> str:
     """`no_x.y` and `x.no_y` as `x.y`."""
     head, dot, leaf = name.rpartition(".")
     return head + dot + leaf.removeprefix("no_") if leaf.startswith("no_") else name.removeprefix("no_")

@@ -23,7 +23,7 @@ COMMANDS = {
     "tune": "measure on this machine what runs a model best, and keep it",
     "bench": "measure latency, throughput, start-up and host time",
 }
-FAILED, USAGE_FAULT, INTERRUPTED = 1, 2, 130
+FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,16 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         if "--traceback" in arguments:
             raise
-        print(f"torchweave: {_sentence(error)}", file=sys.stderr)
-        return USAGE_FAULT
+        print(f"torchweave: {_one_line(error)}", file=sys.stderr)
+        return USAGE_ERROR
     except RuntimeError as error:
-        if "--traceback" in arguments or not _of_a_rank(error):
+        if "--traceback" in arguments or not _is_rank_failure(error):
             raise
-        print(f"torchweave: {_sentence(error)}", file=sys.stderr)
+        print(f"torchweave: {_one_line(error)}", file=sys.stderr)
         return FAILED
 
 
-def _of_a_rank(error: RuntimeError) -> bool:
+def _is_rank_failure(error: RuntimeError) -> bool:
     """Whether another process of the engine ended, which its sentence says, and not where this one was at that moment."""
     from torchweave.distributed.worker_group import RankFailure  # with what it imports, for a fault alone
 
@@ -86,7 +86,7 @@ def _help() -> str:
     return f"usage: torchweave COMMAND [OPTION...]\n\n{lines}\n\n`torchweave COMMAND --help` lists the options of a command."
 
 
-def _sentence(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """The message as one line."""
     return " ".join(str(error).split()) or type(error).__name__
 

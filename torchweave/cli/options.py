@@ -1,7 +1,7 @@
 """Read options for a frozen dataclass from YAML files and the command line, by its annotations alone.
 
 An option is a field, named by its dotted path (`torch_compile_config.enable_inductor`). Sources are laid over each other
-as flat dicts `{dotted name: value}`, later ones win, and `build` turns the result into the dataclass: each value is
+as flat dicts `{dotted name: value}`, later ones win, and `build_config` turns the result into the dataclass: each value is
 converted to the field's type, and whatever does not convert, or names no field, is refused with one sentence.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import yaml
 
-from torchweave.config.options import file_text
+from torchweave.config.options import read_text_file
 
 Config = TypeVar("Config")
 
@@ -52,7 +52,7 @@ class Option:
 def options_of(config: type, prefix: str = "") -> dict[str, Option]:
     """Every option of a dataclass and of the dataclasses in it, by dotted name."""
     found: dict[str, Option] = {}
-    texts = attribute_texts(config)
+    texts = attribute_docs(config)
     for name, hint in get_type_hints(config).items():
         if nested := _nested(hint):
             found.update(options_of(nested, f"{prefix}{name}."))
@@ -66,7 +66,7 @@ def _nested(hint: Any) -> type | None:
     return next((each for each in _alternatives(hint) if is_dataclass(each) and isinstance(each, type)), None)
 
 
-def attribute_texts(config: type) -> dict[str, str]:
+def attribute_docs(config: type) -> dict[str, str]:
     """What the `Attributes:` of a docstring say, by name; `a, b: text` is said of both."""
     _, _, section = inspect.cleandoc(config.__doc__ or "").partition("Attributes:\n")
     texts: dict[str, str] = {}
@@ -85,7 +85,7 @@ def attribute_texts(config: type) -> dict[str, str]:
 
 def read_yaml(path: str | Path, known: Iterable[str] = ()) -> dict[str, Any]:
     """The options in a YAML file as a flat dict; nested mappings and dotted keys mean the same. `known`: see `flatten`."""
-    text = file_text("config file", path)
+    text = read_text_file("config file", path)
     try:
         loaded = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -115,7 +115,7 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "", known: Sequence[str] = ()
     return flat
 
 
-def build(config: type[Config], *sources: Mapping[str, Any]) -> Config:
+def build_config(config: type[Config], *sources: Mapping[str, Any]) -> Config:
     """A `config` from flat sources, later ones over earlier ones; fields that none of them names keep their default.
 
     Raises:
@@ -128,15 +128,15 @@ def build(config: type[Config], *sources: Mapping[str, Any]) -> Config:
             if name not in known:
                 raise ValueError(unknown_option(name, known))
             merged[name] = convert(known[name].hint, value, name)
-    return _assemble(config, merged, "")
+    return _build_nested(config, merged, "")
 
 
-def _assemble(config: type[Config], values: Mapping[str, Any], prefix: str) -> Config:
+def _build_nested(config: type[Config], values: Mapping[str, Any], prefix: str) -> Config:
     arguments: dict[str, Any] = {}
     for name, hint in get_type_hints(config).items():
         if nested := _nested(hint):
             if nested is hint or any(given.startswith(f"{prefix}{name}.") for given in values):
-                arguments[name] = _assemble(nested, values, f"{prefix}{name}.")
+                arguments[name] = _build_nested(nested, values, f"{prefix}{name}.")
         elif prefix + name in values:
             arguments[name] = values[prefix + name]
     try:
@@ -156,13 +156,13 @@ def unknown_option(name: str, known: Iterable[str], dashes: str = "") -> str:
     near = difflib.get_close_matches(leaf, list(by_leaf), n=1)
     guess = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     # A name without its section is nearer to the name that it ends than to a short one of the same words.
-    if near and (not guess or _likeness(leaf, near[0]) > _likeness(name, guess[0])):
+    if near and (not guess or _similarity(leaf, near[0]) > _similarity(name, guess[0])):
         guess = [by_leaf[near[0]]]
     hint = f"did you mean {dashes}{guess[0]}?" if guess else "`--help` lists those that are known"
     return f"unknown option {dashes}{name}; {hint}"
 
 
-def _likeness(one: str, other: str) -> float:
+def _similarity(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
 
 
@@ -173,7 +173,7 @@ def convert(hint: Any, value: Any, name: str) -> Any:
         ValueError: it does not convert; the sentence names the option, the value and what it takes.
     """
     alternatives = _alternatives(hint)
-    if type(None) in alternatives and (value is None or _says_none(value, str in alternatives)):
+    if type(None) in alternatives and (value is None or _means_none(value, str in alternatives)):
         return None
     try:
         return _any_of(alternatives, value)
@@ -216,7 +216,7 @@ def _convert(hint: Any, value: Any) -> Any:
     raise ValueError
 
 
-def _says_none(value: Any, is_text: bool) -> bool:
+def _means_none(value: Any, is_text: bool) -> bool:
     """Whether text stands for no value; where text itself is an answer, only `null` does."""
     return isinstance(value, str) and value.strip().lower() in ({"null"} if is_text else _NONE)
 

@@ -5,30 +5,32 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torchweave.config.options import expanded
+from torchweave.config.options import expand_path
 
 
-def result_path(option: str, asked: str | Path) -> Path:
+def check_output_path(option: str, requested: str | Path) -> Path:
     """Where a result is to be; folders that are not there are not made.
 
     Raises:
         ValueError: nothing can be written there, as far as that is known.
     """
-    path = expanded(asked).absolute()
+    path = expand_path(requested).absolute()
     try:
         if path.is_dir():
-            raise ValueError(f"{option} {asked}: this is a folder; name a file in it")
+            raise ValueError(f"{option} {requested}: this is a folder; name a file in it")
         nearest = next(each for each in path.parents if each.exists())
     except OSError as error:  # such as a name that is too long
-        raise ValueError(f"{option} {asked}: {error.strerror}; name another file") from None
+        raise ValueError(f"{option} {requested}: {error.strerror}; name another file") from None
     if not nearest.is_dir():
-        raise ValueError(f"{option} {asked}: {nearest} is no folder; name another file")
+        raise ValueError(f"{option} {requested}: {nearest} is no folder; name another file")
     if not os.access(path if path.exists() else nearest, os.W_OK):
-        raise ValueError(f"{option} {asked}: {path if path.exists() else nearest} cannot be written; name another file")
+        raise ValueError(
+            f"{option} {requested}: {path if path.exists() else nearest} cannot be written; name another file"
+        )
     return path
 
 
-def write_result(option: str, path: Path, text: str) -> None:
+def write_output(option: str, path: Path, text: str) -> None:
     """Write a result.
 
     Raises:

@@ -9,25 +9,25 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from torchweave.cli.arguments import engine_config, fill
+from torchweave.cli.arguments import config_from_args, engine_config
 from torchweave.config.options import EngineConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
-from torchweave.engine.startup.early_start import waiting_ranks
+from torchweave.engine.startup.early_start import prestart_workers
 from torchweave.report import Report
 from torchweave.utils import gc
 
 
-def start(config: EngineConfig, report: Report) -> LLM:
+def start_llm(config: EngineConfig, report: Report) -> LLM:
     """An engine for a config, in a process of our own.
 
     Raises:
         ValueError: the model or an option cannot be.
     """
-    with waiting_ranks(config) as waiting:
-        with report.stage("imports"), gc.for_good():
+    with prestart_workers(config) as worker_pool:
+        with report.stage("imports"), gc.gc_frozen_after():
             import_module("torchweave.engine.startup.open")
-        return LLM.from_config(config, report, waiting)
+        return LLM.from_config(config, report, worker_pool)
 
 
 @contextmanager
@@ -36,23 +36,23 @@ def engine(args: argparse.Namespace) -> Iterator[LLM]:
     config = engine_config(args)
     for name in ("transformers", "torch"):  # their advice on start-up is not for whoever runs a command
         logging.getLogger(name).setLevel(logging.ERROR)
-    llm = start(config, Report(show=False if args.quiet else None))
+    llm = start_llm(config, Report(show=False if args.quiet else None))
     try:
         yield llm
     finally:
         llm.shutdown(drain=False)
 
 
-def sampling(args: argparse.Namespace, llm: LLM) -> SamplingParams:
+def sampling_params_from_args(args: argparse.Namespace, llm: LLM) -> SamplingParams:
     """Sampling parameters from the arguments, over what the checkpoint asks for: of a beam search, which draws nothing, no more
     than its length."""
     defaults, names = llm.default_sampling_params(), ["max_tokens"]
-    if fill(SamplingParams, args).beam_width == 1:
+    if config_from_args(SamplingParams, args).beam_width == 1:
         names += ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
     known: dict[str, Any] = {name: getattr(defaults, name) for name in names}
-    return fill(SamplingParams, args, **known)
+    return config_from_args(SamplingParams, args, **known)
 
 
-def check_sampling(args: argparse.Namespace) -> SamplingParams:
+def check_sampling_args(args: argparse.Namespace) -> SamplingParams:
     """The sampling parameters as they were asked for: bad ones are refused before a model is loaded."""
-    return fill(SamplingParams, args)
+    return config_from_args(SamplingParams, args)

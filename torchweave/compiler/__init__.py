@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchweave.compiler.api import compile as compile
-    from torchweave.compiler.backend import weave as weave
+    from torchweave.compiler.backend import compile_graph as compile_graph
     from torchweave.compiler.cache.store import CompileCache as CompileCache
     from torchweave.compiler.cache.store import open_cache as open_cache
     from torchweave.compiler.errors import InvariantError as InvariantError
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torchweave.compiler.passes.manager import default_passes as default_passes
     from torchweave.compiler.passes.matcher import Match as Match
     from torchweave.compiler.passes.pattern import Fusion as Fusion
-    from torchweave.compiler.runtime.compiled_graph import Woven as Woven
-    from torchweave.compiler.runtime.eager import broken as broken
+    from torchweave.compiler.runtime.compiled_graph import CompiledGraph as CompiledGraph
+    from torchweave.compiler.runtime.eager import eager_forward as eager_forward
 
 LAZY_EXPORTS = {
     "CompileCache": "torchweave.compiler.cache.store",
@@ -30,12 +30,12 @@ LAZY_EXPORTS = {
     "Pass": "torchweave.compiler.passes.base",
     "PassResult": "torchweave.compiler.passes.base",
     "TraceError": "torchweave.compiler.errors",
-    "Woven": "torchweave.compiler.runtime.compiled_graph",
-    "broken": "torchweave.compiler.runtime.eager",
+    "CompiledGraph": "torchweave.compiler.runtime.compiled_graph",
+    "eager_forward": "torchweave.compiler.runtime.eager",
     "compile": "torchweave.compiler.api",
     "default_passes": "torchweave.compiler.passes.manager",
     "open_cache": "torchweave.compiler.cache.store",
-    "weave": "torchweave.compiler.backend",
+    "compile_graph": "torchweave.compiler.backend",
 }
 
 

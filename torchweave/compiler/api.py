@@ -32,12 +32,13 @@ def compile(
         passes: what runs instead of the stack's own passes; `[*default_passes(), Mine()]` adds one to them.
 
     Returns:
-        A callable; `.woven` holds the pieces and the code. Boundary ops are called as they are. It raises ValueError for what it
+        A callable; `.compiled_graph` holds the pieces and the code. Boundary ops are called as they are. It raises
+        ValueError for what it
         was not compiled for: inputs of another kind, or that share memory where forward writes to one; another `torch.autocast`.
 
     Raises:
         TraceError: a ValueError; forward is no one graph for every size, or changes Python objects, with the line and the cause.
     """
-    from torchweave.compiler.compiled_module import Compiled
+    from torchweave.compiler.compiled_module import CompiledModule
 
-    return Compiled(module, inputs, dynamic, config, report, passes)
+    return CompiledModule(module, inputs, dynamic, config, report, passes)

@@ -8,27 +8,27 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from torchweave.compiler.cache.entries import StoredGraph
+from torchweave.compiler.cache.entries import GraphEntry
 from torchweave.compiler.cache.store import CompileCache
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.codegen.build import build_pieces
-from torchweave.compiler.codegen.inductor import inductor_waking
+from torchweave.compiler.codegen.inductor import start_inductor_workers
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.size_ranges import size_range
 from torchweave.compiler.ir.symbols import DynamicDims
-from torchweave.compiler.partition.collectives import num_ranks, tell_exchanges
-from torchweave.compiler.partition.pipeline_stages import cut_to_stage
+from torchweave.compiler.partition.collectives import num_ranks, report_collectives
+from torchweave.compiler.partition.pipeline_stages import extract_pipeline_stage
 from torchweave.compiler.partition.split import Piece, describe, split
 from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager
-from torchweave.compiler.runtime.compiled_graph import Woven
-from torchweave.compiler.tuning.table_store import table_for, tell
+from torchweave.compiler.runtime.compiled_graph import CompiledGraph
+from torchweave.compiler.tuning.table_store import load_tables, report_table
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
-from torchweave.utils.gc import uncollected
+from torchweave.utils.gc import gc_paused
 
 
-def weave(
+def compile_graph(
     module: nn.Module,
     inputs: Mapping[str, Tensor],
     dynamic: DynamicDims | None = None,
@@ -38,8 +38,8 @@ def weave(
     cache: CompileCache | None = None,
     report: Report | None = None,
     passes: Sequence[Pass] | None = None,
-    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Woven:
+    lock_cache: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> CompiledGraph:
     """Compile a module's forward: one captured graph, cut at boundary ops, each distinct piece built once.
 
     Args:
@@ -59,26 +59,26 @@ def weave(
     if report.select("ready"):
         report.event("compile_after_ready", what=type(module).__name__)
     device = next(iter(inputs.values())).device
-    table = table_for(device, cache, report)
-    with uncollected():
-        with turn():
-            graph = _captured(module, inputs, dynamic, config, cache, report)
-        cut_to_stage(graph)
+    table = load_tables(device, cache, report)
+    with gc_paused():
+        with lock_cache():
+            graph = _load_or_capture(module, inputs, dynamic, config, cache, report)
+        extract_pipeline_stage(graph)
         manager = PassManager(passes, config, table, num_ranks(graph))
         graph.boundary_ops = frozenset(boundary_ops)
         manager.run(graph, report)
-        tell(table, graph, report)
+        report_table(table, graph, report)
         parts = split(graph)
     pieces = [part for part in parts if isinstance(part, Piece)]
     report.event("parts", order=[describe(part) for part in parts])
-    tell_exchanges(pieces, graph.symbols, report)
-    with turn():
+    report_collectives(pieces, graph.symbols, report)
+    with lock_cache():
         built = build_pieces(graph, pieces, manager, cache, device, report)
     low, high = size_range(graph, config.dynamic_shapes, report)
-    return Woven(graph, parts, built, (low, min([high, *(each.highest for each in built.values())])), report)
+    return CompiledGraph(graph, parts, built, (low, min([high, *(each.max_size for each in built.values())])), report)
 
 
-def _captured(
+def _load_or_capture(
     module: nn.Module,
     inputs: Mapping[str, Tensor],
     dynamic: DynamicDims,
@@ -88,14 +88,14 @@ def _captured(
 ) -> CapturedGraph:
     """The module's graph, from the cache when an equal module was captured before."""
     begin = time.monotonic()
-    stored = StoredGraph(cache, module, inputs, dynamic, config) if cache is not None else None
-    graph = stored.load() if stored is not None else None
+    graph_entry = GraphEntry(cache, module, inputs, dynamic, config) if cache is not None else None
+    graph = graph_entry.load() if graph_entry is not None else None
     source = "dynamo" if graph is None else "cache"
     if graph is None:
         device = next(iter(inputs.values())).device
-        with inductor_waking(device) if config.enable_inductor else nullcontext():
+        with start_inductor_workers(device) if config.enable_inductor else nullcontext():
             graph = capture(module, inputs, dynamic, config.dynamic_shapes, report)
-        if stored is not None:
-            stored.store(graph)
+        if graph_entry is not None:
+            graph_entry.store(graph)
     report.event("capture", seconds=time.monotonic() - begin, operations=graph.num_calls(), source=source)
     return graph

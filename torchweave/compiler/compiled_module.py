@@ -7,18 +7,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchweave.compiler.backend import weave
+from torchweave.compiler.backend import compile_graph
 from torchweave.compiler.cache.keys import autocast
 from torchweave.compiler.cache.store import open_cache
 from torchweave.compiler.dump import open_dump
-from torchweave.compiler.explain.page import keep_explanation
+from torchweave.compiler.explain.page import save_explanation
 from torchweave.compiler.passes.base import Pass
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 
-class Compiled:
+class CompiledModule:
     """`compiled(*tensors)`; see `torchweave.compile`."""
 
     def __init__(
@@ -30,31 +30,33 @@ class Compiled:
         report: Report | None,
         passes: Sequence[Pass] | None = None,
     ) -> None:
-        _refuse_inputs(inputs, dynamic or {})
+        _validate_inputs(inputs, dynamic or {})
         config, report = config or TorchCompileConfig(), report or Report(show=False)
         open_dump(config, report)
-        ops = _known_boundary_ops()
+        ops = _registered_boundary_ops()
         cache = open_cache(config, report)
-        self.woven = weave(
+        self.compiled_graph = compile_graph(
             module, inputs, dynamic, boundary_ops=ops, config=config, cache=cache, report=report, passes=passes
         )
-        keep_explanation(None, report)
+        save_explanation(None, report)
         self._device_type = next(iter(inputs.values())).device.type
         self._autocast = autocast(self._device_type)
 
     def __call__(self, *inputs: Tensor) -> Any:
-        if len(inputs) != len(self.woven.inputs) or not all(isinstance(each, Tensor) for each in inputs):
+        if len(inputs) != len(self.compiled_graph.inputs) or not all(isinstance(each, Tensor) for each in inputs):
             given = ", ".join(type(each).__name__ for each in inputs) or "nothing"
-            raise ValueError(f"it takes one tensor for each of {', '.join(self.woven.inputs)}, and was given {given}")
+            raise ValueError(
+                f"it takes one tensor for each of {', '.join(self.compiled_graph.inputs)}, and was given {given}"
+            )
         if (now := autocast(self._device_type)) != self._autocast:
             raise ValueError(
                 f"compiled with autocast {self._autocast} and called with autocast {now}; compile in the `torch.autocast` in which "
                 "the module is called, or enter it in forward"
             )
-        return self.woven(call_as_is, *inputs)
+        return self.compiled_graph(call_op, *inputs)
 
 
-def _refuse_inputs(inputs: Any, dynamic: Any) -> None:
+def _validate_inputs(inputs: Any, dynamic: Any) -> None:
     """Say what is wrong with examples that are no tensors by name, or with names of dimensions that there are not."""
     if not isinstance(inputs, Mapping) or not inputs or not all(isinstance(each, Tensor) for each in inputs.values()):
         raise ValueError(
@@ -73,7 +75,7 @@ def _refuse_inputs(inputs: Any, dynamic: Any) -> None:
                 )
 
 
-def _known_boundary_ops() -> frozenset[str]:
+def _registered_boundary_ops() -> frozenset[str]:
     from torchweave.ops.registry import boundary_ops
 
     return frozenset(boundary_ops())

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import fx
 
-from torchweave.config.options import TorchCompileConfig, expanded
+from torchweave.config.options import TorchCompileConfig, expand_path
 from torchweave.report import Report
 
 TIMELINE = "timeline.jsonl"
@@ -36,7 +36,7 @@ def open_dump(config: TorchCompileConfig, report: Report) -> Path | None:
     """
     if config.dump_dir is None:
         return None
-    folder = expanded(config.dump_dir).absolute()
+    folder = expand_path(config.dump_dir).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / TIMELINE).exists():
@@ -48,34 +48,34 @@ def open_dump(config: TorchCompileConfig, report: Report) -> Path | None:
             f"dump_dir={config.dump_dir} cannot be written: {error.strerror}; name another folder"
         ) from None
 
-    dump = _Dump(folder, report)
+    dump = _DumpWriter(folder, report)
     report.keep(dump.keep)
-    report.listen(dump.tell)
+    report.listen(dump.on_event)
     return folder
 
 
-class _Dump:
+class _DumpWriter:
     """Writes what a report is told, until the folder cannot be written any more: looking at the work must not stop it."""
 
     def __init__(self, folder: Path, report: Report) -> None:
-        self._folder, self._report, self._over = folder, report, False
+        self._folder, self._report, self._disabled = folder, report, False
 
     def keep(self, name: str, text: str) -> None:
         self._write(self._folder / name, "w", text)
 
-    def tell(self, kind: str, facts: dict[str, Any]) -> None:
+    def on_event(self, kind: str, facts: dict[str, Any]) -> None:
         line = json.dumps({"at": round(self._report.seconds(), 6), "event": kind, **facts}, default=str)
         self._write(self._folder / TIMELINE, "a", line + "\n")
 
     def _write(self, path: Path, mode: str, text: str) -> None:
-        if self._over:
+        if self._disabled:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open(mode, encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
-            self._over = True
+            self._disabled = True
             why = f"nothing more is written to {self._folder}: {error}"
             self._report.event("warning", what="dump_dir", why=why)
 

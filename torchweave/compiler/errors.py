@@ -11,13 +11,13 @@ from typing import Any
 from torch import fx
 from torch.utils._traceback import shorten_filename
 
-WRITES_TO_VIEWS = (
+VIEW_MUTATION_HINT = (
     "torch can take a write to such a view apart for one size alone: write to `x[:, i]` in the place of a part of `unbind` or "
     "`unfold`, or compute a new tensor"
 )
 
 
-class WeaveError(ValueError):
+class CompileError(ValueError):
     """A module cannot be woven as asked.
 
     Attributes:
@@ -31,8 +31,8 @@ class WeaveError(ValueError):
         self.cause = cause
 
 
-class TraceError(WeaveError):
-    """The module's forward cannot be captured as one graph of pieces. It can still be run as it is; see `broken`."""
+class TraceError(CompileError):
+    """The module's forward cannot be captured as one graph of pieces. It can still be run as it is; see `eager_forward`."""
 
 
 class SizeError(TraceError):
@@ -57,10 +57,10 @@ def trace_error(error: BaseException) -> TraceError:
         else:
             frames = traceback.extract_tb(error.__traceback__)
             where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return TraceError(_sentence(error), where)
+    return TraceError(_one_line_message(error), where)
 
 
-def _sentence(error: BaseException) -> str:
+def _one_line_message(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     title = lines[0] if lines else type(error).__name__
     for line in lines:
@@ -69,7 +69,7 @@ def _sentence(error: BaseException) -> str:
     return title if title.startswith(type(error).__name__) else f"{type(error).__name__}: {title}"
 
 
-def users_line(sloc: Any) -> tuple[str, str]:
+def user_location(sloc: Any) -> tuple[str, str]:
     """`file:line` of the user's code that a guard is from, and that line; "" for what is not known.
 
     torch writes `code  # file:line in function`.
@@ -78,10 +78,10 @@ def users_line(sloc: Any) -> tuple[str, str]:
     short, _, line = rest.strip().partition(" in ")[0].rpartition(":")
     if not short:
         return "", code.strip()
-    return f"{whole_name(short) or short}:{line}", code.strip()
+    return f"{resolve_file_name(short) or short}:{line}", code.strip()
 
 
-def whole_name(short: str) -> str:
+def resolve_file_name(short: str) -> str:
     """The name of a file of which torch cut off the beginning, with dots in its place or without; "" when it is of no module, and
     nothing that was read to show a line."""
     end = short.lstrip(".")
@@ -91,12 +91,12 @@ def whole_name(short: str) -> str:
     return ""
 
 
-def place(node: fx.Node) -> str:
+def source_location(node: fx.Node) -> str:
     """`file:line` of the user's code that made the node, as far as tracing kept it."""
-    places = places_of(node)
+    places = source_locations(node)
     return places[-1] if places else ""
 
 
-def places_of(node: fx.Node) -> list[str]:
+def source_locations(node: fx.Node) -> list[str]:
     """`file:line` of every frame in which the node was made, the innermost last."""
     return [":".join(each) for each in re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")]

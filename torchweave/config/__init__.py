@@ -2,7 +2,7 @@
 
 `resolve` reads three frozen facts (what was asked, what the device is, what the model is) and returns a frozen `Plan`,
 which the engine obeys. What turns out only later (how many KV blocks fit, a model that will not trace) is recorded by
-`Plan.settle`, which returns a new plan.
+`Plan.with_effective`, which returns a new plan.
 """
 
 from torchweave.config.facts import AttentionFacts as AttentionFacts
@@ -13,9 +13,9 @@ from torchweave.config.options import CudaGraphConfig as CudaGraphConfig
 from torchweave.config.options import EngineConfig as EngineConfig
 from torchweave.config.options import ServerConfig as ServerConfig
 from torchweave.config.options import TorchCompileConfig as TorchCompileConfig
-from torchweave.config.plan import Entry as Entry
 from torchweave.config.plan import Plan as Plan
-from torchweave.config.plan import show as show
+from torchweave.config.plan import PlanEntry as PlanEntry
+from torchweave.config.plan import format_value as format_value
 from torchweave.config.resolve import DEFAULT_TOKEN_BUCKETS as DEFAULT_TOKEN_BUCKETS
 from torchweave.config.resolve import default_batch_sizes as default_batch_sizes
 from torchweave.config.resolve import resolve as resolve

@@ -13,16 +13,16 @@ class AttentionFacts:
         name: as users ask for it.
         block_size: the KV block that it prefers, in tokens.
         block_sizes: the only ones that it takes; empty: any.
-        captures_mixed: mixed steps may be recorded whole in one CUDA graph.
-        no_fp8_cache: why it cannot read a KV cache in FP8, as a clause; empty when it can.
+        supports_mixed_cuda_graphs: mixed steps may be recorded whole in one CUDA graph.
+        fp8_cache_refusal: why it cannot read a KV cache in FP8, as a clause; empty when it can.
         refusal: why it cannot serve here, as a clause ("it needs a GPU"); empty when it can.
     """
 
     name: str
     block_size: int
     block_sizes: tuple[int, ...] = ()
-    captures_mixed: bool = False
-    no_fp8_cache: str = ""
+    supports_mixed_cuda_graphs: bool = False
+    fp8_cache_refusal: str = ""
     refusal: str = ""
 
 
@@ -76,24 +76,24 @@ class ModelFacts:
     longest_model_len: int | None = None
 
 
-def choose_device(asked: str, num_gpus: int) -> str:
+def choose_device(requested: str, num_gpus: int) -> str:
     """`cpu` or `cuda:N` for what was asked, where `num_gpus` GPUs can be seen.
 
     Raises:
         ValueError: an unknown name, or a GPU that is not there.
     """
-    if asked == "auto":
+    if requested == "auto":
         return "cuda:0" if num_gpus else "cpu"
-    if asked == "cpu":
+    if requested == "cpu":
         return "cpu"
-    kind, _, index = asked.partition(":")
-    if kind != "cuda" or (index and not index.isdigit()) or asked.endswith(":"):
-        raise ValueError(f"device={asked!r} is not known; use auto, cpu, cuda or cuda:N")
+    kind, _, index = requested.partition(":")
+    if kind != "cuda" or (index and not index.isdigit()) or requested.endswith(":"):
+        raise ValueError(f"device={requested!r} is not known; use auto, cpu, cuda or cuda:N")
     if not num_gpus:
-        raise ValueError(f"device={asked!r} was asked for, but no CUDA GPU can be seen; use device=cpu or auto")
+        raise ValueError(f"device={requested!r} was asked for, but no CUDA GPU can be seen; use device=cpu or auto")
     number = int(index or 0)
     if number >= num_gpus:
         raise ValueError(
-            f"device={asked!r} was asked for, but the GPUs end at cuda:{num_gpus - 1}; use one that is there"
+            f"device={requested!r} was asked for, but the GPUs end at cuda:{num_gpus - 1}; use one that is there"
         )
     return f"cuda:{number}"

@@ -189,7 +189,7 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
-    def asked_ranks(self) -> str:
+    def parallel_sizes_text(self) -> str:
         """The options that ask for so many ranks, as sentences name them."""
         stages = f" pipeline_parallel_size={self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
         tensor = (
@@ -247,7 +247,7 @@ class ServerConfig:
     api_server_count: int | None = None
 
 
-def expanded(text: str | Path) -> Path:
+def expand_path(text: str | Path) -> Path:
     """A path, with `~` and `~NAME` at its beginning as home folders.
 
     Raises:
@@ -260,14 +260,14 @@ def expanded(text: str | Path) -> Path:
         raise ValueError(f"{text}: there is no home folder {Path(text).parts[0]}; write the whole path") from None
 
 
-def file_text(what: str, path: str | Path) -> str:
+def read_text_file(what: str, path: str | Path) -> str:
     """The text of a file; `what` it is, as a sentence names it.
 
     Raises:
         ValueError: it cannot be read, or is no text.
     """
     try:
-        return expanded(path).read_text(encoding="utf-8")
+        return expand_path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{what} {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -282,7 +282,7 @@ def cache_dir(configured: str | None) -> Path:
         OSError: nothing is configured, and this user has no home folder.
     """
     if configured is not None:
-        return expanded(configured)
+        return expand_path(configured)
     home = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(home) if home else Path.home() / ".cache") / "torchweave"
@@ -296,7 +296,7 @@ def api_key_from_environment() -> str:
 
 
 @dataclass(frozen=True)
-class Launched:
+class TorchrunEnv:
     """What torchrun told this process: its rank, how many there are, its number on this machine, and where rank 0 is."""
 
     rank: int
@@ -305,13 +305,13 @@ class Launched:
     address: str
 
 
-def launched_by_torchrun() -> Launched | None:
+def read_torchrun_env() -> TorchrunEnv | None:
     """None where torchrun did not start this process."""
     known = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")]
     if None in known:
         return None
     rank, size, local_rank, address = known
-    return Launched(int(rank or 0), int(size or 1), int(local_rank or 0), str(address))
+    return TorchrunEnv(int(rank or 0), int(size or 1), int(local_rank or 0), str(address))
 
 
 def disable_multicast() -> None:
@@ -319,6 +319,6 @@ def disable_multicast() -> None:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
 
 
-def keep_kernels_in(folder: str) -> None:
+def set_triton_cache_dir(folder: str) -> None:
     """Name the folder of Triton's cache for this process and those that it starts, unless the environment names it."""
     os.environ.setdefault("TRITON_CACHE_DIR", folder)

@@ -30,7 +30,8 @@ def resolve_ranks(config: EngineConfig, device: DeviceFacts, model: ModelFacts, 
         )
     if config.executor == "local" and device.is_gpu and size > device.num_gpus:
         raise ValueError(
-            f"{config.asked_ranks} needs {size} GPUs, but from {device.device} on this machine has {device.num_gpus}; lower it, or "
+            f"{config.parallel_sizes_text} needs {size} GPUs, but from {device.device} on this machine has "
+            f"{device.num_gpus}; lower it, or "
             "use executor=ray for GPUs of several machines"
         )
     _check_heads(config, model)

@@ -10,11 +10,11 @@ from torchweave.config.options import EngineConfig
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlanEntry:
     """One option: its dotted name, what was asked, what is effective, and why."""
 
     name: str
-    asked: Any
+    requested: Any
     effective: Any
     why: str
 
@@ -31,7 +31,7 @@ class Plan:
         token_buckets: token counts that are recorded for context and mixed steps, ascending; empty when none are.
         decode_graphs: the whole decode step is one CUDA graph per batch size.
         piecewise_graphs: pieces are CUDA graphs per token bucket; boundary ops run between them.
-        whole_mixed_graphs: mixed steps are recorded whole too.
+        full_mixed_graphs: mixed steps are recorded whole too.
         inductor: distinct pieces are built by Inductor; else they run as plain FX code.
         compile_sizes: token counts for which pieces are built once more with that size fixed.
         fullgraph: the model is captured as one graph; else it runs as it is, cut at boundary ops while recording.
@@ -57,14 +57,14 @@ class Plan:
     token_buckets: tuple[int, ...]
     decode_graphs: bool
     piecewise_graphs: bool
-    whole_mixed_graphs: bool
+    full_mixed_graphs: bool
     inductor: bool
     compile_sizes: tuple[int, ...]
     fullgraph: bool
     max_num_streams: int
     userbuffers: bool
     tune: bool
-    entries: tuple[Entry, ...]
+    entries: tuple[PlanEntry, ...]
 
     @property
     def mixed_step_sizes(self) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class Plan:
         above = (recorded[-1] // least + 1) * least if recorded else least
         return (*recorded, *range(above, self.max_num_tokens + 1, least))
 
-    def settle(self, name: str, effective: Any, why: str, **changes: Any) -> Plan:
+    def with_effective(self, name: str, effective: Any, why: str, **changes: Any) -> Plan:
         """A plan in which option `name` turned out as `effective`; `changes` are plan fields that change with it."""
         assert any(entry.name == name for entry in self.entries), f"no option {name}"
         entries = tuple(
@@ -91,14 +91,17 @@ class Plan:
     def table(self) -> str:
         """The entries as aligned text, one option a line: option, asked, effective, why."""
         rows = [("option", "asked", "effective", "why")]
-        rows += [(entry.name, show(entry.asked), show(entry.effective), entry.why) for entry in self.entries]
+        rows += [
+            (entry.name, format_value(entry.requested), format_value(entry.effective), entry.why)
+            for entry in self.entries
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         widths.append(0)
         cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
         return "\n".join("  ".join(row).rstrip() for row in cells)
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as the tables print it: sizes in short, with evenly spaced runs as `first-last/step`."""
     if value is None:
         return "-"

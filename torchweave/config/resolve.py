@@ -8,8 +8,8 @@ from typing import Any
 from torchweave.config.facts import AttentionFacts, DeviceFacts, ModelFacts
 from torchweave.config.options import CudaGraphConfig, EngineConfig, TorchCompileConfig
 from torchweave.config.parallel import resolve_ranks, resolve_userbuffers
-from torchweave.config.plan import Entry, Plan
-from torchweave.config.validate import check_names, check_numbers, flatten
+from torchweave.config.plan import Plan, PlanEntry
+from torchweave.config.validate import check_names, check_value_ranges, flatten
 
 # TensorRT-LLM's default `capture_num_tokens`.
 DEFAULT_TOKEN_BUCKETS = (*(2**i for i in range(8)), 256, 384, *range(512, 3073, 256))
@@ -25,22 +25,22 @@ class _Entries:
     """Collects entries in the order of the config's fields, whatever the order in which they were resolved."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._asked = dict(flatten(config))
+        self._requested = dict(flatten(config))
         self._defaults = dict(flatten(EngineConfig(model="")))
-        self._found: dict[str, Entry] = {}
+        self._entries: dict[str, PlanEntry] = {}
 
     def note(self, name: str, effective: Any, why: str = "") -> Any:
-        asked = self._asked[name]
+        requested = self._requested[name]
         if not why:
-            why = "default" if asked == self._defaults[name] else "as asked"
-        self._found[name] = Entry(name, asked, effective, why)
+            why = "default" if requested == self._defaults[name] else "as asked"
+        self._entries[name] = PlanEntry(name, requested, effective, why)
         return effective
 
-    def all(self) -> tuple[Entry, ...]:
-        for name, asked in self._asked.items():
-            if name not in self._found:
-                self.note(name, asked)
-        return tuple(self._found[name] for name in self._asked)
+    def all(self) -> tuple[PlanEntry, ...]:
+        for name, requested in self._requested.items():
+            if name not in self._entries:
+                self.note(name, requested)
+        return tuple(self._entries[name] for name in self._requested)
 
 
 def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes: Sequence[str] | None = None) -> Plan:
@@ -50,7 +50,7 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
         ValueError: an option that cannot be, with what to do about it.
     """
     check_names(config, passes)
-    check_numbers(config)
+    check_value_ranges(config)
     if config.capacity_scheduler_policy == "max_utilization" and not config.enable_chunked_context:
         raise ValueError(
             "capacity_scheduler_policy=max_utilization needs enable_chunked_context: a paused request may have more tokens to "
@@ -72,7 +72,7 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
     attention = _attention(config, device, kv_cache_dtype, entries)
     block_size = entries.note("block_size", *_block_size(config, attention))
     mixed_step_tokens = entries.note("mixed_step_tokens", *_mixed_step_tokens(config, device))
-    graphs = _graphs(config, device, attention, max_batch_size, max_num_tokens, mixed_step_tokens, entries)
+    graphs = _compile_fields(config, device, attention, max_batch_size, max_num_tokens, mixed_step_tokens, entries)
     memory_why = "the memory that is left decides" if config.num_kv_blocks is None else ""
     entries.note("num_kv_blocks", config.num_kv_blocks, memory_why)
     unused = "cpu_kv_cache_gib" if device.is_gpu else "gpu_memory_utilization"
@@ -97,45 +97,45 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
 
 
 def _dtype(config: EngineConfig, device: DeviceFacts, model: ModelFacts) -> tuple[str, str]:
-    asked = config.dtype
-    if asked == "auto":
+    requested = config.dtype
+    if requested == "auto":
         if not device.is_gpu:
             return "float32", "on a CPU"
         dtype, why = (model.dtype, "the checkpoint's") if model.dtype else ("bfloat16", "the checkpoint names none")
     else:
-        dtype, why = asked, ""
+        dtype, why = requested, ""
     if dtype == "bfloat16" and device.capability is not None and device.capability < (8, 0):
-        if asked == "auto":
+        if requested == "auto":
             return "float16", f"{device.title} has no bfloat16"
         raise ValueError(f"dtype=bfloat16 needs compute capability 8.0, and {device.title} has none; use dtype=float16")
     return dtype, why
 
 
 def _quantization(config: EngineConfig, device: DeviceFacts, model: ModelFacts) -> tuple[str | None, str]:
-    asked, stored = config.quantization, model.quantization
-    effective = "fp8_per_tensor" if asked == "fp8" else asked or stored
-    if asked and stored and effective != stored:
-        raise ValueError(f"quantization={asked} was asked for, but {model.name} is {stored} already; leave it out")
+    requested, stored = config.quantization, model.quantization
+    effective = "fp8_per_tensor" if requested == "fp8" else requested or stored
+    if requested and stored and effective != stored:
+        raise ValueError(f"quantization={requested} was asked for, but {model.name} is {stored} already; leave it out")
     if effective and device.capability is not None and device.capability < (8, 9):
         raise ValueError(
             f"{effective} needs compute capability 8.9, and {device.title} has none; use an unquantised model"
         )
-    return effective, "the checkpoint's" if stored else "fp8 is per tensor" if asked == "fp8" else ""
+    return effective, "the checkpoint's" if stored else "fp8 is per tensor" if requested == "fp8" else ""
 
 
 def _kv_cache_dtype(config: EngineConfig, device: DeviceFacts, model: ModelFacts, dtype: str) -> tuple[str, str]:
-    asked = config.kv_cache_dtype
+    requested = config.kv_cache_dtype
     lacks_e4m3 = device.capability is not None and device.capability < (8, 9)
-    if asked == "auto":
+    if requested == "auto":
         if model.kv_cache_dtype is None or lacks_e4m3:
             return dtype, "the model's dtype"
         return model.kv_cache_dtype, "the checkpoint's"
-    effective = "fp8_e4m3" if asked == "fp8" else asked
+    effective = "fp8_e4m3" if requested == "fp8" else requested
     if effective == "fp8_e4m3" and lacks_e4m3:
         raise ValueError(
-            f"kv_cache_dtype={asked} needs compute capability 8.9, and {device.title} has none; use fp8_e5m2 or auto"
+            f"kv_cache_dtype={requested} needs compute capability 8.9, and {device.title} has none; use fp8_e5m2 or auto"
         )
-    return effective, "fp8 is e4m3" if asked == "fp8" else ""
+    return effective, "fp8 is e4m3" if requested == "fp8" else ""
 
 
 def _kv_offload(config: EngineConfig) -> tuple[float, str]:
@@ -145,13 +145,15 @@ def _kv_offload(config: EngineConfig) -> tuple[float, str]:
 
 
 def _max_model_len(config: EngineConfig, model: ModelFacts) -> tuple[int, str]:
-    asked = config.max_model_len
-    if asked is None:
+    requested = config.max_model_len
+    if requested is None:
         return model.max_model_len, "the model's limit"
     longest = model.longest_model_len or model.max_model_len
-    if asked > longest:
-        raise ValueError(f"max_model_len={asked} is above the {longest} tokens that {model.name} can read; lower it")
-    return asked, ""
+    if requested > longest:
+        raise ValueError(
+            f"max_model_len={requested} is above the {longest} tokens that {model.name} can read; lower it"
+        )
+    return requested, ""
 
 
 def _step_limits(config: EngineConfig, device: DeviceFacts, entries: _Entries) -> tuple[int, int]:
@@ -194,9 +196,9 @@ def _attention(config: EngineConfig, device: DeviceFacts, kv_cache_dtype: str, e
     able = [facts for facts in device.attention if not facts.refusal]
     if kv_cache_dtype.startswith("fp8"):
         found = next((facts for facts in able if config.attention_backend in ("auto", facts.name)), None)
-        reading = [facts for facts in able if not facts.no_fp8_cache]
-        if found is not None and found.no_fp8_cache and reading:
-            entries.note("attention_backend", reading[0].name, found.no_fp8_cache)
+        reading = [facts for facts in able if not facts.fp8_cache_refusal]
+        if found is not None and found.fp8_cache_refusal and reading:
+            entries.note("attention_backend", reading[0].name, found.fp8_cache_refusal)
             return reading[0]
     others = "; ".join(f"{facts.name}: {facts.refusal}" for facts in device.attention if facts.refusal)
     if config.attention_backend == "auto":
@@ -216,16 +218,18 @@ def _attention(config: EngineConfig, device: DeviceFacts, kv_cache_dtype: str, e
 
 
 def _block_size(config: EngineConfig, attention: AttentionFacts) -> tuple[int, str]:
-    asked = config.block_size
-    if asked is None:
+    requested = config.block_size
+    if requested is None:
         return attention.block_size, f"what attention backend {attention.name} prefers"
-    if attention.block_sizes and asked not in attention.block_sizes:
+    if attention.block_sizes and requested not in attention.block_sizes:
         allowed = ", ".join(map(str, attention.block_sizes))
-        raise ValueError(f"block_size={asked} does not suit attention backend {attention.name}; use one of {allowed}")
-    return asked, ""
+        raise ValueError(
+            f"block_size={requested} does not suit attention backend {attention.name}; use one of {allowed}"
+        )
+    return requested, ""
 
 
-def _graphs(
+def _compile_fields(
     config: EngineConfig,
     device: DeviceFacts,
     attention: AttentionFacts,
@@ -263,7 +267,7 @@ def _graphs(
     why = "" if piecewise or not compile_config.enable_piecewise_cuda_graph else why
     entries.note(prefix + "enable_piecewise_cuda_graph", piecewise, why)
     sizes = _batch_sizes(cuda, device, max_batch_size, entries)
-    mixed, why = cuda.capture_mixed and piecewise and attention.captures_mixed, ""
+    mixed, why = cuda.capture_mixed and piecewise and attention.supports_mixed_cuda_graphs, ""
     if cuda.capture_mixed and not mixed:
         why = "no token count is recorded" if not piecewise else f"attention backend {attention.name} cannot"
     entries.note("cuda_graph_config.capture_mixed", mixed, why)
@@ -286,7 +290,7 @@ def _compile_sizes(config: TorchCompileConfig, inductor: bool, largest: int, ent
     sizes, why = (), "none asked for"
     if config.compile_sizes:
         sizes, why = (
-            _clamped(config.compile_sizes, largest, "max_num_tokens", False) if inductor else ((), "needs Inductor")
+            _clamp_sizes(config.compile_sizes, largest, "max_num_tokens", False) if inductor else ((), "needs Inductor")
         )
     return entries.note("torch_compile_config.compile_sizes", sizes, why)
 
@@ -299,9 +303,9 @@ def _token_buckets(
     if not config.enable_piecewise_cuda_graph:
         return (), "enable_piecewise_cuda_graph is off"
     if config.capture_num_tokens is not None:
-        return _clamped(config.capture_num_tokens, largest, "max_num_tokens", False)
+        return _clamp_sizes(config.capture_num_tokens, largest, "max_num_tokens", False)
     small = (mixed_step_tokens,) if mixed_step_tokens else ()
-    return _clamped((*DEFAULT_TOKEN_BUCKETS, *small), largest, "max_num_tokens", True)
+    return _clamp_sizes((*DEFAULT_TOKEN_BUCKETS, *small), largest, "max_num_tokens", True)
 
 
 def _batch_sizes(config: CudaGraphConfig, device: DeviceFacts, largest: int, entries: _Entries) -> tuple[int, ...]:
@@ -316,14 +320,14 @@ def _batch_sizes(config: CudaGraphConfig, device: DeviceFacts, largest: int, ent
     entries.note("cuda_graph_config.max_batch_size", limit, limit_why)
     if limit == 0:
         return entries.note("cuda_graph_config.batch_sizes", (), limit_why)
-    asked = default_batch_sizes(limit) if config.batch_sizes is None else config.batch_sizes
-    sizes, why = _clamped(asked, limit, "max_batch_size", config.batch_sizes is None)
+    requested = default_batch_sizes(limit) if config.batch_sizes is None else config.batch_sizes
+    sizes, why = _clamp_sizes(requested, limit, "max_batch_size", config.batch_sizes is None)
     return entries.note("cuda_graph_config.batch_sizes", sizes, why)
 
 
-def _clamped(asked: Sequence[int], largest: int, limit: str, is_default: bool) -> tuple[tuple[int, ...], str]:
+def _clamp_sizes(requested: Sequence[int], largest: int, limit: str, is_default: bool) -> tuple[tuple[int, ...], str]:
     """The sizes that fit, ascending, each once. A size that was not asked for is never added."""
-    kept = tuple(sorted({size for size in asked if size <= largest}))
-    dropped = len(set(asked)) - len(kept)
+    kept = tuple(sorted({size for size in requested if size <= largest}))
+    dropped = len(set(requested)) - len(kept)
     why = "default" if is_default else "as asked"
     return kept, f"{why}, {dropped} above {limit}={largest} left out" if dropped else why

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.utils.suggest import did_you_mean
 
-_MOST_API_SERVERS = 64
-_LIMITS_AT_LEAST = {
+_MAX_API_SERVERS = 64
+_SERVER_MINIMUMS = {
     "max_body_bytes": 1,
     "max_request_tokens": 1,
     "max_request_sequences": 1,
@@ -56,26 +56,26 @@ def config_from(config: type[Config], options: Mapping[str, Any], prefix: str = 
     """
     hints = get_type_hints(config)
     given: dict[str, Any] = {}
-    for asked, value in options.items():
-        name = asked if asked in hints else VLLM_NAMES.get(asked, "")
+    for requested, value in options.items():
+        name = requested if requested in hints else VLLM_NAMES.get(requested, "")
         if name not in hints:
-            guess = did_you_mean(asked, hints, f"it is one of {', '.join(hints)}", prefix)
-            raise ValueError(f"unknown option {prefix}{asked}; {guess}")
+            guess = did_you_mean(requested, hints, f"it is one of {', '.join(hints)}", prefix)
+            raise ValueError(f"unknown option {prefix}{requested}; {guess}")
         if name in given:
-            raise ValueError(f"{prefix}{name} is given twice; {' and '.join(_names_of(name))} are one option")
+            raise ValueError(f"{prefix}{name} is given twice; {' and '.join(_aliases_of(name))} are one option")
         nested = is_dataclass(hints[name]) and isinstance(value, Mapping)
         given[name] = config_from(hints[name], value, f"{prefix}{name}.") if nested else value
     return config(**given)
 
 
-def _names_of(name: str) -> list[str]:
+def _aliases_of(name: str) -> list[str]:
     return [name, *(other for other, own in VLLM_NAMES.items() if own == name)]
 
 
-_KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+_TYPE_NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 
 
-def check_kinds(config: Any, prefix: str = "") -> None:
+def check_types(config: Any, prefix: str = "") -> None:
     """That options are of their kind; which texts are known is for `check_names`, and a model may be a path."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
@@ -83,25 +83,25 @@ def check_kinds(config: Any, prefix: str = "") -> None:
         if is_dataclass(hint):
             if not isinstance(value, hint):  # type: ignore[arg-type]
                 raise ValueError(f"{prefix}{name}={value!r} must be a {hint.__name__}, or a dict of its options")  # type: ignore[union-attr]
-            check_kinds(value, f"{prefix}{name}.")
+            check_types(value, f"{prefix}{name}.")
         elif name == "model" or get_origin(kinds[0]) is Literal or (value is None and type(None) in kinds):
             continue
         elif get_origin(kinds[0]) is tuple:
             kind = get_args(kinds[0])[0]
-            if not isinstance(value, (list, tuple)) or not all(_is_of(kind, each) for each in value):
-                raise ValueError(f"{prefix}{name}={value!r} must be a list, each of it {_KINDS[kind]}")
-        elif not _is_of(kinds[0], value):
-            raise ValueError(f"{prefix}{name}={value!r} must be {_KINDS[kinds[0]]}")
+            if not isinstance(value, (list, tuple)) or not all(_is_instance_of(kind, each) for each in value):
+                raise ValueError(f"{prefix}{name}={value!r} must be a list, each of it {_TYPE_NAMES[kind]}")
+        elif not _is_instance_of(kinds[0], value):
+            raise ValueError(f"{prefix}{name}={value!r} must be {_TYPE_NAMES[kinds[0]]}")
 
 
-def _is_of(kind: type, value: object) -> bool:
+def _is_instance_of(kind: type, value: object) -> bool:
     """Whether a value is of a kind; to Python, True is a whole number, and a whole number no float."""
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, {int: Integral, float: Real, str: (str, PathLike)}.get(kind, kind))
 
 
-_AT_LEAST = {
+_MINIMUMS = {
     "max_model_len": 1,
     "max_batch_size": 1,
     "max_num_tokens": 1,
@@ -119,9 +119,9 @@ _AT_LEAST = {
 }
 
 
-def check_numbers(config: EngineConfig) -> None:
+def check_value_ranges(config: EngineConfig) -> None:
     values = dict(flatten(config))
-    for name, least in _AT_LEAST.items():
+    for name, least in _MINIMUMS.items():
         value = values[name]
         if value is not None and not (math.isfinite(value) and value >= least):
             raise ValueError(f"{name}={value} must be at least {least}")
@@ -147,8 +147,8 @@ def check_numbers(config: EngineConfig) -> None:
 def check_server(config: EngineConfig, settings: ServerConfig) -> None:
     """The limits of a server, its addresses, and how many engines and HTTP processes it may have."""
     check_limits(settings)
-    if settings.api_server_count is not None and not 1 <= settings.api_server_count <= _MOST_API_SERVERS:
-        raise ValueError(f"api_server_count={settings.api_server_count} must be from 1 to {_MOST_API_SERVERS}")
+    if settings.api_server_count is not None and not 1 <= settings.api_server_count <= _MAX_API_SERVERS:
+        raise ValueError(f"api_server_count={settings.api_server_count} must be from 1 to {_MAX_API_SERVERS}")
     count = settings.data_parallel_size
     if count < 1:
         raise ValueError(f"data_parallel_size={count} must be at least 1")
@@ -161,8 +161,8 @@ def check_server(config: EngineConfig, settings: ServerConfig) -> None:
 
 def check_limits(settings: ServerConfig) -> None:
     """That something gets through a server's limits, where a negative one would refuse every request by itself; and its origins."""
-    check_kinds(settings)
-    for name, least in _LIMITS_AT_LEAST.items():
+    check_types(settings)
+    for name, least in _SERVER_MINIMUMS.items():
         value = getattr(settings, name)
         if value is not None and not value >= least:
             raise ValueError(f"{name}={value} must be at least {least}")
@@ -175,7 +175,7 @@ def check_limits(settings: ServerConfig) -> None:
 
 
 def check_names(config: EngineConfig, passes: Sequence[str] | None) -> None:
-    check_kinds(config)
+    check_types(config)
     for holder, prefix in ((config, ""), (config.torch_compile_config, "torch_compile_config.")):
         for name, hint in get_type_hints(type(holder)).items():
             known = _choices(hint)

@@ -13,18 +13,18 @@ import struct
 import threading
 from multiprocessing.connection import Connection
 
-BEAT = 0.5
+HEARTBEAT_SECONDS = 0.5
 """Seconds between two signs of life."""
-BUILD_SILENCE = 60.0
+BUILD_TIMEOUT_SECONDS = 60.0
 """Seconds of silence that are no fault while ranks build: a library may hold the interpreter for long."""
 
 # From the leader.
-TASK, STEP, REST, ALIVE, END = b"t", b"s", b"r", b"a", b"e"
+TASK, STEP, IDLE, ALIVE, END = b"t", b"s", b"r", b"a", b"e"
 # From the others; `ALIVE` too.
 JOINED, BUILT, FAILED, DIGEST = b"j", b"b", b"f", b"d"
 
 
-class Link:
+class Channel:
     """Sends from any thread, receives on one.
 
     Args:
@@ -72,7 +72,7 @@ class Link:
         message = self._connection.recv_bytes()
         return message[:1], message[1:]
 
-    def unlimited(self) -> None:
+    def clear_receive_timeout(self) -> None:
         """Let reading take as long as it takes again."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchweave.ops.collectives.all_reduce_norm import Norm
+from torchweave.ops.collectives.all_reduce_norm import NormSpec
 
 # The names that torch 2.13 gives to what older ones call `..._into_tensor` and `..._tensor`.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,23 +34,23 @@ class ProcessGroupCommunicator:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
-        self._reduces = group.name() == "nccl"
+        self._is_nccl = group.name() == "nccl"
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if not self._reduces:
-            return sum_of_ranks(self._stack(x))
+        if not self._is_nccl:
+            return sum_of_ranks(self._gather_parts(x))
         out = x.clone()
         dist.all_reduce(out, group=self.group)
         return out
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        parts = self._stack(x)
+        parts = self._gather_parts(x)
         return parts.movedim(0, dim).reshape(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         rows = x.shape[0] // self.size
-        if not self._reduces:
-            return sum_of_ranks(self._stack(x)[:, self.rank * rows : (self.rank + 1) * rows])
+        if not self._is_nccl:
+            return sum_of_ranks(self._gather_parts(x)[:, self.rank * rows : (self.rank + 1) * rows])
         out = x.new_empty(rows, *x.shape[1:])
         _reduce_scatter(out, x, group=self.group)
         return out
@@ -58,7 +58,7 @@ class ProcessGroupCommunicator:
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> None:
         """None: torch.distributed reads any memory."""
 
-    def reduced_norm(self, x: Tensor, norm: Norm) -> None:
+    def fused_all_reduce_norm(self, x: Tensor, norm: NormSpec) -> None:
         """None: the parts."""
 
     def abort(self) -> None:
@@ -67,7 +67,7 @@ class ProcessGroupCommunicator:
     def fault(self) -> None:
         """None: torch.distributed raises."""
 
-    def _stack(self, x: Tensor) -> Tensor:
+    def _gather_parts(self, x: Tensor) -> Tensor:
         """x of all ranks, `[size, ...]`."""
         parts = x.new_empty(self.size, *x.shape)
         _gather(parts.view(-1), x.reshape(-1), group=self.group)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from torchweave.distributed.symmetric_memory import SymmetricCommunicator
-from torchweave.ops.collectives.all_reduce_norm import Norm
-from torchweave.ops.collectives.op import register_communicator, registered
+from torchweave.ops.collectives.all_reduce_norm import NormSpec
+from torchweave.ops.collectives.op import find_communicator, register_communicator
 
 
-class Nobody:
+class FakeCommunicator:
     """Stands in for torch.distributed: results have their shapes, and nothing is exchanged."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -30,7 +30,7 @@ class Nobody:
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> None: ...
 
-    def reduced_norm(self, x: Tensor, norm: Norm) -> None: ...
+    def fused_all_reduce_norm(self, x: Tensor, norm: NormSpec) -> None: ...
 
     def abort(self) -> None: ...
 
@@ -38,19 +38,19 @@ class Nobody:
 
 
 @contextmanager
-def alone(group: str) -> Iterator[bool]:
+def fake_collectives(group: str) -> Iterator[bool]:
     """In here ops that name the group launch its kernels over symmetric memory and leave out what torch.distributed would carry.
 
     Kernels that are launched for real would wait for other ranks. Yields whether there is anything to look at: over
     torch.distributed alone no kernel is the project's.
     """
-    found = registered(group)
+    found = find_communicator(group)
     if not isinstance(found, SymmetricCommunicator):
         yield False
         return
-    silent = Nobody(found.rank, found.size)
+    fake = FakeCommunicator(found.rank, found.size)
     status = torch.zeros(1, dtype=torch.int32)
-    register_communicator(group, SymmetricCommunicator(found.workspace, silent, found.ranges, status))
+    register_communicator(group, SymmetricCommunicator(found.workspace, fake, found.size_limits, status))
     try:
         yield True
     finally:

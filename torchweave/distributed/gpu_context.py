@@ -10,7 +10,7 @@ from pathlib import Path
 _DRIVER = "libcuda.so.1"
 
 
-def open_gpu(index: int) -> threading.Thread | None:
+def open_gpu_context(index: int) -> threading.Thread | None:
     """Begin to make the context that torch will use on the GPU of that number; None where torch uses none.
 
     What goes wrong is left to torch, which will say it.

@@ -10,33 +10,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchweave.distributed.process_groups import BEFORE, BEHIND, PIPELINE, World
+from torchweave.distributed.process_groups import NEXT_STAGE, PIPELINE, PREVIOUS_STAGE, ProcessGroups
 
 
-class Pipeline:
+class PipelineTransport:
     """The hand-overs of one rank. Every rank makes its calls in the same order: receive, send, share.
 
     Args:
         world: of several stages.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.is_first = world.stage == 0
-        self.is_last = world.stage == world.pipeline_parallel_size - 1
+    def __init__(self, process_groups: ProcessGroups) -> None:
+        self.process_groups = process_groups
+        self.is_first = process_groups.stage == 0
+        self.is_last = process_groups.stage == process_groups.pipeline_parallel_size - 1
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """What the stage before hands over, in a new tensor; waits for it."""
-        found = torch.empty(shape, dtype=dtype, device=self.world.device)
-        earlier = self.world.rank_of_stage(self.world.stage - 1)
-        dist.broadcast(found, src=earlier, group=self.world.groups[BEFORE])
+        found = torch.empty(shape, dtype=dtype, device=self.process_groups.device)
+        earlier = self.process_groups.rank_of_stage(self.process_groups.stage - 1)
+        dist.broadcast(found, src=earlier, group=self.process_groups.groups[PREVIOUS_STAGE])
         return found
 
     def send(self, x: Tensor) -> None:
         """Hand x over to the stage behind, which may wait for that."""
-        dist.broadcast(x.contiguous(), src=self.world.rank, group=self.world.groups[BEHIND])
+        dist.broadcast(x.contiguous(), src=self.process_groups.rank, group=self.process_groups.groups[NEXT_STAGE])
 
-    def share(self, x: Tensor) -> None:
+    def broadcast_from_last(self, x: Tensor) -> None:
         """Let all stages have the x (contiguous) of the last one: written in place elsewhere."""
-        last = self.world.rank_of_stage(self.world.pipeline_parallel_size - 1)
-        dist.broadcast(x, src=last, group=self.world.groups[PIPELINE])
+        last = self.process_groups.rank_of_stage(self.process_groups.pipeline_parallel_size - 1)
+        dist.broadcast(x, src=last, group=self.process_groups.groups[PIPELINE])

@@ -18,32 +18,32 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, TCPStore
 
 from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.ops.collectives.op import communicator, register_communicator, registered
+from torchweave.ops.collectives.op import communicator, find_communicator, register_communicator
 
 TENSOR, PIPELINE = "tp", "pp"
 """Names under which a graph knows its groups: the same on every rank, so that all ranks have the same graph."""
-BEFORE, BEHIND = "pp_before", "pp_behind"
+PREVIOUS_STAGE, NEXT_STAGE = "pp_previous", "pp_next"
 """Names of the groups of two: with the stage before, and with the one behind."""
 _LEAVE_SECONDS, _ABORT_SECONDS = 20.0, 5.0  # until all ranks have left; without ranks that are gone
 _log = logging.getLogger("torchweave")
 
-MeetingPoint = Store
+RendezvousStore = Store
 """Where the ranks of a world find each other."""
 
 
-def open_meeting_point(host: str) -> tuple[MeetingPoint, tuple[str, int]]:
+def create_rendezvous_store(host: str) -> tuple[RendezvousStore, tuple[str, int]]:
     """Rank 0: a meeting point, which lives as long as it is held, and the address at which other ranks reach it."""
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return store, (host, store.port)
 
 
-def join_meeting_point(address: tuple[str, int]) -> MeetingPoint:
+def join_rendezvous_store(address: tuple[str, int]) -> RendezvousStore:
     """Another rank: the meeting point at an address."""
     return TCPStore(*address, is_master=False)
 
 
 @dataclass(frozen=True)
-class World:
+class ProcessGroups:
     """The ranks of one engine, as one of them sees them.
 
     Attributes:
@@ -53,7 +53,7 @@ class World:
         pipeline_parallel_size: stages that the layers are divided into.
         device: of this rank: `cpu` or `cuda:N`.
         groups: process groups by name: `tp`, `pp` (this rank's own ones, where they have several ranks), for tensors on its
-            device; also `pp_before` and `pp_behind`, of this stage and a neighbour.
+            device; also `pp_previous` and `pp_next`, of this stage and a neighbour.
         host: a gloo group of all ranks, for what the host has to tell; None in a world of one rank.
     """
 
@@ -66,7 +66,7 @@ class World:
     host: ProcessGroup | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def single(cls) -> World:
+    def single_rank(cls) -> ProcessGroups:
         """One rank, which is all there is: nothing is exchanged."""
         return cls()
 
@@ -96,7 +96,7 @@ class World:
     def is_leader(self) -> bool:
         return self.rank == 0
 
-    def smallest(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         """The smallest of the numbers that the ranks give, each its own; waits for all of them."""
         if self.host is None:
             return number
@@ -114,14 +114,14 @@ class World:
             dist.barrier(group=self.host)
 
 
-def init_world(
+def init_process_groups(
     rank: int,
     tensor_parallel_size: int,
     pipeline_parallel_size: int,
     device: str,
-    store: MeetingPoint,
+    store: RendezvousStore,
     timeout: float = 1800.0,
-) -> World:
+) -> ProcessGroups:
     """Join the world; returns once every rank has joined.
 
     Args:
@@ -153,26 +153,26 @@ def init_world(
             if rank in ranks:
                 groups[name] = group
     if pipeline_parallel_size > 1:
-        groups |= _hops(groups[PIPELINE], rank, tensor_parallel_size, size, device, limit)
+        groups |= _neighbor_groups(groups[PIPELINE], rank, tensor_parallel_size, size, device, limit)
     host = dist.group.WORLD
     assert host is not None
     if tensor_parallel_size > 1:
         register_communicator(TENSOR, ProcessGroupCommunicator(groups[TENSOR]))
-    return World(rank, size, tensor_parallel_size, pipeline_parallel_size, device, groups, host)
+    return ProcessGroups(rank, size, tensor_parallel_size, pipeline_parallel_size, device, groups, host)
 
 
-def close_world(world: World, abort: bool = False) -> None:
+def destroy_process_groups(process_groups: ProcessGroups, abort: bool = False) -> None:
     """Leave the world. The process may join another one afterwards.
 
     Args:
         abort: other ranks are gone: leave without them.
     """
-    if world.host is None or not dist.is_initialized():
+    if process_groups.host is None or not dist.is_initialized():
         return
 
     def leave() -> None:
         if abort:
-            abort_groups(world)
+            abort_groups(process_groups)
         register_communicator(TENSOR, None)
         dist.destroy_process_group()
 
@@ -186,13 +186,13 @@ def close_world(world: World, abort: bool = False) -> None:
         )
 
 
-def abort_groups(world: World) -> None:
+def abort_groups(process_groups: ProcessGroups) -> None:
     """Give up what is under way on GPUs between ranks, of which some are gone: kernels that wait for them end."""
-    if (found := registered(TENSOR)) is not None:
+    if (found := find_communicator(TENSOR)) is not None:
         found.abort()
     # At the same moment: to abort one NCCL waits for the whole GPU, where a kernel of another group may wait for who is gone.
     groups = {
-        id(group): group for group in world.groups.values() if group.name() == "nccl"
+        id(group): group for group in process_groups.groups.values() if group.name() == "nccl"
     }  # two names may be one group
     threads = [threading.Thread(target=group.abort, name="torchweave-abort", daemon=True) for group in groups.values()]
     for thread in threads:
@@ -208,7 +208,7 @@ def _new_group(ranks: list[int], device: str, limit: datetime.timedelta) -> Proc
     return dist.new_group(ranks, timeout=limit, backend="gloo")
 
 
-def _hops(
+def _neighbor_groups(
     pipeline: ProcessGroup | None, rank: int, tensor: int, size: int, device: str, limit: datetime.timedelta
 ) -> dict[str, ProcessGroup | None]:
     """The groups of two through which a stage hands over to the next one; a pipeline of two stages is one already."""
@@ -217,9 +217,9 @@ def _hops(
         earlier = later + tensor
         group = pipeline if size == 2 * tensor else _new_group([later, earlier], device, limit)
         if rank == later:
-            groups[BEFORE] = group
+            groups[PREVIOUS_STAGE] = group
         elif rank == earlier:
-            groups[BEHIND] = group
+            groups[NEXT_STAGE] = group
     return groups
 
 

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-from torchweave.distributed.channel import Link
+from torchweave.distributed.channel import Channel
 
 _HANDSHAKE_SECONDS = 5.0
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
-class RemoteMember:
+class RemoteWorker:
     """A rank that came through the door.
 
     Args:
@@ -29,20 +29,20 @@ class RemoteMember:
         kill: ends it, as far as that can be done from here; its connection is broken in any case, and it ends then by itself.
     """
 
-    def __init__(self, rank: int, link: Link, who: str, kill: Callable[[], None]) -> None:
-        self.link = link
-        self.name = f"Rank {rank} ({who})"
+    def __init__(self, rank: int, peer_channel: Channel, process_name: str, kill: Callable[[], None]) -> None:
+        self.peer_channel = peer_channel
+        self.name = f"Rank {rank} ({process_name})"
         self._kill = kill
 
-    def how_it_ended(self) -> str:
+    def exit_reason(self) -> str:
         return ""
 
     def wait(self, seconds: float) -> None:
         """Wait until it has closed its end."""
         deadline = time.monotonic() + seconds
         try:
-            while (left := deadline - time.monotonic()) > 0 and self.link.poll(left):
-                self.link.receive()
+            while (left := deadline - time.monotonic()) > 0 and self.peer_channel.poll(left):
+                self.peer_channel.receive()
         except (EOFError, OSError):
             pass
 
@@ -50,7 +50,7 @@ class RemoteMember:
         self._kill()
 
 
-class Door:
+class RendezvousServer:
     """The leader's side.
 
     Args:
@@ -62,7 +62,9 @@ class Door:
         self._server = socket.create_server((host, 0), family=_family(host))
         self.address: tuple[str, int] = host, self._server.getsockname()[1]
 
-    def admit(self, ranks: set[int], seconds: float, check: Callable[[], None]) -> dict[int, tuple[Link, str]]:
+    def accept_ranks(
+        self, ranks: set[int], seconds: float, check: Callable[[], None]
+    ) -> dict[int, tuple[Channel, str]]:
         """Wait for these ranks; returns the connection of each, and of which process it is. The door is closed then.
 
         Args:
@@ -71,9 +73,9 @@ class Door:
         Raises:
             TimeoutError: some did not come.
         """
-        found: dict[int, tuple[Link, str]] = {}
+        found: dict[int, tuple[Channel, str]] = {}
         deadline = time.monotonic() + seconds
-        self._server.settimeout(_LOOK_SECONDS)
+        self._server.settimeout(_POLL_SECONDS)
         with self._server:
             while missing := ranks - set(found):
                 check()
@@ -83,28 +85,28 @@ class Door:
                     connected, _ = self._server.accept()
                 except TimeoutError:
                     continue
-                if (came := self._greet(connected)) is not None:
-                    rank, link, who = came
-                    found[rank] = link, who
+                if (accepted := self._authenticate(connected)) is not None:
+                    rank, peer_channel, process_name = accepted
+                    found[rank] = peer_channel, process_name
         return found
 
-    def _greet(self, connected: socket.socket) -> tuple[int, Link, str] | None:
+    def _authenticate(self, connected: socket.socket) -> tuple[int, Channel, str] | None:
         """The rank behind a connection; None for a stranger."""
-        _limit(connected, _HANDSHAKE_SECONDS)
+        _set_receive_timeout(connected, _HANDSHAKE_SECONDS)
         connection = Connection(connected.detach())
         try:
             deliver_challenge(connection, self.key)
             answer_challenge(connection, self.key)
-            rank, who = json.loads(connection.recv_bytes(4096))
+            rank, process_name = json.loads(connection.recv_bytes(4096))
         except (AuthenticationError, OSError, EOFError, ValueError):
             connection.close()
             return None
-        link = Link(connection)
-        link.unlimited()
-        return int(rank), link, str(who)
+        peer_channel = Channel(connection)
+        peer_channel.clear_receive_timeout()
+        return int(rank), peer_channel, str(process_name)
 
 
-def enter(address: tuple[str, int], key: bytes, rank: int) -> Link:
+def connect_to_rendezvous(address: tuple[str, int], key: bytes, rank: int) -> Channel:
     """Another rank's side: connect to the leader.
 
     Raises:
@@ -117,13 +119,13 @@ def enter(address: tuple[str, int], key: bytes, rank: int) -> Link:
     answer_challenge(connection, key)
     deliver_challenge(connection, key)
     connection.send_bytes(json.dumps([rank, f"process {os.getpid()} on {socket.gethostname()}"]).encode())
-    return Link(connection)
+    return Channel(connection)
 
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _limit(connected: socket.socket, seconds: float) -> None:
+def _set_receive_timeout(connected: socket.socket, seconds: float) -> None:
     connected.settimeout(None)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))

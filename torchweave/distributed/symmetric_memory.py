@@ -22,31 +22,31 @@ from torch import Tensor
 
 from torchweave.config.options import disable_multicast
 from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.distributed.process_groups import World
-from torchweave.ops.collectives.all_reduce_norm import Norm, Normed
+from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.ops.collectives.all_reduce_norm import NormOutput, NormSpec
 from torchweave.ops.collectives.op import Communicator, register_communicator
 from torchweave.ops.collectives.symmetric_memory import (
     PROGRAMS,
     SIZES,
-    Layout,
-    Workspace,
+    SymmetricLayout,
+    SymmetricWorkspace,
     can_gather,
-    can_run,
     gather,
+    kernels_can_run,
     one_shot,
     one_shot_norm,
-    runs,
+    supports_shape,
     two_shot,
 )
 from torchweave.report import Report
 
 WAIT_SECONDS = 300.0
 """After so long a kernel gives up waiting for another rank, when no host has ended the wait before."""
-_GAVE_UP, _ABORTED = 1, 2
+_TIMED_OUT, _ABORTED = 1, 2
 
 
 @dataclass(frozen=True)
-class Ranges:
+class KernelSizeLimits:
     """Up to how many bytes of operand which kernel runs; beyond, NCCL.
 
     Attributes:
@@ -72,26 +72,26 @@ class Ranges:
 
 
 KIB, MIB = 1 << 10, 1 << 20
-_UNMEASURED = {
-    2: Ranges(512 * KIB, 512 * KIB, 512 * KIB, 512 * KIB, 32 * MIB),
-    4: Ranges(256 * KIB, 256 * KIB, 256 * KIB, 256 * KIB, 16 * MIB),
-    8: Ranges(128 * KIB, 128 * KIB, 128 * KIB, 128 * KIB, 8 * MIB),
+_DEFAULT_LIMITS = {
+    2: KernelSizeLimits(512 * KIB, 512 * KIB, 512 * KIB, 512 * KIB, 32 * MIB),
+    4: KernelSizeLimits(256 * KIB, 256 * KIB, 256 * KIB, 256 * KIB, 16 * MIB),
+    8: KernelSizeLimits(128 * KIB, 128 * KIB, 128 * KIB, 128 * KIB, 8 * MIB),
 }
 """Conservative: one-shot reads `size - 1` operands over the links where NCCL's rings read about two."""
-_MEASURED: dict[tuple[str, int], Ranges] = {
-    ("NVIDIA H200", 2): Ranges(
+_MEASURED_LIMITS: dict[tuple[str, int], KernelSizeLimits] = {
+    ("NVIDIA H200", 2): KernelSizeLimits(
         4 * MIB, 64 * MIB, 64 * MIB, 64 * MIB, 64 * MIB, "bench/results/collectives-large-2x_h200_202611.md"
     ),
-    ("NVIDIA H200", 4): Ranges(
+    ("NVIDIA H200", 4): KernelSizeLimits(
         1 * MIB, 512 * KIB, 512 * KIB, 1 * MIB, 16 * MIB, "bench/results/collectives-4x_h200_202611.json"
     ),
 }
 """By GPU and number of ranks, from bench/collectives.py."""
 
 
-def ranges_for(gpu: str, size: int) -> Ranges | None:
+def size_limits_for(gpu: str, size: int) -> KernelSizeLimits | None:
     """The ranges of `size` GPUs of that name; None where the kernels are not built for so many."""
-    return _MEASURED.get((gpu, size), _UNMEASURED.get(size))
+    return _MEASURED_LIMITS.get((gpu, size), _DEFAULT_LIMITS.get(size))
 
 
 class SymmetricCommunicator:
@@ -106,37 +106,44 @@ class SymmetricCommunicator:
     """
 
     def __init__(
-        self, workspace: Workspace, other: Communicator, ranges: Ranges, status: Tensor, mapping: object = None
+        self,
+        workspace: SymmetricWorkspace,
+        fallback: Communicator,
+        size_limits: KernelSizeLimits,
+        status: Tensor,
+        mapping: object = None,
     ) -> None:
-        self.rank, self.size = other.rank, other.size
-        self.workspace, self.ranges = workspace, ranges
-        self._other, self._status, self._mapping = other, status.numpy(), mapping
+        self.rank, self.size = fallback.rank, fallback.size
+        self.workspace, self.size_limits = workspace, size_limits
+        self._fallback, self._status, self._mapping = fallback, status.numpy(), mapping
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if can_run(x) and x.nbytes <= self.ranges.one_shot:
+        if kernels_can_run(x) and x.nbytes <= self.size_limits.one_shot:
             return one_shot(self.workspace, x)
-        if can_run(x) and x.nbytes <= self.ranges.two_shot:
+        if kernels_can_run(x) and x.nbytes <= self.size_limits.two_shot:
             return two_shot(self.workspace, x)
-        return self._other.all_reduce(x)
+        return self._fallback.all_reduce(x)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        if can_gather(x, dim) and x.nbytes <= self.ranges.gather:
+        if can_gather(x, dim) and x.nbytes <= self.size_limits.gather:
             return gather(self.workspace, x, dim)
-        return self._other.all_gather(x, dim)
+        return self._fallback.all_gather(x, dim)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        return self._other.reduce_scatter(x)
+        return self._fallback.reduce_scatter(x)
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> Tensor | None:
         """See `Communicator.buffer`. Operands of a size that NCCL carries have no room here."""
         size = math.prod(shape) * dtype.itemsize
-        workspace, ranges = self.workspace, self.ranges
-        if not runs(shape, dtype) or size > ranges.large:
+        workspace, size_limits = self.workspace, self.size_limits
+        if not supports_shape(shape, dtype) or size > size_limits.large:
             return None
-        return workspace.room(shape, dtype, workspace.slot(slot) if size <= ranges.slots else workspace.layout.data)
+        return workspace.buffer(
+            shape, dtype, workspace.slot(slot) if size <= size_limits.slots else workspace.layout.data
+        )
 
-    def reduced_norm(self, x: Tensor, norm: Norm) -> Normed | None:
-        if can_run(x) and x.nbytes <= self.ranges.norm:
+    def fused_all_reduce_norm(self, x: Tensor, norm: NormSpec) -> NormOutput | None:
+        if kernels_can_run(x) and x.nbytes <= self.size_limits.norm:
             return one_shot_norm(self.workspace, x, norm)
         return None
 
@@ -147,83 +154,87 @@ class SymmetricCommunicator:
     def fault(self) -> str | None:
         """What went wrong between ranks so far, if anything did; asks no GPU."""
         status = int(self._status[0])
-        if status == _GAVE_UP:
+        if status == _TIMED_OUT:
             return f"a kernel of rank {self.rank} waited too long for those of another rank and gave up"
         return "a rank died" if status == _ABORTED else None
 
 
 def open_symmetric(
-    group: dist.ProcessGroup, device: torch.device, ranges: Ranges, wait_seconds: float = WAIT_SECONDS
+    group: dist.ProcessGroup, device: torch.device, size_limits: KernelSizeLimits, wait_seconds: float = WAIT_SECONDS
 ) -> SymmetricCommunicator:
     """The communicator of a group over NCCL, whose ranks all call this; takes `layout.bytes` of each GPU.
 
     Raises:
         RuntimeError: the GPUs cannot map each other's memory.
     """
-    other = ProcessGroupCommunicator(group)
-    assert other.size in SIZES, f"{other.size} ranks"
-    layout = Layout(other.size, ranges.slots, ranges.large)
+    fallback = ProcessGroupCommunicator(group)
+    assert fallback.size in SIZES, f"{fallback.size} ranks"
+    layout = SymmetricLayout(fallback.size, size_limits.slots, size_limits.large)
     # The GPU writes into the host's memory when it gives up, and reads there whether it should.
     status = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    handle, memory = _share(layout.bytes, group, device)
+    handle, memory = _allocate_symmetric(layout.bytes, group, device)
     table = torch.tensor(
         [*handle.buffer_ptrs, status.data_ptr(), round(wait_seconds * 1e9)], dtype=torch.int64, device=device
     )
     counters = torch.zeros(2, max(PROGRAMS), dtype=torch.int32, device=device)
-    workspace = Workspace(other.rank, layout, memory, table, counters)
-    return SymmetricCommunicator(workspace, other, ranges, status, handle)
+    workspace = SymmetricWorkspace(fallback.rank, layout, memory, table, counters)
+    return SymmetricCommunicator(workspace, fallback, size_limits, status, handle)
 
 
-def connect(world: World, report: Report) -> None:
+def enable_symmetric_memory(process_groups: ProcessGroups, report: Report) -> None:
     """Let the collectives of tensor parallelism run over symmetric memory, if these GPUs can; every rank calls this."""
-    if world.tensor_parallel_size == 1 or not world.device.startswith("cuda"):
+    if process_groups.tensor_parallel_size == 1 or not process_groups.device.startswith("cuda"):
         return
-    group, device = world.groups[world.tensor_group], torch.device(world.device)
-    ranges = ranges_for(torch.cuda.get_device_name(device), group.size())
-    if ranges is None:
+    group, device = process_groups.groups[process_groups.tensor_group], torch.device(process_groups.device)
+    size_limits = size_limits_for(torch.cuda.get_device_name(device), group.size())
+    if size_limits is None:
         refusal = f"the kernels are built for {', '.join(map(str, SIZES))} ranks"
     else:
-        refusal = "" if _sees_all(group, device) else "not every GPU can read every other's memory"
+        refusal = "" if _all_peers_accessible(group, device) else "not every GPU can read every other's memory"
         refusal = refusal or agreed_refusal(group)
-    if ranges is None or refusal:
+    if size_limits is None or refusal:
         report.event("symmetric_memory", used=False, reason=refusal)
         return
-    communicator = open_symmetric(group, device, ranges)
-    _sharing.add(group.group_name)
-    register_communicator(world.tensor_group, communicator)
-    report.event("symmetric_memory", used=True, bytes=communicator.workspace.layout.bytes, **asdict(ranges))
+    communicator = open_symmetric(group, device, size_limits)
+    _groups_with_symmetric_memory.add(group.group_name)
+    register_communicator(process_groups.tensor_group, communicator)
+    report.event("symmetric_memory", used=True, bytes=communicator.workspace.layout.bytes, **asdict(size_limits))
 
 
-_sharing: set[str] = set()
+_groups_with_symmetric_memory: set[str] = set()
 """Names of the groups with which this process has shared memory. torch remembers them as well, with where their ranks met and how
 often: a group of a later engine has the same name, and its ranks would wait for each other for ever."""
 
 
 def agreed_refusal(group: dist.ProcessGroup) -> str:
     """Why the ranks of a group cannot share memory, though their GPUs could; empty where they can. The same on all ranks."""
-    own = "an engine over several GPUs ran in this process before" if group.group_name in _sharing else ""
+    own = (
+        "an engine over several GPUs ran in this process before"
+        if group.group_name in _groups_with_symmetric_memory
+        else ""
+    )
     every = [""] * group.size()
     dist.all_gather_object(every, own, group=group)
     return next(filter(None, every), "")
 
 
-def _sees_all(group: dist.ProcessGroup, device: torch.device) -> bool:
+def _all_peers_accessible(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether every rank's GPU can read every other's memory; the answer is the same on all ranks."""
     known = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
     machine = Path("/proc/sys/kernel/random/boot_id").read_text()
     own = next(uuid for uuid, index in known.items() if index == device.index)
     ranks: list[tuple[str, str]] = [("", "")] * group.size()
     dist.all_gather_object(ranks, (machine, own), group=group)
-    sees = all(
+    accessible = all(
         where == machine and uuid in known and (uuid == own or torch.cuda.can_device_access_peer(device, known[uuid]))
         for where, uuid in ranks
     )
     answers = [False] * group.size()
-    dist.all_gather_object(answers, sees, group=group)
+    dist.all_gather_object(answers, accessible, group=group)
     return all(answers) and len({uuid for _, uuid in ranks}) == group.size()
 
 
-def _share(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, Tensor]:
+def _allocate_symmetric(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, Tensor]:
     """Memory of `size` bytes on every rank, all zeros: the handle of what is mapped here, and this rank's own."""
     disable_multicast()
     import torch.distributed._symmetric_memory as symmetric_memory

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from torchweave.compiler.backend import weave
+from torchweave.compiler.backend import compile_graph
 from torchweave.compiler.capture.capture import capture
-from torchweave.compiler.errors import WeaveError
-from torchweave.compiler.runtime.compiled_graph import Woven
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.errors import CompileError
+from torchweave.compiler.runtime.compiled_graph import CompiledGraph
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
-from torchweave.doctor.eager_run import SIZES, Observed, drawn_alike
+from torchweave.doctor.eager_run import SIZES, EagerResult, fixed_seed
 from torchweave.doctor.subject import Subject
 from torchweave.report import Report
 
 
 @dataclass
-class Wove:
+class CompileResult:
     """What the stack made of the subject.
 
     Attributes:
@@ -33,49 +33,49 @@ class Wove:
     """
 
     report: Report = field(default_factory=lambda: Report(show=False))
-    woven: Woven | None = None
-    error: WeaveError | None = None
-    unbacked_error: WeaveError | None = None
-    wrong: dict[int, str] = field(default_factory=dict)
+    compiled_graph: CompiledGraph | None = None
+    error: CompileError | None = None
+    unbacked_error: CompileError | None = None
+    mismatches: dict[int, str] = field(default_factory=dict)
 
     def captured(self) -> list[fx.GraphModule]:
-        return [piece.module for piece in self.woven.pieces] if self.woven is not None else []
+        return [piece.module for piece in self.compiled_graph.pieces] if self.compiled_graph is not None else []
 
 
-def attempt(subject: Subject, observed: Observed) -> Wove:
+def compile_subject(subject: Subject, eager_result: EagerResult) -> CompileResult:
     """Weave with the default rule for sizes and compare; then capture once more with sizes that are not known."""
-    wove = Wove()
+    compile_result = CompileResult()
     inputs = dict(zip(subject.inputs, subject.arguments(23), strict=True))
     config = TorchCompileConfig(enable_inductor=False, compile_cache=False)
     try:
-        wove.woven = weave(
+        compile_result.compiled_graph = compile_graph(
             subject.module,
             inputs,
             subject.dynamic,
             boundary_ops=subject.boundary_ops,
             config=config,
-            report=wove.report,
+            report=compile_result.report,
         )
-    except WeaveError as error:
-        wove.error = error
-        return wove
+    except CompileError as error:
+        compile_result.error = error
+        return compile_result
     for variant, size in enumerate(SIZES):
-        if size in observed.results:
-            why = _compare(wove.woven, subject.arguments(size, variant), observed.results[size])
+        if size in eager_result.results:
+            why = _compare(compile_result.compiled_graph, subject.arguments(size, variant), eager_result.results[size])
             if why:
-                wove.wrong[size] = why
+                compile_result.mismatches[size] = why
     if subject.dynamic:
         try:
             capture(subject.module, inputs, subject.dynamic, "unbacked")
-        except WeaveError as error:
-            wove.unbacked_error = error
-    return wove
+        except CompileError as error:
+            compile_result.unbacked_error = error
+    return compile_result
 
 
-def _compare(woven: Woven, arguments: list[Any], expected: Any) -> str:
+def _compare(compiled_graph: CompiledGraph, arguments: list[Any], expected: Any) -> str:
     try:
-        with torch.no_grad(), drawn_alike():
-            result = woven(call_as_is, *arguments)
+        with torch.no_grad(), fixed_seed():
+            result = compiled_graph(call_op, *arguments)
     except Exception as error:  # whatever a wrong graph raises
         return f"it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     pairs = zip(_tensors(result), _tensors(expected), strict=False)

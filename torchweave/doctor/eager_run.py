@@ -21,12 +21,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchweave.doctor.source_reader import innermost, is_users
+from torchweave.doctor.source_reader import innermost_user_line, is_user_code
 from torchweave.doctor.subject import Subject
 
 SIZES = (64, 7, 2, 1)
 _TORCHS_OWN = ("aten", "prims", "prim", "quantized", "inductor", "profiler", "_c10d_functional")
-_WAITS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.is_nonzero.default)
+_HOST_SYNC_OPS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.is_nonzero.default,
+)
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,13 @@ class OpFault:
 
 
 @dataclass
-class Observed:
+class EagerResult:
     """What eager runs showed.
 
     Attributes:
         results: what forward returned, by size; a size at which it raised is not there.
         errors: what it raised instead.
-        lines: the subject's lines that ran, `file:line`; those that ran within a custom op are `inside` instead, with the
+        lines: the subject's lines that ran, `file:line`; those that ran within a custom op are `lines_in_ops` instead, with the
             first line of each function there.
         waits: lines at which the host waited for the value of a tensor.
         faults: ops that do not keep their word.
@@ -56,59 +60,59 @@ class Observed:
     results: dict[int, Any] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     lines: set[str] = field(default_factory=set)
-    inside: set[str] = field(default_factory=set)
-    waits: set[str] = field(default_factory=set)
+    lines_in_ops: set[str] = field(default_factory=set)
+    host_syncs: set[str] = field(default_factory=set)
     faults: list[OpFault] = field(default_factory=list)
-    numbers: dict[tuple[str, str, str], dict[int, list[int]]] = field(default_factory=dict)
+    int_arguments: dict[tuple[str, str, str], dict[int, list[int]]] = field(default_factory=dict)
 
 
-def observe(subject: Subject, sizes: Sequence[int] = SIZES) -> Observed:
+def run_eager(subject: Subject, sizes: Sequence[int] = SIZES) -> EagerResult:
     """Run the subject at each size."""
-    observed = Observed()
+    eager_result = EagerResult()
     for variant, size in enumerate(sizes):
-        before, watch = sys.gettrace(), _Watch(observed, size)
-        sys.settrace(_tracer(observed, watch))
+        before, watcher = sys.gettrace(), _OpWatcher(eager_result, size)
+        sys.settrace(_tracer(eager_result, watcher))
         try:
-            with torch.no_grad(), drawn_alike(), watch:
-                observed.results[size] = subject.module(*subject.arguments(size, variant))
+            with torch.no_grad(), fixed_seed(), watcher:
+                eager_result.results[size] = subject.module(*subject.arguments(size, variant))
         except Exception as error:  # whatever the subject raises
-            observed.errors[size] = f"{type(error).__name__}: {error}"
+            eager_result.errors[size] = f"{type(error).__name__}: {error}"
         finally:
             sys.settrace(before)
-    return observed
+    return eager_result
 
 
 @contextlib.contextmanager
-def drawn_alike() -> Iterator[None]:
+def fixed_seed() -> Iterator[None]:
     """Let what draws random numbers draw the same ones meanwhile as in every other such place."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
 
 
-def _tracer(observed: Observed, watch: _Watch) -> Any:
+def _tracer(eager_result: EagerResult, watcher: _OpWatcher) -> Any:
     def each_line(frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
-            lines = observed.inside if watch.in_op else observed.lines
+            lines = eager_result.lines_in_ops if watcher.in_op else eager_result.lines
             lines.add(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         return each_line
 
     def each_call(frame: FrameType, event: str, _: Any) -> Any:
-        if not is_users(frame.f_code.co_filename):
+        if not is_user_code(frame.f_code.co_filename):
             return None
-        if watch.in_op:
-            observed.inside.add(f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno}")
+        if watcher.in_op:
+            eager_result.lines_in_ops.add(f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno}")
         return each_line
 
     return each_call
 
 
-class _Watch(TorchDispatchMode):
+class _OpWatcher(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, observed: Observed, size: int) -> None:
+    def __init__(self, eager_result: EagerResult, size: int) -> None:
         super().__init__()
-        self.observed, self.size = observed, size
+        self.eager_result, self.size = eager_result, size
         self.in_op = False
         self.checked: set[tuple[Any, str, tuple]] = set()
 
@@ -116,38 +120,38 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):  # `cond` and its like: what is in them comes by itself
             return func(*args, **kwargs)
-        if func in _WAITS:
-            self.observed.waits.add(_here())
+        if func in _HOST_SYNC_OPS:
+            self.eager_result.host_syncs.add(_call_site())
         if func.namespace in _TORCHS_OWN:
             return func(*args, **kwargs)
         self.in_op = True
         try:
-            return self._custom(func, args, kwargs, _here())
+            return self._run_custom_op(func, args, kwargs, _call_site())
         finally:
             self.in_op = False
 
-    def _custom(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> Any:
-        self._note_numbers(func, args, where)
+    def _run_custom_op(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> Any:
+        self._note_int_arguments(func, args, where)
         shapes = tuple(tuple(item.shape) for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor))
         if (func, where, shapes) in self.checked:
             return func(*args, **kwargs)
         self.checked.add((func, where, shapes))
         result, faults = check(func, args, kwargs)
-        known = {(fault.op, fault.what, fault.where) for fault in self.observed.faults}
-        self.observed.faults += [
+        known = {(fault.op, fault.what, fault.where) for fault in self.eager_result.faults}
+        self.eager_result.faults += [
             OpFault(func, where, what, detail) for what, detail in faults if (func, what, where) not in known
         ]
         return result
 
-    def _note_numbers(self, func: Any, args: tuple, where: str) -> None:
+    def _note_int_arguments(self, func: Any, args: tuple, where: str) -> None:
         for given, declared in zip(args, func._schema.arguments, strict=False):
             if type(given) is int and isinstance(declared.real_type, torch.IntType):
                 place = (where, func._schema.name, declared.name)
-                self.observed.numbers.setdefault(place, {}).setdefault(self.size, []).append(given)
+                self.eager_result.int_arguments.setdefault(place, {}).setdefault(self.size, []).append(given)
 
 
-def _here() -> str:
-    return innermost(traceback.extract_stack())
+def _call_site() -> str:
+    return innermost_user_line(traceback.extract_stack())
 
 
 def check(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[tuple[str, str]]]:
@@ -156,7 +160,7 @@ def check(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[tup
     Returns:
         The result, and faults as (what, detail).
     """
-    promised, fault = _fake(func, args, kwargs)
+    fake_result, fault = _fake(func, args, kwargs)
     given = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
     copies = [item.clone() for item in given]
     result = func(*args, **kwargs)
@@ -173,7 +177,7 @@ def check(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[tup
     ):
         faults.append(("aliases", "its output shares memory with an argument, which its schema does not say"))
     if fault is None:
-        fakes = [item for item in pytree.tree_leaves(promised) if isinstance(item, Tensor)]
+        fakes = [item for item in pytree.tree_leaves(fake_result) if isinstance(item, Tensor)]
         if len(fakes) != len(outputs):
             faults.append(("wrong", f"it promises {len(fakes)} tensors and returns {len(outputs)}"))
         faults += [
@@ -219,8 +223,8 @@ def disagreement(fake: Tensor, real: Tensor) -> str:
     return ""
 
 
-def _fits(promised: Any, real: int) -> bool:
-    return not isinstance(promised, int) or promised == real
+def _fits(fake_result: Any, real: int) -> bool:
+    return not isinstance(fake_result, int) or fake_result == real
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> set[int]:

@@ -9,9 +9,9 @@ import warnings
 from collections.abc import Iterator
 
 from torchweave.doctor import graph_breaks, performance, recompiles, trace_failures
-from torchweave.doctor.compile_run import attempt
-from torchweave.doctor.eager_run import observe
-from torchweave.doctor.finding import Finding, settle
+from torchweave.doctor.compile_run import compile_subject
+from torchweave.doctor.eager_run import run_eager
+from torchweave.doctor.finding import Finding, deduplicate
 from torchweave.doctor.subject import Subject
 from torchweave.doctor.tracing import trace
 
@@ -23,19 +23,19 @@ def examine(subject: Subject) -> list[Finding]:
         ValueError: forward cannot be run on the inputs that were described.
     """
     with _quiet():
-        observed = observe(subject)
-        if not observed.results:
-            size, error = next(iter(observed.errors.items()))
+        eager_result = run_eager(subject)
+        if not eager_result.results:
+            size, error = next(iter(eager_result.errors.items()))
             raise ValueError(f"forward of {subject.name} raises on its inputs at a size of {size}: {error}")
-        traced = trace(subject, [fault.op for fault in observed.faults])
-        whole = traced.is_one_graph() and not observed.faults and not subject.takes_numbers
-        wove = attempt(subject, observed) if whole else None
-    return settle(
+        trace_result = trace(subject, [fault.op for fault in eager_result.faults])
+        whole = trace_result.is_one_graph() and not eager_result.faults and not subject.takes_numbers
+        compile_result = compile_subject(subject, eager_result) if whole else None
+    return deduplicate(
         (
-            *trace_failures.find(observed, traced),
-            *graph_breaks.find(observed, traced),
-            *performance.find(subject, traced, wove),
-            *recompiles.find(subject, observed, traced, wove),
+            *trace_failures.find(eager_result, trace_result),
+            *graph_breaks.find(eager_result, trace_result),
+            *performance.find(subject, trace_result, compile_result),
+            *recompiles.find(subject, eager_result, trace_result, compile_result),
         )
     )
 

@@ -37,24 +37,24 @@ class Finding:
         return asdict(self)
 
 
-def settle(findings: Iterable[Finding]) -> list[Finding]:
+def deduplicate(findings: Iterable[Finding]) -> list[Finding]:
     """One finding for a kind at a line, and none that only follows from another at the same line; worst first.
 
     The first of several at one line is the most telling: callers hand findings over in this order. An error is told all the same
     where the first is a warning.
     """
-    kept: dict[tuple[str, str], Finding] = {}
+    by_key: dict[tuple[str, str], Finding] = {}
     blamed: set[str] = set()
     for finding in findings:
         key = (finding.where or finding.cause, finding.rule if finding.kind == "performance" else "")
-        worse = key in kept and (kept[key].severity, finding.severity) == ("warning", "error")
+        worse = key in by_key and (by_key[key].severity, finding.severity) == ("warning", "error")
         if finding.where and finding.where in blamed and finding.kind != "performance" and not worse:
             continue
-        if key not in kept or worse:
-            kept[key] = finding
+        if key not in by_key or worse:
+            by_key[key] = finding
             if finding.kind != "performance":
                 blamed.add(finding.where)
-    order = sorted(kept.values(), key=lambda one: (_file(one.where), _line(one.where), _KINDS.index(one.kind)))
+    order = sorted(by_key.values(), key=lambda one: (_file(one.where), _line(one.where), _KINDS.index(one.kind)))
     return sorted(order, key=lambda one: _SEVERITIES.index(one.severity))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from torchweave.doctor.eager_run import Observed
+from torchweave.doctor.eager_run import EagerResult
 from torchweave.doctor.finding import Finding
-from torchweave.doctor.source_reader import Statement, is_users, statement
-from torchweave.doctor.tracing import Break, Traced
+from torchweave.doctor.source_reader import Statement, is_user_code, statement
+from torchweave.doctor.tracing import Break, TraceResult
 
 _RULES: dict[str, tuple[str, str]] = {
     "print": (
@@ -45,20 +45,20 @@ _HOST = {"float", "int", "bool", ".item", ".__int__", ".__float__"}
 _SHAPED = {".nonzero", ".unique", ".masked_select", ".unique_consecutive", ".argwhere"}
 
 
-def find(observed: Observed, traced: Traced) -> Iterator[Finding]:
+def find(eager_result: EagerResult, trace_result: TraceResult) -> Iterator[Finding]:
     """Every break; and, where Dynamo gave up a whole frame, what the eager run shows in it."""
-    for one in traced.breaks:
-        if one.where in observed.inside:
+    for one in trace_result.breaks:
+        if one.where in eager_result.lines_in_ops:
             continue
-        where = _place(one)
-        yield _finding(_rule(one, statement(one.where)), where, _first(one.text))
-    if not traced.breaks and not traced.errors:
+        where = _line_to_change(one)
+        yield _finding(_rule(one, statement(one.where)), where, _first_clause(one.text))
+    if not trace_result.breaks and not trace_result.errors:
         return
-    for where in sorted(observed.lines):
+    for where in sorted(eager_result.lines):
         if "print" in statement(where).calls():
             yield _finding("print", where)
-    for where in sorted(filter(None, observed.waits)):
-        yield _finding(_wait(statement(where)), where)
+    for where in sorted(filter(None, eager_result.host_syncs)):
+        yield _finding(_host_sync_rule(statement(where)), where)
 
 
 def _finding(rule: str, where: str, detail: str = "") -> Finding:
@@ -68,22 +68,22 @@ def _finding(rule: str, where: str, detail: str = "") -> Finding:
     return Finding("graph_break", rule, where, cause, fix)
 
 
-def _place(one: Break) -> str:
+def _line_to_change(one: Break) -> str:
     """The line to change: of an object's method, where it is called."""
-    own = [place for place in one.callers if is_users(place.rpartition(":")[0])]
+    own = [place for place in one.callers if is_user_code(place.rpartition(":")[0])]
     while len(own) > 1 and statement(own[-1]).plain_object_method():
         own.pop()
     return own[-1] if own else one.where
 
 
 def _rule(one: Break, line: Statement) -> str:
-    calls, kind = line.calls(), one.kind.lower() + " " + _first(one.text).lower()
+    calls, kind = line.calls(), one.kind.lower() + " " + _first_clause(one.text).lower()
     if "print" in calls and "`print`" in one.text:
         return "print"
     if "tolist" in kind:
         return "tolist"
     if "item()" in kind:
-        return _wait(line)
+        return _host_sync_rule(line)
     if "dynamic shape" in kind or "output shape depends" in kind:
         return "data_dependent_shape"
     if "data-dependent" in kind or "data dependent" in kind:
@@ -95,7 +95,7 @@ def _rule(one: Break, line: Statement) -> str:
     return "other"
 
 
-def _wait(line: Statement) -> str:
+def _host_sync_rule(line: Statement) -> str:
     """What a line that waited for a tensor's value did."""
     calls = line.calls()
     if ".tolist" in calls:
@@ -107,7 +107,7 @@ def _wait(line: Statement) -> str:
     return "data_dependent_control" if line.is_branch() else "item"
 
 
-def _first(text: str) -> str:
+def _first_clause(text: str) -> str:
     """Dynamo's explanation of a break as one clause, else its first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = next((line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")), "")

@@ -9,43 +9,43 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchweave.compiler.errors import InvariantError, place
-from torchweave.compiler.ir.mutation import storage, written
+from torchweave.compiler.errors import InvariantError, source_location
+from torchweave.compiler.ir.mutation import mutated_args, storage_id
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import Piece, boundary_op, structure
-from torchweave.doctor.compile_run import Wove
+from torchweave.doctor.compile_run import CompileResult
 from torchweave.doctor.finding import Finding
 from torchweave.doctor.source_reader import source_line
 from torchweave.doctor.subject import Subject
-from torchweave.doctor.tracing import Traced
+from torchweave.doctor.tracing import TraceResult
 
 _NARROW = (torch.float16, torch.bfloat16)
 _MATMULS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention")
 
 
-def find(subject: Subject, traced: Traced, wove: Wove | None) -> Iterator[Finding]:
+def find(subject: Subject, trace_result: TraceResult, compile_result: CompileResult | None) -> Iterator[Finding]:
     broken = [
         finding
-        for gm in traced.graphs
+        for gm in trace_result.graphs
         for finding in (*_boundary_outputs(gm, subject.boundary_ops), *_mutated_constants(gm))
     ]
     yield from broken
-    for gm in traced.graphs:
+    for gm in trace_result.graphs:
         yield from _host_copies(gm)
         yield from _upcasts(gm)
-    if wove is None:
+    if compile_result is None:
         return
-    if isinstance(wove.error, InvariantError) and not broken:
+    if isinstance(compile_result.error, InvariantError) and not broken:
         yield Finding(
             "performance",
             "invariant",
-            wove.error.where,
-            wove.error.cause,
+            compile_result.error.where,
+            compile_result.error.cause,
             "see the rules of pieces in docs/diagnosis.md",
         )
-    yield from _near_misses(wove, traced.graphs)
-    if wove.woven is not None:
-        yield from _unshared(wove.woven.pieces)
+    yield from _near_misses(compile_result, trace_result.graphs)
+    if compile_result.compiled_graph is not None:
+        yield from _unshared_pieces(compile_result.compiled_graph.pieces)
 
 
 def _boundary_outputs(gm: fx.GraphModule, names: frozenset[str]) -> Iterator[Finding]:
@@ -55,7 +55,7 @@ def _boundary_outputs(gm: fx.GraphModule, names: frozenset[str]) -> Iterator[Fin
             yield Finding(
                 "performance",
                 "boundary_output",
-                place(node),
+                source_location(node),
                 f"the boundary op {op._schema.name} has an output, whose address changes from call to call",
                 "let it write into a tensor that is given to it: allocate with torch.empty before, name it in mutates_args",
             )
@@ -63,15 +63,17 @@ def _boundary_outputs(gm: fx.GraphModule, names: frozenset[str]) -> Iterator[Fin
 
 def _mutated_constants(gm: fx.GraphModule) -> Iterator[Finding]:
     owners = {
-        storage(node): node.name for node in gm.graph.nodes if node.op == "placeholder" and node.meta["of_a_module"]
+        storage_id(node): node.name
+        for node in gm.graph.nodes
+        if node.op == "placeholder" and node.meta["is_module_constant"]
     }
     owners.pop(None, None)
     for node in gm.graph.nodes:
-        if any(storage(argument) in owners for argument in written(node)):
+        if any(storage_id(argument) in owners for argument in mutated_args(node)):
             yield Finding(
                 "performance",
                 "mutated_constant",
-                place(node),
+                source_location(node),
                 "forward writes to a parameter or buffer, but constants are bound once when pieces are built",
                 "pass the tensor in as an input, or write to it in a boundary op",
             )
@@ -83,7 +85,7 @@ def _host_copies(gm: fx.GraphModule) -> Iterator[Finding]:
             yield Finding(
                 "performance",
                 "host_synchronisation",
-                place(node),
+                source_location(node),
                 "a tensor is copied to the host in the forward: the host waits, and a CUDA graph cannot hold it",
                 "keep the work on the device, or do it after the forward",
                 "warning",
@@ -92,7 +94,7 @@ def _host_copies(gm: fx.GraphModule) -> Iterator[Finding]:
 
 def _names_cpu(node: fx.Node) -> bool:
     """Whether a `.to` names the CPU itself, and not the device of another tensor that is on one."""
-    return node.target == "to" and re.search(r"""["']cpu["']""", source_line(place(node))) is not None
+    return node.target == "to" and re.search(r"""["']cpu["']""", source_line(source_location(node))) is not None
 
 
 def _upcasts(gm: fx.GraphModule) -> Iterator[Finding]:
@@ -102,12 +104,12 @@ def _upcasts(gm: fx.GraphModule) -> Iterator[Finding]:
         if not node.op.startswith("call") or name not in _MATMULS:
             continue
         for operand in node.all_input_nodes:
-            cast = _widened(operand)
+            cast = _upcast_behind(operand)
             if cast is not None:
                 yield Finding(
                     "performance",
                     "upcast_matmul",
-                    place(cast),
+                    source_location(cast),
                     f"a matrix product runs in float32 because its operand was widened from {cast_from(cast)}",
                     "multiply in the narrow type (it accumulates in float32 anyway), and widen the result where needed",
                     "warning",
@@ -115,7 +117,7 @@ def _upcasts(gm: fx.GraphModule) -> Iterator[Finding]:
                 break
 
 
-def _widened(node: fx.Node) -> fx.Node | None:
+def _upcast_behind(node: fx.Node) -> fx.Node | None:
     """The cast from a narrow type to float32 behind a node, through views."""
     for _ in range(6):
         out = value(node)
@@ -125,7 +127,7 @@ def _widened(node: fx.Node) -> fx.Node | None:
         before = value(source)
         if isinstance(before, Tensor) and before.dtype in _NARROW:
             return node
-        if not isinstance(before, Tensor) or storage(source) != storage(node):
+        if not isinstance(before, Tensor) or storage_id(source) != storage_id(node):
             return None
         node = source
     return None
@@ -136,9 +138,9 @@ def cast_from(node: fx.Node) -> str:
     return str(before.dtype).removeprefix("torch.")
 
 
-def _near_misses(wove: Wove, graphs: Iterable[fx.GraphModule]) -> Iterator[Finding]:
-    places = {node.name: place(node) for gm in graphs for node in gm.graph.nodes}
-    for event in wove.report.select("pass"):
+def _near_misses(compile_result: CompileResult, graphs: Iterable[fx.GraphModule]) -> Iterator[Finding]:
+    places = {node.name: source_location(node) for gm in graphs for node in gm.graph.nodes}
+    for event in compile_result.report.select("pass"):
         for miss in event.get("near_misses", ()):
             node, _, why = str(miss).partition(": ")
             yield Finding(
@@ -151,17 +153,17 @@ def _near_misses(wove: Wove, graphs: Iterable[fx.GraphModule]) -> Iterator[Findi
             )
 
 
-def _unshared(pieces: Iterable[Piece]) -> Iterator[Finding]:
+def _unshared_pieces(pieces: Iterable[Piece]) -> Iterator[Finding]:
     """Pieces that do the same operations in the same order and still differ, so that each is built by itself."""
     first: dict[str, Piece] = {}
-    told: set[tuple[str, str]] = set()
+    reported: set[tuple[str, str]] = set()
     for piece in pieces:
         nodes = [node for node in piece.module.graph.nodes if node.op.startswith("call")]
         same = first.setdefault(" ".join(str(node.target) for node in nodes), piece)
         pair = (same.digest, piece.digest)
-        if len(nodes) < 2 or same.digest == piece.digest or pair in told:
+        if len(nodes) < 2 or same.digest == piece.digest or pair in reported:
             continue
-        told.add(pair)
+        reported.add(pair)
         where, difference = _difference(same, piece)
         yield Finding(
             "performance",
@@ -178,7 +180,7 @@ def _difference(one: Piece, other: Piece) -> tuple[str, str]:
     left, right = (structure(piece.module, len(piece.inputs)).splitlines()[1:] for piece in (one, other))
     for node, a, b in zip(other.module.graph.nodes, left, right, strict=False):
         if a != b:
-            return place(node), f"`{_short(a)}` against `{_short(b)}`"
+            return source_location(node), f"`{_short(a)}` against `{_short(b)}`"
     return "", "they read a different number of inputs"
 
 

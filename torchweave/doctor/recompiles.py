@@ -6,13 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from torchweave.compiler.errors import InvariantError, SizeError, WeaveError
-from torchweave.doctor.compile_run import Wove
-from torchweave.doctor.eager_run import Observed
+from torchweave.compiler.errors import CompileError, InvariantError, SizeError
+from torchweave.doctor.compile_run import CompileResult
+from torchweave.doctor.eager_run import EagerResult
 from torchweave.doctor.finding import Finding
 from torchweave.doctor.source_reader import statement
 from torchweave.doctor.subject import Subject
-from torchweave.doctor.tracing import Recompile, Traced
+from torchweave.doctor.tracing import Recompile, TraceResult
 
 _RULES: dict[str, tuple[str, str]] = {
     "bit_length": (
@@ -65,20 +65,22 @@ _SIZE_MISMATCH = re.compile(r"tensor '(\w+)' (?:size|stride) mismatch")
 _ATTRIBUTE = re.compile(r"\bself\b.* == ")
 
 
-def find(subject: Subject, observed: Observed, traced: Traced, wove: Wove | None) -> Iterator[Finding]:
+def find(
+    subject: Subject, eager_result: EagerResult, trace_result: TraceResult, compile_result: CompileResult | None
+) -> Iterator[Finding]:
     # Where an op was kept out of the graph, Dynamo looks into its implementation, which is nobody's concern.
-    own = [one for one in traced.recompiles if one.first_line not in observed.inside]
+    own = [one for one in trace_result.recompiles if one.first_line not in eager_result.lines_in_ops]
     fixed = any(_SIZE_MISMATCH.match(one.guard) and "resume" not in one.function for one in own)
     found = [
         _finding(_rule(one), one.where, guard=_short(one.guard))
         for one in own
         if one.where and not _SIZE_MISMATCH.match(one.guard)
     ]
-    found += _culprits(observed, fixed)
+    found += _size_dependent_lines(eager_result, fixed)
     if not found and fixed:
-        found += _from_capture(wove)
-    if not found and wove is not None:
-        found += _from_weaving(subject, wove)
+        found += _from_capture(compile_result)
+    if not found and compile_result is not None:
+        found += _from_compile(subject, compile_result)
     yield from found
 
 
@@ -106,37 +108,41 @@ def _rule(one: Recompile) -> str:
     return "data_dependent_size" if "resume" in one.function else "changing_number"
 
 
-def _culprits(observed: Observed, fixed: bool) -> Iterator[Finding]:
+def _size_dependent_lines(eager_result: EagerResult, fixed: bool) -> Iterator[Finding]:
     """Lines that need a size as a number, for a specialisation whose line Dynamo does not tell."""
-    for where in sorted(observed.lines if fixed else ()):
+    for where in sorted(eager_result.lines if fixed else ()):
         line = statement(where)
         if ".bit_length" in line.calls():
             yield _finding("bit_length", where)
         elif line.loop() is line.node is not None and line.reads_shape():
             yield _finding("dynamic_loop", where)
-    for (where, op, argument), by_size in observed.numbers.items():
+    for (where, op, argument), by_size in eager_result.int_arguments.items():
         if len({tuple(values) for values in by_size.values()}) > 1:
             yield _finding("op_takes_int", where, op=op, argument=argument)
 
 
-def _from_capture(wove: Wove | None) -> Iterator[Finding]:
-    if wove is not None and wove.error is not None:
-        yield _refused(wove.error)
+def _from_capture(compile_result: CompileResult | None) -> Iterator[Finding]:
+    if compile_result is not None and compile_result.error is not None:
+        yield _refused(compile_result.error)
     else:
         yield _finding("fixed_size", "", guard="Dynamo does not say where")
 
 
-def _from_weaving(subject: Subject, wove: Wove) -> Iterator[Finding]:
-    if wove.error is not None and not isinstance(wove.error, InvariantError):
-        yield _refused(wove.error)
-    if wove.wrong:
-        sizes = ", ".join(map(str, sorted(wove.wrong)))
-        yield _finding("wrong_at_size", "", guard=f"a size of {sizes}: {next(iter(wove.wrong.values()))}")
-    if wove.unbacked_error is not None and wove.error is None:
-        yield _finding("unbacked", wove.unbacked_error.where, "note", guard=wove.unbacked_error.cause)
+def _from_compile(subject: Subject, compile_result: CompileResult) -> Iterator[Finding]:
+    if compile_result.error is not None and not isinstance(compile_result.error, InvariantError):
+        yield _refused(compile_result.error)
+    if compile_result.mismatches:
+        sizes = ", ".join(map(str, sorted(compile_result.mismatches)))
+        yield _finding(
+            "wrong_at_size", "", guard=f"a size of {sizes}: {next(iter(compile_result.mismatches.values()))}"
+        )
+    if compile_result.unbacked_error is not None and compile_result.error is None:
+        yield _finding(
+            "unbacked", compile_result.unbacked_error.where, "note", guard=compile_result.unbacked_error.cause
+        )
 
 
-def _refused(error: WeaveError) -> Finding:
+def _refused(error: CompileError) -> Finding:
     """What weaving refused; only sometimes is that a size."""
     if isinstance(error, SizeError):
         return _finding("fixed_size", error.where, guard=error.cause)

@@ -16,16 +16,16 @@ _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = (sysconfig.get_path("stdlib"), str(Path(__file__).parent))
 
 
-def is_users(file: str) -> bool:
+def is_user_code(file: str) -> bool:
     """Whether a file is the subject's own: not torch's, not the standard library's, not the doctor's."""
     if file.startswith(("<", _TORCH)):
         return False
     return "site-packages" in file or not file.startswith(_STANDARD)
 
 
-def innermost(frames: Iterable[Any]) -> str:
+def innermost_user_line(frames: Iterable[Any]) -> str:
     """`file:line` of the last frame that is the subject's own; "" when none is."""
-    own = [frame for frame in frames if is_users(frame.filename)]
+    own = [frame for frame in frames if is_user_code(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
@@ -80,7 +80,7 @@ class Statement:
         kinds = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
         return next((node for node in self._header() if isinstance(node, kinds)), None)
 
-    def goes_over_modules(self) -> bool:
+    def iterates_modules(self) -> bool:
         """Whether a loop calls what it loops over, as over the layers of a model: `layer(x)`, `self.layers[i](x)`."""
         if self.node is None:
             return False
@@ -111,7 +111,7 @@ def _is_one_of(function: ast.expr, names: set[str]) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _lines(file: str) -> dict[int, Statement]:
+def _statements_by_line(file: str) -> dict[int, Statement]:
     """Every line of a file -> the innermost statement that covers it."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
@@ -135,4 +135,4 @@ def _lines(file: str) -> dict[int, Statement]:
 
 def statement(where: str) -> Statement:
     file, _, line = where.rpartition(":")
-    return _lines(file).get(int(line), Statement(None)) if line.isdigit() else Statement(None)
+    return _statements_by_line(file).get(int(line), Statement(None)) if line.isdigit() else Statement(None)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweave.compiler.ir.symbols import DynamicDims
-from torchweave.config.options import expanded
+from torchweave.config.options import expand_path
 
 _TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\w\s,]*)\](?:<(?P<below>\w+))?$")
 _FORMS = "float32[T,16], int64[T]<1000 (values below 1000), arange[T], int, or ints"
@@ -59,7 +59,7 @@ class InputSpec:
     def is_tensor(self) -> bool:
         return self.dtype not in ("int", "ints")
 
-    def make(self, sizes: Mapping[str, int], draw: torch.Generator, variant: int) -> Any:
+    def make(self, sizes: Mapping[str, int], generator: torch.Generator, variant: int) -> Any:
         """An argument, with the given sizes; integers outside tensors take the value of the variant."""
         if not self.is_tensor:
             number, numbers = _INTS[variant % len(_INTS)]
@@ -69,9 +69,9 @@ class InputSpec:
             return torch.arange(shape[0])
         dtype = getattr(torch, self.dtype)
         if dtype.is_floating_point:
-            return torch.randn(shape, generator=draw).to(dtype)
+            return torch.randn(shape, generator=generator).to(dtype)
         below = sizes[self.below] if isinstance(self.below, str) else self.below
-        return torch.randint(0, below, shape, generator=draw).to(dtype)
+        return torch.randint(0, below, shape, generator=generator).to(dtype)
 
 
 def _size(text: str) -> int | str:
@@ -92,8 +92,8 @@ class Subject:
         """Forward's arguments where the first named size is `size`; other names get about half of it."""
         named = [name for spec in self.inputs.values() for name in spec.shape if isinstance(name, str)]
         sizes = {name: size if name == named[0] else (size + 1) // 2 for name in dict.fromkeys(named)}
-        draw = torch.Generator().manual_seed(100 * size + variant)
-        made = [spec.make(sizes, draw, variant) for spec in self.inputs.values()]
+        generator = torch.Generator().manual_seed(100 * size + variant)
+        made = [spec.make(sizes, generator, variant) for spec in self.inputs.values()]
         return [item.to(self.device) if isinstance(item, Tensor) else item for item in made]
 
     @property
@@ -180,7 +180,7 @@ def _function_module(function: Callable[..., Any], inputs: Sequence[str]) -> nn.
 
 
 def _import(path: str) -> Any:
-    file = expanded(path).absolute() if path.endswith(".py") else None
+    file = expand_path(path).absolute() if path.endswith(".py") else None
     if file is not None and not file.is_file():
         raise ValueError(f"there is no file {path}")
     try:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from torchweave.doctor.eager_run import Observed
+from torchweave.doctor.eager_run import EagerResult
 from torchweave.doctor.finding import Finding
-from torchweave.doctor.source_reader import Statement, is_users, source_line, statement
-from torchweave.doctor.tracing import Traced
+from torchweave.doctor.source_reader import Statement, is_user_code, source_line, statement
+from torchweave.doctor.tracing import TraceResult
 
 _UNROLLED = 32  # times that one line of one module was traced from one place
 _FRAMES = re.compile(r'File "([^"]+)", line (\d+)')
@@ -37,13 +37,13 @@ _RULES = {
 }
 
 
-def find(observed: Observed, traced: Traced) -> Iterator[Finding]:
-    yield from _ops(observed)
-    yield from _loops(traced.graphs)
-    yield from _refused(traced, {fault.where for fault in observed.faults})
-    if observed.errors:
-        sizes = ", ".join(map(str, observed.errors))
-        said = " ".join(next(iter(observed.errors.values())).split())[:200]
+def find(eager_result: EagerResult, trace_result: TraceResult) -> Iterator[Finding]:
+    yield from _ops(eager_result)
+    yield from _loops(trace_result.graphs)
+    yield from _refused(trace_result, {fault.where for fault in eager_result.faults})
+    if eager_result.errors:
+        sizes = ", ".join(map(str, eager_result.errors))
+        said = " ".join(next(iter(eager_result.errors.values())).split())[:200]
         yield Finding(
             "trace_failure",
             "raises",
@@ -53,8 +53,8 @@ def find(observed: Observed, traced: Traced) -> Iterator[Finding]:
         )
 
 
-def _ops(observed: Observed) -> Iterator[Finding]:
-    for fault in observed.faults:
+def _ops(eager_result: EagerResult) -> Iterator[Finding]:
+    for fault in eager_result.faults:
         op = fault.op._schema.name
         yield Finding(
             "trace_failure",
@@ -74,12 +74,12 @@ def _loops(graphs: Iterable[fx.GraphModule]) -> Iterator[Finding]:
             if node.op.startswith("call") and stack:
                 modules = node.meta.get("nn_module_stack") or {}
                 times[stack, str(list(modules)[-1:])] += 1
-    told: dict[tuple[str, bool], int] = {}
+    reported: dict[tuple[str, bool], int] = {}
     for (stack, _), count in times.items():
         found = _loop_of(stack) if count >= _UNROLLED else None
         if found is not None:
-            told[found] = told.get(found, 0) + count
-    for (where, sized), count in told.items():
+            reported[found] = reported.get(found, 0) + count
+    for (where, sized), count in reported.items():
         cause = f"the loop was unrolled into {count} operations, which makes tracing and building slow"
         if sized:
             cause += ", and its count follows a size, so each size would be captured anew"
@@ -97,16 +97,16 @@ def _loop_of(stack: str) -> tuple[str, bool] | None:
     """The line of the innermost loop around any frame of a stack, and whether its count follows a size; None: there is none, or it
     goes over modules. A loop that stands on one line with its body is read by itself, not by its line."""
     for file, line in reversed(_FRAMES.findall(stack)):
-        around = statement(f"{file}:{line}") if is_users(file) else Statement(None)
+        around = statement(f"{file}:{line}") if is_user_code(file) else Statement(None)
         node = around.loop() or around.comprehension()
         if node is not None:
             loop = Statement(node)
-            return None if loop.goes_over_modules() else (f"{file}:{node.lineno}", loop.reads_shape())
+            return None if loop.iterates_modules() else (f"{file}:{node.lineno}", loop.reads_shape())
     return None
 
 
-def _refused(traced: Traced, known: set[str]) -> Iterator[Finding]:
-    for where, text in traced.errors:
+def _refused(trace_result: TraceResult, known: set[str]) -> Iterator[Finding]:
+    for where, text in trace_result.errors:
         if where and where not in known:
             lines = [line.strip() for line in text.splitlines() if line.strip()]
             cause = next(

@@ -16,9 +16,9 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 
-from torchweave.compiler.errors import whole_name
-from torchweave.compiler.ir.symbols import shapes_mode, value
-from torchweave.doctor.source_reader import innermost
+from torchweave.compiler.errors import resolve_file_name
+from torchweave.compiler.ir.symbols import dynamic_shapes_mode, value
+from torchweave.doctor.source_reader import innermost_user_line
 from torchweave.doctor.subject import Subject
 
 # Sizes in the order in which they are run; a third call with the numbers of the first must find its code again.
@@ -47,7 +47,7 @@ class Recompile:
 
 
 @dataclass
-class Traced:
+class TraceResult:
     """What tracing showed: `graphs` of the first call, breaks, recompiles, and errors as (line, text)."""
 
     graphs: list[fx.GraphModule] = field(default_factory=list)
@@ -59,28 +59,34 @@ class Traced:
         return not self.breaks and not self.errors and len(self.graphs) == 1
 
 
-def trace(subject: Subject, dishonest: Iterable[torch._ops.OpOverload] = ()) -> Traced:
-    """Run the subject compiled, at several sizes. `dishonest` ops are kept out of the graph."""
+def trace(subject: Subject, wrong_fake_ops: Iterable[torch._ops.OpOverload] = ()) -> TraceResult:
+    """Run the subject compiled, at several sizes. `wrong_fake_ops` ops are kept out of the graph."""
     import torch._dynamo as dynamo
 
-    traced = Traced()
+    trace_result = TraceResult()
     call = 0
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
         if call == 0:
             _mark_constants(gm)
-            traced.graphs.append(gm)
+            trace_result.graphs.append(gm)
         return gm.forward
 
     def failed(failure: Any) -> None:
-        traced.recompiles.append(_recompile(failure))
+        trace_result.recompiles.append(_recompile(failure))
 
     rules = dynamo.config.patch(
         specialize_int=True, specialize_float=True, assume_static_by_default=True, automatic_dynamic_shapes=False
     )
     dynamo.reset()
     try:
-        with rules, shapes_mode("backed_size_oblivious"), torch.no_grad(), _breaks(traced.breaks), _kept_out(dishonest):
+        with (
+            rules,
+            dynamic_shapes_mode("backed_size_oblivious"),
+            torch.no_grad(),
+            _record_breaks(trace_result.breaks),
+            _break_at(wrong_fake_ops),
+        ):
             compiled = dynamo.optimize(backend, guard_fail_fn=failed)(_as_one_call(subject.module))
             for call, (size, variant) in enumerate(_CALLS):  # noqa: B007  the closures above read it
                 arguments = subject.arguments(size, variant)
@@ -90,10 +96,12 @@ def trace(subject: Subject, dishonest: Iterable[torch._ops.OpOverload] = ()) -> 
                 try:
                     compiled(*arguments)
                 except Exception as error:  # whatever tracing or the subject raises
-                    traced.errors.append((innermost(getattr(error, "real_stack", None) or ()), str(error)))
+                    trace_result.errors.append(
+                        (innermost_user_line(getattr(error, "real_stack", None) or ()), str(error))
+                    )
     finally:
         dynamo.reset()
-    return traced
+    return trace_result
 
 
 def _as_one_call(module: nn.Module) -> Callable[..., Any]:
@@ -117,7 +125,7 @@ def _recompile(failure: Any) -> Recompile:
         # Dynamo cuts paths; the rest of the file's name is that of the frame, in the stack behind the guard, or a module's: of a
         # function that the frame calls.
         full = [code.co_filename, *re.findall(r'File "([^"]+)"', failure.reason)]
-        file = next((name for name in full if name.endswith(place["file"].lstrip("."))), "") or whole_name(
+        file = next((name for name in full if name.endswith(place["file"].lstrip("."))), "") or resolve_file_name(
             place["file"]
         )
         where = f"{file}:{place['line']}" if file else ""
@@ -125,7 +133,7 @@ def _recompile(failure: Any) -> Recompile:
 
 
 @contextlib.contextmanager
-def _breaks(found: list[Break]) -> Iterator[None]:
+def _record_breaks(found: list[Break]) -> Iterator[None]:
     """Note every graph break meanwhile. Dynamo tells of breaks to a log alone, without their place as data."""
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
 
@@ -134,7 +142,7 @@ def _breaks(found: list[Break]) -> Iterator[None]:
     def note(self: Any, code_options: Any, reason: str, exc: Any, *args: Any, **kwargs: Any) -> Any:
         stack = list(getattr(exc, "real_stack", None) or ())
         places = tuple(f"{frame.filename}:{frame.lineno}" for frame in stack)
-        found.append(Break(innermost(stack), places, str(getattr(exc, "gb_type", "") or ""), str(exc)))
+        found.append(Break(innermost_user_line(stack), places, str(getattr(exc, "gb_type", "") or ""), str(exc)))
         return original(self, code_options, reason, exc, *args, **kwargs)
 
     with mock.patch.object(Translator, "log_graph_break", note):
@@ -142,7 +150,7 @@ def _breaks(found: list[Break]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kept_out(ops: Iterable[torch._ops.OpOverload]) -> Iterator[None]:
+def _break_at(ops: Iterable[torch._ops.OpOverload]) -> Iterator[None]:
     """Let Dynamo break at these ops meanwhile."""
     from torch._dynamo import trace_rules
 
@@ -168,4 +176,6 @@ def _mark_constants(gm: fx.GraphModule) -> None:
             source = getattr(node.meta.get("grapharg"), "source", None)
             name = getattr(source, "name", "")
             text = name if isinstance(name, str) else name()
-            node.meta["of_a_module"] = isinstance(value(node), Tensor) and ("_parameters" in text or "_buffers" in text)
+            node.meta["is_module_constant"] = isinstance(value(node), Tensor) and (
+                "_parameters" in text or "_buffers" in text
+            )

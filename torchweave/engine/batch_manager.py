@@ -14,15 +14,15 @@ from torchweave.engine.loop import (
     GenerationLoop,
     GetRequests,
     Iteration,
+    NotifyStateChanges,
     PollStop,
     ReturnStats,
     SendResponse,
     SendResponses,
     StepRunner,
-    TellMoves,
     Timing,
 )
-from torchweave.engine.scheduler.scheduler import Batch
+from torchweave.engine.scheduler.scheduler import Scheduler
 
 
 class BatchManager:
@@ -44,7 +44,7 @@ class BatchManager:
         poll_stop: returns ids of requests to stop.
         return_stats: gets statistics as JSON; never called while nothing is active.
         send_responses: takes the place of `send_response`: one call an iteration with all responses.
-        tell_moves: gets (id, `started`, `paused` or `answering`) of requests whose state changed, before their responses.
+        notify_state_changes: gets (id, `started`, `paused` or `answering`) of requests whose state changed, before their responses.
         run_ahead: steps in flight at the most.
         max_num_requests: requests in flight at the most, waiting ones included; negative: any number.
         idle_seconds: while nothing runs, `get_requests` is called this often; None: only after `wake`.
@@ -57,7 +57,7 @@ class BatchManager:
 
     def __init__(
         self,
-        batch: Batch,
+        scheduler: Scheduler,
         runner: StepRunner,
         get_requests: GetRequests,
         send_response: SendResponse | None = None,
@@ -65,7 +65,7 @@ class BatchManager:
         return_stats: ReturnStats | None = None,
         *,
         send_responses: SendResponses | None = None,
-        tell_moves: TellMoves | None = None,
+        notify_state_changes: NotifyStateChanges | None = None,
         run_ahead: int = 2,
         max_num_requests: int = -1,
         idle_seconds: float | None = 0.02,
@@ -75,9 +75,9 @@ class BatchManager:
         if (send_response is None) == (send_responses is None):
             raise ValueError("Responses go one way: give either send_response or send_responses.")
         self._loop = GenerationLoop(
-            batch,
+            scheduler,
             runner,
-            Callbacks(get_requests, send_responses, send_response, poll_stop, return_stats, tell_moves),
+            Callbacks(get_requests, send_responses, send_response, poll_stop, return_stats, notify_state_changes),
             run_ahead=run_ahead,
             max_num_requests=max_num_requests,
             idle_seconds=idle_seconds,

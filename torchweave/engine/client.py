@@ -22,7 +22,7 @@ class Client:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # `stop` may be called by a finalizer, anywhere
         self._ids = itertools.count()
-        self._new: OrderedDict[int, InferenceRequest] = OrderedDict()  # not yet taken by the batch manager
+        self._queue: OrderedDict[int, InferenceRequest] = OrderedDict()  # not yet taken by the batch manager
         self._inboxes: dict[int, Inbox] = {}
         self._stops: set[int] = set()
         self._closed = False
@@ -39,16 +39,16 @@ class Client:
                 raise RuntimeError("The engine was shut down; make a new one.")
             request = InferenceRequest(next(self._ids), prompt, params, streaming)
             self._inboxes[request.id] = inbox
-            self._new[request.id] = request
+            self._queue[request.id] = request
         return request.id
 
     def stop(self, request_id: int) -> None:
         """Ask that a request is stopped; its final response still comes."""
         with self._lock:
-            waiting = self._new.pop(request_id, None)
-            if waiting is None and request_id in self._inboxes:
+            pending = self._queue.pop(request_id, None)
+            if pending is None and request_id in self._inboxes:
                 self._stops.add(request_id)
-        if waiting is not None:  # the batch manager never heard of it
+        if pending is not None:  # the batch manager never heard of it
             self.send_responses(Responses([Response(request_id, Output(NO_TOKENS, "cancelled"), final=True)]))
 
     def close(self) -> None:
@@ -56,12 +56,12 @@ class Client:
         with self._lock:
             self._closed = True
 
-    def refuse_all(self, message: str) -> None:
+    def fail_all(self, message: str) -> None:
         """Answer everyone who still waits with an error, when no batch manager will."""
         with self._lock:
-            self._new.clear()
-            waiting = list(self._inboxes)
-        self.send_responses(Responses(refusal(request_id, message) for request_id in waiting))
+            self._queue.clear()
+            pending = list(self._inboxes)
+        self.send_responses(Responses(refusal(request_id, message) for request_id in pending))
 
     def wait_until_answered(self, timeout: float) -> bool:
         """Wait until every request has its final response; returns whether that is so."""
@@ -71,28 +71,28 @@ class Client:
     # -- the batch manager's callbacks ---------------------------------------------------------------------------------
 
     def get_requests(self, max_num: int) -> list[InferenceRequest]:
-        if not self._new:
+        if not self._queue:
             return []
         with self._lock:
             taken = []
-            while self._new and (max_num < 0 or len(taken) < max_num):
-                taken.append(self._new.popitem(last=False)[1])
+            while self._queue and (max_num < 0 or len(taken) < max_num):
+                taken.append(self._queue.popitem(last=False)[1])
             return taken
 
     def send_responses(self, responses: Sequence[Response]) -> None:
         """Put responses into the inboxes of those who asked, one message an inbox."""
-        said = responses if isinstance(responses, Responses) else Responses(responses)
-        inboxes = {id(inbox): inbox for inbox in map(self._inboxes.get, said.request_ids()) if inbox is not None}
+        batch = responses if isinstance(responses, Responses) else Responses(responses)
+        inboxes = {id(inbox): inbox for inbox in map(self._inboxes.get, batch.request_ids()) if inbox is not None}
         if len(inboxes) == 1:
-            next(iter(inboxes.values())).put(said)
+            next(iter(inboxes.values())).put(batch)
         elif inboxes:
             parts: dict[int, list[Response]] = {key: [] for key in inboxes}
-            for response in said:
+            for response in batch:
                 if (inbox := self._inboxes.get(response.id)) is not None:
                     parts[id(inbox)].append(response)
             for key, part in parts.items():
                 inboxes[key].put(part)
-        if ended := [response.id for response in said.others if response.final]:
+        if ended := [response.id for response in batch.others if response.final]:
             self._forget(ended)
 
     def _forget(self, request_ids: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ class Detokenizer(Protocol):
         ...
 
 
-def in_tokens(params: SamplingParams, encode: Callable[[str], Sequence[int]]) -> SamplingParams:
+def encode_bad_words(params: SamplingParams, encode: Callable[[str], Sequence[int]]) -> SamplingParams:
     """The same, with `bad_words` as sequences of token ids, which is all that the engine knows.
 
     A word is barred at the beginning of a text and, where that is as many other tokens, behind a space; as in vLLM.
@@ -31,20 +31,20 @@ def in_tokens(params: SamplingParams, encode: Callable[[str], Sequence[int]]) ->
     """
     if not any(isinstance(word, str) for word in params.bad_words or ()):
         return params
-    found: list[str | list[int]] = []
+    encoded: list[str | list[int]] = []
     for word in params.bad_words or ():
         if isinstance(word, str):
             bare = word.lstrip() or word
             plain, spaced = list(encode(bare)), list(encode(" " + bare))
-            found += [plain] if plain else []
+            encoded += [plain] if plain else []
             if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
-                found.append(spaced)
+                encoded.append(spaced)
         else:
-            found.append(word)
-    return replace(params, bad_words=found)
+            encoded.append(word)
+    return replace(params, bad_words=encoded)
 
 
-class Answer:
+class CompletionBuilder:
     """One answer as it grows.
 
     Args:
@@ -65,12 +65,12 @@ class Answer:
         self._params = params
         self._detokenizer = detokenizer
         self._logprobs: list[TokenLogprobs] = []
-        self._shown = 0  # characters that `take` has returned
-        self._taken = 0  # tokens that `take` has returned
+        self._num_chars_taken = 0  # characters that `take_delta` has returned
+        self._num_tokens_taken = 0  # tokens that `take_delta` has returned
         self._sum = 0.0  # of their log-probabilities
         self._stops = params.stop_strings
-        self._hold = max((len(text) for text in self._stops), default=1) - 1
-        self._barred = 0  # characters of the first `min_tokens` tokens: no stop string ends among them
+        self._holdback = max((len(text) for text in self._stops), default=1) - 1
+        self._first_stop_char = 0  # characters of the first `min_tokens` tokens: no stop string ends among them
 
     @property
     def finished(self) -> bool:
@@ -84,60 +84,60 @@ class Answer:
             return False
         ids = list(map(int, token_ids))
         self._logprobs += logprobs
-        silent = reason == "stop" and not self._params.include_stop_str_in_output  # a stop token is no text
-        if self._detokenizer is not None and self._read(ids[:-1] if silent else ids):
+        drop_stop_token = reason == "stop" and not self._params.include_stop_str_in_output  # a stop token is no text
+        if self._detokenizer is not None and self._append_text(ids[:-1] if drop_stop_token else ids):
             return True
         self.token_ids += ids
         if reason is not None and self._detokenizer is not None:
-            start = max(len(self.text) - self._hold, 0)
+            start = max(len(self.text) - self._holdback, 0)
             self.text += self._detokenizer.finish()
-            self._cut(start)
+            self._truncate_at_stop(start)
         self.finish_reason = self.finish_reason or ("stop" if reason == "complete" else reason)
         return False
 
-    def _read(self, ids: list[int]) -> bool:
+    def _append_text(self, ids: list[int]) -> bool:
         """Add the text of `ids`; one by one where a stop string may end it, so that the tokens end there too."""
         assert self._detokenizer is not None
         if not self._stops:
             self.text += self._detokenizer.feed(ids)
             return False
-        num_held = self._params.min_tokens - len(self.token_ids)
+        num_before_min = self._params.min_tokens - len(self.token_ids)
         for at in range(len(ids)):
-            start = max(len(self.text) - self._hold, 0)
+            start = max(len(self.text) - self._holdback, 0)
             self.text += self._detokenizer.feed(ids[at : at + 1])
-            if at < num_held:
-                self._barred = len(self.text)
-            elif self._cut(start):
+            if at < num_before_min:
+                self._first_stop_char = len(self.text)
+            elif self._truncate_at_stop(start):
                 self.token_ids += ids[: at + 1]
                 return True
         return False
 
-    def _cut(self, start: int) -> bool:
+    def _truncate_at_stop(self, start: int) -> bool:
         """End the text at the first stop string found from `start` on: before it, or behind it where that is asked for."""
-        found = [
+        encoded = [
             (at, text)
             for text in self._stops
-            if (at := self.text.find(text, max(start, self._barred - len(text) + 1))) >= 0
+            if (at := self.text.find(text, max(start, self._first_stop_char - len(text) + 1))) >= 0
         ]
-        if not found:
+        if not encoded:
             return False
-        at, text = min(found, key=lambda each: (each[0], len(each[1])))
+        at, text = min(encoded, key=lambda each: (each[0], len(each[1])))
         self.text = self.text[: at + len(text) * self._params.include_stop_str_in_output]
         self.finish_reason = "stop"
         return True
 
     def new(self) -> tuple[str, list[int]]:
         """Text and tokens since the last call. Text that may be the beginning of a stop string is held back."""
-        begin, end = self._shown, len(self.text)
-        if self._hold and self.finish_reason is None:
-            end = max(end - self._hold, begin)
-        self._shown = end
-        first, self._taken = self._taken, len(self.token_ids)
+        begin, end = self._num_chars_taken, len(self.text)
+        if self._holdback and self.finish_reason is None:
+            end = max(end - self._holdback, begin)
+        self._num_chars_taken = end
+        first, self._num_tokens_taken = self._num_tokens_taken, len(self.token_ids)
         return self.text[begin:end], self.token_ids[first:]
 
-    def take(self) -> CompletionOutput:
+    def take_delta(self) -> CompletionOutput:
         """The same as an output, with the tokens' log-probabilities where they were asked for, and their sum from the beginning."""
-        first = self._taken
+        first = self._num_tokens_taken
         return self._with_logprobs(CompletionOutput(self.index, *self.new(), self.finish_reason), first)
 
     def result(self) -> CompletionOutput:
@@ -153,7 +153,7 @@ class Answer:
             output.cumulative_logprob = self._sum
         return output
 
-    def scored_prompt(self) -> list[dict[int, float] | None] | None:
+    def prompt_logprob_dicts(self) -> list[dict[int, float] | None] | None:
         """Log-probabilities of each token of the prompt, None for the first; None where nobody asked."""
         if self._params.prompt_logprobs is None:
             return None

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchweave.compiler.explain.page import keep_explanation
+from torchweave.compiler.explain.page import save_explanation
 from torchweave.config.options import EngineConfig
 from torchweave.config.validate import config_from
 from torchweave.engine.client import Client
-from torchweave.engine.detokenizer import in_tokens
+from torchweave.engine.detokenizer import encode_bad_words
 from torchweave.engine.request import CompletionOutput, InferenceRequest, RequestOutput, SamplingParams
-from torchweave.engine.request_stream import Flight
-from torchweave.engine.sampling.structured_output import why_not
-from torchweave.engine.startup.early_start import waiting_ranks
+from torchweave.engine.request_stream import RequestStream
+from torchweave.engine.sampling.structured_output import rejection_reason
+from torchweave.engine.startup.early_start import prestart_workers
 from torchweave.report import Report
 from torchweave.utils import gc
 
 if TYPE_CHECKING:
-    from torchweave.distributed.launchers.local import WaitingRanks
+    from torchweave.distributed.launchers.local import WorkerPool
     from torchweave.engine.batch_manager import BatchManager
     from torchweave.engine.startup.build import Engine
     from torchweave.models.load import LoadedModel
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, Any]]
-_LOOK_SECONDS = 1.0  # between two looks at whether the engine is still alive, while it drains
+_POLL_SECONDS = 1.0  # between two looks at whether the engine is still alive, while it drains
 
 
 class LLM:
@@ -53,11 +53,11 @@ class LLM:
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, report: Report | None = None, waiting: WaitingRanks | None = None
+        cls, config: EngineConfig, report: Report | None = None, worker_pool: WorkerPool | None = None
     ) -> LLM:
-        """An engine for a config; `waiting` as in `open_engine`."""
+        """An engine for a config; `worker_pool` as in `open_engine`."""
         llm = cls.__new__(cls)
-        llm._open(config, report, None, waiting)
+        llm._open(config, report, None, worker_pool)
         return llm
 
     @classmethod
@@ -72,22 +72,22 @@ class LLM:
         config: EngineConfig,
         report: Report | None,
         loaded: LoadedModel | None,
-        waiting: WaitingRanks | None = None,
+        worker_pool: WorkerPool | None = None,
     ) -> None:
         self.report = report if report is not None else Report()
-        others = waiting_ranks(config) if waiting is None and loaded is None else nullcontext(waiting)
-        with others as waiting:
-            with gc.uncollected():
+        others = prestart_workers(config) if worker_pool is None and loaded is None else nullcontext(worker_pool)
+        with others as worker_pool:
+            with gc.gc_paused():
                 from torchweave.compiler.dump import open_dump
                 from torchweave.engine.batch_manager import BatchManager
                 from torchweave.engine.startup.open import open_engine
             open_dump(config.torch_compile_config, self.report)
-            self.engine: Engine = open_engine(config, self.report, loaded, waiting)
+            self.engine: Engine = open_engine(config, self.report, loaded, worker_pool)
         self.plan = self.engine.plan
         self.tokenizer: Tokenizer | None = self.engine.loaded.tokenizer
         self._client = Client()
         self.manager = BatchManager(
-            self.engine.batch,
+            self.engine.scheduler,
             self.engine.steps,
             self._client.get_requests,
             poll_stop=self._client.poll_stop,
@@ -96,9 +96,9 @@ class LLM:
             idle_seconds=None,
             seed=config.seed,
         )
-        self._finalizer = weakref.finalize(self, _end, self.manager, self.engine)
+        self._finalizer = weakref.finalize(self, _shutdown_engine, self.manager, self.engine)
         self.report.event("ready")
-        keep_explanation(self.plan, self.report)
+        save_explanation(self.plan, self.report)
 
     # -- whole answers -------------------------------------------------------------------------------------------------
 
@@ -122,29 +122,29 @@ class LLM:
             ValueError: a prompt that can never run; nothing is started then.
             RuntimeError: the engine failed or was shut down.
         """
-        texts, params = _listed(prompts, self._given(sampling_params))
-        params = [self._in_tokens(each) for each in params]
+        texts, params = _as_lists(prompts, self._params_or_default(sampling_params))
+        params = [self._encode_bad_words(each) for each in params]
         ids = self._encode_all(texts)
-        self._check_all(ids, params)
+        self._validate(ids, params)
         report = self.report if use_tqdm else Report(show=False)
-        with self._flight() as flight:
+        with self._open_stream() as stream:
             numbers = [
-                flight.submit(*one, streaming=bool(one[1].stop_strings)) for one in zip(ids, params, strict=True)
+                stream.submit(*one, streaming=bool(one[1].stop_strings)) for one in zip(ids, params, strict=True)
             ]
-            flight.launch()
-            with report.progress("generating", len(flight.answers)) as advance:
-                for _, final in flight.responses():
+            stream.wake_engine()
+            with report.progress("generating", len(stream.completions)) as advance:
+                for _, final in stream.responses():
                     if final:
                         advance()
         return [
             RequestOutput(
-                request_id=mine[0],
+                request_id=request_ids[0],
                 prompt=text if isinstance(text, str) else None,
                 prompt_token_ids=prompt.tolist(),
-                outputs=[answer.result() for number in mine for answer in flight.answers[number]],
-                prompt_logprobs=flight.answers[mine[0]][0].scored_prompt(),
+                outputs=[answer.result() for number in request_ids for answer in stream.completions[number]],
+                prompt_logprobs=stream.completions[request_ids[0]][0].prompt_logprob_dicts(),
             )
-            for text, prompt, mine in zip(texts, ids, numbers, strict=True)
+            for text, prompt, request_ids in zip(texts, ids, numbers, strict=True)
         ]
 
     def chat(
@@ -181,18 +181,18 @@ class LLM:
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None
     ) -> Iterator[tuple[int, CompletionOutput]]:
         """Answer prompts in flight together; yields (number of the prompt, what is new). A beam search is told at its end."""
-        texts, params = _listed(prompts, self._given(sampling_params))
+        texts, params = _as_lists(prompts, self._params_or_default(sampling_params))
         if any(each.prompt_logprobs is not None for each in params):
             raise ValueError("A stream tells of new tokens alone; ask for prompt_logprobs by generate.")
-        params = [self._in_tokens(each) for each in params]
+        params = [self._encode_bad_words(each) for each in params]
         ids = self._encode_all(texts)
-        self._check_all(ids, params)
-        flight = self._flight()
+        self._validate(ids, params)
+        stream = self._open_stream()
         prompt_of: dict[int, int] = {}
         for number, (prompt, settings) in enumerate(zip(ids, params, strict=True)):
-            prompt_of |= dict.fromkeys(flight.submit(prompt, settings, settings.beam_width == 1), number)
-        flight.launch()
-        return _deltas(flight, prompt_of)
+            prompt_of |= dict.fromkeys(stream.submit(prompt, settings, settings.beam_width == 1), number)
+        stream.wake_engine()
+        return _stream_deltas(stream, prompt_of)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -214,52 +214,55 @@ class LLM:
         Raises:
             ValueError: it has none.
         """
-        return self._need_tokenizer().hugging_face
+        return self._require_tokenizer().hf_tokenizer
 
-    def _given(
+    def _params_or_default(
         self, params: SamplingParams | Sequence[SamplingParams] | None
     ) -> SamplingParams | Sequence[SamplingParams]:
         return self.default_sampling_params() if params is None else params
 
     def encode(self, text: str) -> list[int]:
-        return self._need_tokenizer().encode(text)
+        return self._require_tokenizer().encode(text)
 
     def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
-        return self._need_tokenizer().chat(messages, **variables)
+        return self._require_tokenizer().chat(messages, **variables)
 
-    def _need_tokenizer(self) -> Tokenizer:
+    def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ValueError(f"{self.engine.loaded.name} has no tokenizer; give the prompt as token ids.")
         return self.tokenizer
 
-    def _in_tokens(self, params: SamplingParams) -> SamplingParams:
-        return in_tokens(params, lambda text: self._need_tokenizer().encode(text, add_special_tokens=False))
+    def _encode_bad_words(self, params: SamplingParams) -> SamplingParams:
+        return encode_bad_words(params, lambda text: self._require_tokenizer().encode(text, add_special_tokens=False))
 
     def _encode_all(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
         return [_as_ids(self.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
 
-    def _check_all(self, prompts: Sequence[np.ndarray], params: Sequence[SamplingParams]) -> None:
-        of_forms: dict[int, str] = {}  # to look at one takes milliseconds, and mostly all prompts have the same
+    def _validate(self, prompts: Sequence[np.ndarray], params: Sequence[SamplingParams]) -> None:
+        grammar_errors: dict[int, str] = {}  # to look at one takes milliseconds, and mostly all prompts have the same
         for number, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
-            why, form = self.engine.batch.why_not(InferenceRequest(0, prompt, settings)), settings.structured_outputs
-            if not why and form is not None:
-                if id(form) not in of_forms:
-                    of_forms[id(form)] = why_not(form)
-                why = of_forms[id(form)]
+            why, grammar = (
+                self.engine.scheduler.rejection_reason(InferenceRequest(0, prompt, settings)),
+                settings.structured_outputs,
+            )
+            if not why and grammar is not None:
+                if id(grammar) not in grammar_errors:
+                    grammar_errors[id(grammar)] = rejection_reason(grammar)
+                why = grammar_errors[id(grammar)]
             if why:
                 raise ValueError(why if len(prompts) == 1 else f"Prompt {number}: {why}")
 
-    def _flight(self) -> Flight:
-        return Flight(self._client, self.manager, self.tokenizer)
+    def _open_stream(self) -> RequestStream:
+        return RequestStream(self._client, self.manager, self.tokenizer)
 
     def shutdown(self, drain: bool = True) -> None:
         """End the engine: after all that was asked for is answered, or now, with an error to everyone who waits."""
         self._client.close()
-        while drain and self.manager.alive and not self._client.wait_until_answered(_LOOK_SECONDS):
+        while drain and self.manager.alive and not self._client.wait_until_answered(_POLL_SECONDS):
             pass
         self.manager.shutdown(drain=drain)
         self.engine.close()
-        self._client.refuse_all("The engine was shut down before the request had finished.")
+        self._client.fail_all("The engine was shut down before the request had finished.")
 
     def __enter__(self) -> LLM:
         return self
@@ -268,24 +271,24 @@ class LLM:
         self.shutdown(drain=exc[0] is None)
 
 
-def _end(manager: BatchManager, engine: Engine) -> None:
+def _shutdown_engine(manager: BatchManager, engine: Engine) -> None:
     """End the threads and processes of an engine that nobody holds any more."""
     manager.shutdown(drain=False)
     engine.close()
 
 
-def _deltas(flight: Flight, prompt_of: dict[int, int]) -> Iterator[tuple[int, CompletionOutput]]:
+def _stream_deltas(stream: RequestStream, prompt_of: dict[int, int]) -> Iterator[tuple[int, CompletionOutput]]:
     """What is new of each answer, with the number of its prompt, until all are told to their end."""
-    told: set[tuple[int, int]] = set()
-    with flight:
-        for request_id, _ in flight.responses():
-            for answer in flight.answers[request_id]:
-                delta = answer.take()
+    done: set[tuple[int, int]] = set()
+    with stream:
+        for request_id, _ in stream.responses():
+            for answer in stream.completions[request_id]:
+                delta = answer.take_delta()
                 key = request_id, answer.index
-                if key not in told and (delta.text or delta.token_ids or delta.finish_reason):
+                if key not in done and (delta.text or delta.token_ids or delta.finish_reason):
                     yield prompt_of[request_id], delta
                 if answer.finished:
-                    told.add(key)
+                    done.add(key)
 
 
 def _as_ids(prompt: Sequence[int]) -> np.ndarray:
@@ -307,18 +310,18 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping, Set))
 
 
-def _listed(
+def _as_lists(
     prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
 ) -> tuple[list[Prompt], list[SamplingParams]]:
     """Prompts as a list, and as many sampling parameters."""
-    listed: list[Prompt] = list(prompts) if _is_list(prompts) else [prompts]  # type: ignore[arg-type, list-item]
-    if listed and listed[0] is not prompts and isinstance(listed[0], (int, np.integer)):
-        listed = [listed]  # type: ignore[list-item]
-    several = list(params) if isinstance(params, Sequence) else [params] * len(listed)
+    prompt_list: list[Prompt] = list(prompts) if _is_list(prompts) else [prompts]  # type: ignore[arg-type, list-item]
+    if prompt_list and prompt_list[0] is not prompts and isinstance(prompt_list[0], (int, np.integer)):
+        prompt_list = [prompt_list]  # type: ignore[list-item]
+    several = list(params) if isinstance(params, Sequence) else [params] * len(prompt_list)
     if wrong := [each for each in several if not isinstance(each, SamplingParams)]:
         raise ValueError(f"sampling_params must be SamplingParams, or a list of them, but holds {wrong[0]!r}.")
-    if len(several) != len(listed):
+    if len(several) != len(prompt_list):
         raise ValueError(
-            f"There are {len(listed)} prompts but {len(several)} sampling_params; give one for each, or one for all."
+            f"There are {len(prompt_list)} prompts but {len(several)} sampling_params; give one for each, or one for all."
         )
-    return listed, several
+    return prompt_list, several

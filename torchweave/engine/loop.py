@@ -19,9 +19,9 @@ import numpy as np
 from torchweave.distributed.worker_group import RankFailure
 from torchweave.engine.request import MAX_REQUEST_ID, InferenceRequest, Output
 from torchweave.engine.responses import Response, Responses, refusal
-from torchweave.engine.scheduler.scheduler import Batch, Move
+from torchweave.engine.scheduler.scheduler import Scheduler, StateChange
 from torchweave.engine.scheduler.step import Step, StepResult
-from torchweave.engine.stats import IterationFacts, statistics
+from torchweave.engine.stats import IterationFacts, iteration_stats
 from torchweave.utils import gc
 
 GetRequests = Callable[[int], Iterable[InferenceRequest]]
@@ -29,35 +29,35 @@ SendResponse = Callable[[int, Output, bool, str], None]
 SendResponses = Callable[[Sequence[Response]], None]
 PollStop = Callable[[], Collection[int]]
 ReturnStats = Callable[[str], None]
-TellMoves = Callable[[Sequence[tuple[int, Move]]], None]
+NotifyStateChanges = Callable[[Sequence[tuple[int, StateChange]]], None]
 
-_FIRST_LOOK = 0.0005  # seconds of the first wait of an idle loop that has to look for requests itself
+_FIRST_POLL_SECONDS = 0.0005  # seconds of the first wait of an idle loop that has to look for requests itself
 _RETRY_SECONDS = 0.02  # requests wait, but no step can be formed: look again
-_COMPLAIN_SECONDS = 1.0  # between two log lines about the same callback
-_KEPT_TIMINGS = 4096
+_LOG_INTERVAL_SECONDS = 1.0  # between two log lines about the same callback
+_MAX_TIMINGS = 4096
 _log = logging.getLogger("torchweave")
 
 
 class Timing(NamedTuple):
     """Host seconds of one iteration: forming the step, launching it, waiting for an older one, taking that in."""
 
-    form: float
+    schedule: float
     launch: float
     wait: float
-    absorb: float
+    update: float
 
     @property
     def host(self) -> float:
         """All but the waiting."""
-        return self.form + self.launch + self.absorb
+        return self.schedule + self.launch + self.update
 
 
 class Iteration(NamedTuple):
     """One iteration as it is counted: wall-clock seconds, prompt tokens that were read, tokens that were drawn."""
 
     seconds: float
-    num_read: int
-    num_drawn: int
+    num_prefill_tokens: int
+    num_sampled_tokens: int
 
 
 class StepRunner(Protocol):
@@ -83,7 +83,7 @@ class StepRunner(Protocol):
         """Bytes of the GPU's memory that are taken; None where there is no GPU."""
         ...
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         """Called when there is nothing left to run: what only a running engine needs may be let go."""
         ...
 
@@ -97,7 +97,7 @@ class Callbacks:
     send_response: SendResponse | None
     poll_stop: PollStop | None
     return_stats: ReturnStats | None
-    tell_moves: TellMoves | None = None
+    notify_state_changes: NotifyStateChanges | None = None
 
 
 class GenerationLoop:
@@ -122,7 +122,7 @@ class GenerationLoop:
 
     def __init__(
         self,
-        batch: Batch,
+        scheduler: Scheduler,
         runner: StepRunner,
         callbacks: Callbacks,
         *,
@@ -134,9 +134,9 @@ class GenerationLoop:
     ) -> None:
         self.failure: BaseException | None = None
         self.counts: dict[str, int] = {}
-        self.timings: deque[Timing] = deque(maxlen=_KEPT_TIMINGS)
-        self.iterations: deque[Iteration] = deque(maxlen=_KEPT_TIMINGS)
-        self._batch = batch
+        self.timings: deque[Timing] = deque(maxlen=_MAX_TIMINGS)
+        self.iterations: deque[Iteration] = deque(maxlen=_MAX_TIMINGS)
+        self._scheduler = scheduler
         self._runner = runner
         self._callbacks = callbacks
         self._run_ahead = max(run_ahead, 1)
@@ -146,13 +146,13 @@ class GenerationLoop:
         self._seeds = np.random.default_rng(seed)
         self._in_flight: deque[tuple[Step, Any]] = deque()
         self._num_new = self._num_completed = 0
-        self._iteration_began = self._told_stats = float("-inf")
+        self._iteration_began = self._last_stats_time = float("-inf")
         self._stopping: str | None = None  # "drain" or "abandon"
         self._wake = threading.Event()
-        self._forming = self._launching = 0.0
-        self._complained: dict[str, float] = {}
-        if batch.grammars is not None:
-            batch.grammars.on_ready(self._wake.set)
+        self._schedule_seconds = self._launch_seconds = 0.0
+        self._last_logged: dict[str, float] = {}
+        if scheduler.grammars is not None:
+            scheduler.grammars.on_ready(self._wake.set)
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
@@ -169,66 +169,66 @@ class GenerationLoop:
 
     def run(self) -> None:
         try:
-            with gc.at_rest():
+            with gc.gc_frozen():
                 self._runner.start()
                 self._loop()
         except BaseException as failure:
             self.failure = failure
             # Of another rank's end the failure says all; where this one waited for it means nothing.
             of_a_rank = isinstance(failure, RankFailure)
-            why = f" ({failure})" if of_a_rank else ""
+            detail = f" ({failure})" if of_a_rank else ""
             _log.error(
                 "The generation loop failed%s; every request in flight is answered with an error.",
-                why,
+                detail,
                 exc_info=not of_a_rank,
             )
-            self._answer(self._batch.abandon(f"The engine failed: {failure}"))
-            self._refuse_the_rest()
+            self._send(self._scheduler.abort_all(f"The engine failed: {failure}"))
+            self._reject_pending()
 
     def _loop(self) -> None:
         while True:
             if self._stopping is None:
                 self._fetch()
             if self._stopping == "abandon":
-                self._drop_in_flight()
-                self._answer(self._batch.abandon("The engine was shut down before the request had finished."))
+                self._discard_in_flight()
+                self._send(self._scheduler.abort_all("The engine was shut down before the request had finished."))
                 return
             begin = time.perf_counter()
-            self._answer(self._batch.attend())
-            step = self._batch.next_step()
-            formed = time.perf_counter()
+            self._send(self._scheduler.poll_grammars())
+            step = self._scheduler.schedule()
+            scheduled = time.perf_counter()
             if step is not None:
                 if not self._in_flight:
                     self._iteration_began = begin
                 self._in_flight.append((step, self._runner.launch(step)))
-            self._forming, self._launching = formed - begin, time.perf_counter() - formed
-            if self._batch.moves:
-                self._tell_moves()
+            self._schedule_seconds, self._launch_seconds = scheduled - begin, time.perf_counter() - scheduled
+            if self._scheduler.state_changes:
+                self._notify_state_changes()
             if self._in_flight:
                 self._collect(wait=step is None or len(self._in_flight) >= self._run_ahead)
-            elif self._stopping == "drain" and self._batch.num_active == 0:
+            elif self._stopping == "drain" and self._scheduler.num_active == 0:
                 return
             else:
                 self._idle()
 
-    def _tell_moves(self) -> None:
-        moves, self._batch.moves = self._batch.moves, []
-        if self._callbacks.tell_moves is None:
+    def _notify_state_changes(self) -> None:
+        state_changes, self._scheduler.state_changes = self._scheduler.state_changes, []
+        if self._callbacks.notify_state_changes is None:
             return
         try:
-            self._callbacks.tell_moves(moves)
+            self._callbacks.notify_state_changes(state_changes)
         except Exception:
-            self._complain("tell_moves", "nobody hears of it")
+            self._log_callback_error("tell_moves", "nobody hears of it")
 
     def _idle(self) -> None:
         """Nothing runs: wait for requests."""
-        if self._batch.num_active:  # they wait for something that is not in this loop's power
-            self._wait(_FIRST_LOOK if self._batch.is_landing else _RETRY_SECONDS)
+        if self._scheduler.num_active:  # they wait for something that is not in this loop's power
+            self._wait(_FIRST_POLL_SECONDS if self._scheduler.is_loading else _RETRY_SECONDS)
             self._poll_stop()
             return
-        self._runner.rest()
-        pause = _FIRST_LOOK
-        while self._stopping is None and self._batch.num_active == 0:
+        self._runner.on_idle()
+        pause = _FIRST_POLL_SECONDS
+        while self._stopping is None and self._scheduler.num_active == 0:
             self._wait(None if self._idle_seconds is None else min(pause, self._idle_seconds))
             pause *= 2
             if self._stopping is None:
@@ -241,35 +241,35 @@ class GenerationLoop:
     def _fetch(self) -> None:
         room = self._max_num_requests
         if room >= 0:
-            room = max(room - self._batch.num_active, 0)
+            room = max(room - self._scheduler.num_active, 0)
         try:
             for request in self._callbacks.get_requests(room):
-                self._take_in(request)
+                self._add_request(request)
         except Exception:
-            self._complain("get_requests", "the requests in flight go on")
+            self._log_callback_error("get_requests", "the requests in flight go on")
 
-    def _take_in(self, request: InferenceRequest) -> None:
+    def _add_request(self, request: InferenceRequest) -> None:
         try:
-            error = self._why_not(request)
+            error = self._rejection_reason(request)
             if not error:
-                self._batch.add(request, int(self._seeds.integers(2**64, dtype=np.uint64)))
+                self._scheduler.add(request, int(self._seeds.integers(2**64, dtype=np.uint64)))
         except Exception as fault:
             error = f"The request cannot be read ({fault}); give an InferenceRequest."
         if not error:
             self._num_new += 1
         elif isinstance(request, InferenceRequest) and isinstance(request.id, (int, np.integer)):
-            self._answer([refusal(request.id, error)])
+            self._send([refusal(request.id, error)])
         else:
             _log.error("A request without a number for an id cannot be answered, and is left out: %.200r", request)
 
-    def _why_not(self, request: InferenceRequest) -> str:
+    def _rejection_reason(self, request: InferenceRequest) -> str:
         if not isinstance(request.id, (int, np.integer)):
             return "The request id is not a whole number; give one from 0 to 2**64 - 1."
         if not 0 <= request.id <= MAX_REQUEST_ID:
             return f"The request id {request.id} is outside 0..2**64 - 1; give another."
-        if self._batch.knows(request.id):
+        if self._scheduler.has_request(request.id):
             return f"A request with the id {request.id} is in flight; use the id again after its final response."
-        return self._batch.why_not(request)
+        return self._scheduler.rejection_reason(request)
 
     def _collect(self, wait: bool) -> None:
         """Take in the oldest step in flight, if it has completed or there is nothing better to do than wait for it."""
@@ -281,105 +281,105 @@ class GenerationLoop:
         result = self._runner.collect(handle)
         collected = time.perf_counter()
         self.counts[result.how] = self.counts.get(result.how, 0) + 1
-        responses = self._batch.absorb(step, result)
-        num_active = self._batch.num_active + responses.num_final
-        if self._batch.moves:
-            self._tell_moves()
-        self._answer(responses)
+        responses = self._scheduler.update(step, result)
+        num_active = self._scheduler.num_active + responses.num_final
+        if self._scheduler.state_changes:
+            self._notify_state_changes()
+        self._send(responses)
         self._poll_stop()
         seconds = time.perf_counter() - self._iteration_began
-        self.iterations.append(Iteration(seconds, step.num_context_tokens, int(np.count_nonzero(step.emits))))
+        self.iterations.append(Iteration(seconds, step.num_prefill_tokens, int(np.count_nonzero(step.emits))))
         if self._callbacks.return_stats is not None:
-            self._tell_stats(step, num_active)
+            self._emit_stats(step, num_active)
         ended = time.perf_counter()
         self._iteration_began = ended
-        self.timings.append(Timing(self._forming, self._launching, collected - begin, ended - collected))
+        self.timings.append(Timing(self._schedule_seconds, self._launch_seconds, collected - begin, ended - collected))
 
     def _poll_stop(self) -> None:
         poll_stop = self._callbacks.poll_stop
         if poll_stop is None:
             return
         try:
-            found = poll_stop()
-            stops = [int(each) for each in found] if found is not None else []
+            stop_ids = poll_stop()
+            stops = [int(each) for each in stop_ids] if stop_ids is not None else []
         except Exception:
-            self._complain("poll_stop", "nothing is stopped")
+            self._log_callback_error("poll_stop", "nothing is stopped")
             return
         if stops:
-            self._answer(Responses(response for each in stops for response in self._batch.cancel(each)))
+            self._send(Responses(response for each in stops for response in self._scheduler.cancel(each)))
 
-    def _tell_stats(self, step: Step, num_active: int) -> None:
+    def _emit_stats(self, step: Step, num_active: int) -> None:
         assert self._callbacks.return_stats is not None
         now = time.perf_counter()
-        if now - self._told_stats < self._stats_interval and self._batch.num_active:
+        if now - self._last_stats_time < self._stats_interval and self._scheduler.num_active:
             return
-        self._told_stats = now
+        self._last_stats_time = now
         facts = IterationFacts(
             latency=now - self._iteration_began,
             num_active=num_active,
             num_new=self._num_new,
-            num_waiting=self._batch.num_waiting,
+            num_waiting=self._scheduler.num_waiting,
             num_completed=self._num_completed,
-            num_paused=self._batch.num_paused,
-            static=self._batch.static,
-            max_requests=self._batch.limits.max_batch_size,
+            num_paused=self._scheduler.num_paused,
+            static=self._scheduler.static,
+            max_requests=self._scheduler.limits.max_batch_size,
             memory_in_use=self._runner.memory_in_use(),
         )
         self._num_new = self._num_completed = 0
         try:
-            self._callbacks.return_stats(statistics(step, self._batch.kv, facts))
+            self._callbacks.return_stats(iteration_stats(step, self._scheduler.kv, facts))
         except Exception:
-            self._complain("return_stats", "these statistics are lost")
+            self._log_callback_error("return_stats", "these statistics are lost")
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    def _answer(self, responses: Sequence[Response]) -> None:
+    def _send(self, responses: Sequence[Response]) -> None:
         if not responses:
             return
         self._num_completed += responses.num_final if isinstance(responses, Responses) else len(responses)
-        together = self._callbacks.send_responses
-        if together is None:
+        send_all = self._callbacks.send_responses
+        if send_all is None:
             for response in responses:
-                self._answer_one(response)
+                self._send_one(response)
             return
         try:
-            together(responses)
+            send_all(responses)
         except Exception:
-            self._complain("send_responses", "the requests that it was about are stopped")
-            self._give_up(response.id for response in responses if not response.final)
+            self._log_callback_error("send_responses", "the requests that it was about are stopped")
+            self._cancel_all(response.id for response in responses if not response.final)
 
-    def _answer_one(self, response: Response) -> None:
+    def _send_one(self, response: Response) -> None:
         assert self._callbacks.send_response is not None
         try:
             self._callbacks.send_response(response.id, response.output, response.final, response.error)
         except Exception:
-            self._complain("send_response", f"request {response.id} is stopped")
+            self._log_callback_error("send_response", f"request {response.id} is stopped")
             if not response.final:
-                self._give_up([response.id])
+                self._cancel_all([response.id])
 
-    def _give_up(self, request_ids: Iterable[int]) -> None:
+    def _cancel_all(self, request_ids: Iterable[int]) -> None:
         """Stop requests whose client cannot be told about them."""
         for request_id in request_ids:
-            self._answer(self._batch.cancel(request_id))
+            self._send(self._scheduler.cancel(request_id))
 
-    def _complain(self, callback: str, consequence: str) -> None:
+    def _log_callback_error(self, callback: str, consequence: str) -> None:
         """Log the exception at hand, not more often than once a second for each callback."""
         now = time.monotonic()
-        if now - self._complained.get(callback, float("-inf")) >= _COMPLAIN_SECONDS:
-            self._complained[callback] = now
+        if now - self._last_logged.get(callback, float("-inf")) >= _LOG_INTERVAL_SECONDS:
+            self._last_logged[callback] = now
             _log.exception("%s failed; %s.", callback, consequence)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _drop_in_flight(self) -> None:
+    def _discard_in_flight(self) -> None:
         while self._in_flight:
             self._runner.collect(self._in_flight.popleft()[1])
 
-    def _refuse_the_rest(self) -> None:
+    def _reject_pending(self) -> None:
         """After a failure: answer what is still handed in, once, so that nobody waits for ever."""
         try:
-            rest = list(self._callbacks.get_requests(-1))
+            on_idle = list(self._callbacks.get_requests(-1))
         except Exception:
-            self._complain("get_requests", "the engine has failed anyway")
+            self._log_callback_error("get_requests", "the engine has failed anyway")
             return
-        self._answer([refusal(request.id, f"The engine failed: {self.failure}") for request in rest])
+        self._send([refusal(request.id, f"The engine failed: {self.failure}") for request in on_idle])

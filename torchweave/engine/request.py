@@ -45,18 +45,20 @@ class StructuredOutputs:
             raise ValueError(
                 f"structured_outputs takes exactly one of json, regex, choice, grammar and json_object, but has {found}."
             )
-        kinds = {"json": (str, dict), "regex": str, "grammar": str, "choice": (list, tuple), "json_object": bool}
-        if not isinstance(getattr(self, given[0]), kinds[given[0]]):
+        types = {"json": (str, dict), "regex": str, "grammar": str, "choice": (list, tuple), "json_object": bool}
+        if not isinstance(getattr(self, given[0]), types[given[0]]):
             raise ValueError(
-                f"structured_outputs.{given[0]} must be {_FORMS[given[0]]}, but is {getattr(self, given[0])!r}."
+                f"structured_outputs.{given[0]} must be {_FIELD_DESCRIPTIONS[given[0]]}, but is {getattr(self, given[0])!r}."
             )
         if self.choice is not None and not (
             self.choice and all(isinstance(text, str) and text for text in self.choice)
         ):
-            raise ValueError(f"structured_outputs.choice must be {_FORMS['choice']}, but is {self.choice!r}.")
+            raise ValueError(
+                f"structured_outputs.choice must be {_FIELD_DESCRIPTIONS['choice']}, but is {self.choice!r}."
+            )
 
 
-_FORMS = {
+_FIELD_DESCRIPTIONS = {
     "json": "a JSON schema (a dict or its text)",
     "regex": "a regular expression (text)",
     "choice": "a list of texts, none of them empty",
@@ -65,8 +67,8 @@ _FORMS = {
 }
 
 
-_WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "beam_width")
-_REAL = (
+_INT_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "beam_width")
+_FLOAT_FIELDS = (
     "temperature",
     "top_p",
     "min_p",
@@ -75,26 +77,26 @@ _REAL = (
     "repetition_penalty",
     "length_penalty",
 )
-_FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
-_OR_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
-_KINDS = tuple(
-    (name, {*plain, type(None)} if name in _OR_NONE else {*plain}, kinds, expected)
-    for names, plain, kinds, expected in (
-        (_WHOLE, (int,), (int, np.integer), "a whole number"),
-        (_REAL, (int, float), (int, float, np.integer, np.floating), "a number"),
-        (_FLAGS, (bool,), (), "True or False"),
+_BOOL_FIELDS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+_OPTIONAL_FIELDS = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
+_FIELD_TYPES = tuple(
+    (name, {*plain, type(None)} if name in _OPTIONAL_FIELDS else {*plain}, types, expected)
+    for names, plain, types, expected in (
+        (_INT_FIELDS, (int,), (int, np.integer), "a whole number"),
+        (_FLOAT_FIELDS, (int, float), (int, float, np.integer, np.floating), "a number"),
+        (_BOOL_FIELDS, (bool,), (), "True or False"),
         (("structured_outputs",), (StructuredOutputs,), (StructuredOutputs,), "a StructuredOutputs, or None"),
     )
     for name in names
 )
 """Fields with the types that their values nearly always have, all that are allowed beside these, and how to say it."""
-_MOST = 1e30
+_MAX_FLOAT = 1e30
 """Numbers of ours are float32 on the device, and so are their inverses."""
-_MOST_ANSWERS = 16384
+_MAX_N = 16384
 """Each is a request of its own; vLLM's bound."""
-_ANSWERS = f"from 1 to {_MOST_ANSWERS}"  # written once, not for every request
-_TEMPERATURES = f"0 (greedy) or a positive number up to {_MOST:g}"
-_PENALTIES = f"between {1 / _MOST:g} and {_MOST:g}, 1 for none"
+_N_RANGE = f"from 1 to {_MAX_N}"  # written once, not for every request
+_TEMPERATURE_RANGE = f"0 (greedy) or a positive number up to {_MAX_FLOAT:g}"
+_PENALTY_RANGE = f"between {1 / _MAX_FLOAT:g} and {_MAX_FLOAT:g}, 1 for none"
 
 
 @dataclass(frozen=True)
@@ -160,10 +162,10 @@ class SamplingParams:
     early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
-        _check_kinds(self)
+        _check_types(self)
         checks = (
-            ("n", 1 <= self.n <= _MOST_ANSWERS, _ANSWERS),
-            ("temperature", 0 <= self.temperature <= _MOST, _TEMPERATURES),
+            ("n", 1 <= self.n <= _MAX_N, _N_RANGE),
+            ("temperature", 0 <= self.temperature <= _MAX_FLOAT, _TEMPERATURE_RANGE),
             ("top_k", self.top_k >= -1, "a positive number, or 0 or -1 for all tokens"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
@@ -175,8 +177,8 @@ class SamplingParams:
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             (
                 "repetition_penalty",
-                1 / _MOST <= self.repetition_penalty <= _MOST,
-                _PENALTIES,
+                1 / _MAX_FLOAT <= self.repetition_penalty <= _MAX_FLOAT,
+                _PENALTY_RANGE,
             ),
             (
                 "stop_token_ids",
@@ -207,7 +209,7 @@ class SamplingParams:
             raise ValueError(f"stop must be a text, a list of texts, or None, but is {self.stop!r}.")
         if not all(self.stop_strings):
             raise ValueError("stop holds an empty string; leave it out or give the text that should end the answer.")
-        if self.beam_width > 1 and (why := _no_beam_search(self)):
+        if self.beam_width > 1 and (why := _beam_search_error(self)):
             raise ValueError(why)
 
     def each(self) -> list[SamplingParams]:
@@ -227,20 +229,20 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-def _check_kinds(params: SamplingParams) -> None:
+def _check_types(params: SamplingParams) -> None:
     """Refuse values of another kind than their field's, and make numbers of NumPy's, whose arithmetic wraps, Python's."""
-    for name, plain, kinds, expected in _KINDS:
+    for name, plain, types, expected in _FIELD_TYPES:
         value = getattr(params, name)
         if type(value) in plain:
             continue
-        if not isinstance(value, kinds) or isinstance(value, bool):
+        if not isinstance(value, types) or isinstance(value, bool):
             raise ValueError(f"{name} must be {expected}, but is {value!r}.")
         if isinstance(value, np.generic):
             object.__setattr__(params, name, value.item())
 
 
-_DRAWING = {"temperature": (0, 1), "top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
-_NOT_WITH_BEAMS = {
+_SAMPLING_DEFAULTS = {"temperature": (0, 1), "top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
+_UNSUPPORTED_WITH_BEAMS = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "repetition_penalty": 1,
@@ -252,16 +254,16 @@ _NOT_WITH_BEAMS = {
 }
 
 
-def _no_beam_search(params: SamplingParams) -> str:
+def _beam_search_error(params: SamplingParams) -> str:
     """Why there can be no beam search with these, in one sentence; empty when there can."""
     if params.n > params.beam_width:
         return f"A beam search with beam_width={params.beam_width} has no n={params.n} answers; raise beam_width or lower n."
     if params.stop_strings:
         return "A beam search does not look for stop strings; give stop_token_ids, or leave stop or beam_width out."
-    for name, meaningless in _DRAWING.items():
+    for name, meaningless in _SAMPLING_DEFAULTS.items():
         if getattr(params, name) not in meaningless:
             return f"A beam search draws nothing, so {name} has no meaning with beam_width; leave one of them out."
-    for name, default in _NOT_WITH_BEAMS.items():
+    for name, default in _UNSUPPORTED_WITH_BEAMS.items():
         if getattr(params, name) != default:
             return f"{name} is not supported in a beam search; leave it or beam_width out."
     return ""

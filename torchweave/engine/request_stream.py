@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchweave.engine.client import Client, Inbox
-from torchweave.engine.detokenizer import Answer, Detokenizer
+from torchweave.engine.detokenizer import CompletionBuilder, Detokenizer
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.responses import Response
 from torchweave.tokenizer import Tokenizer
@@ -17,10 +17,10 @@ from torchweave.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from torchweave.engine.batch_manager import BatchManager
 
-_LOOK_SECONDS = 1.0  # between two looks at whether the engine is still alive, while waiting for it
+_POLL_SECONDS = 1.0  # between two looks at whether the engine is still alive, while waiting for it
 
 
-class Flight:
+class RequestStream:
     """Belongs to one thread. Leaving its `with` block, or dropping it, stops the requests that are not done.
 
     Args:
@@ -33,31 +33,33 @@ class Flight:
     """
 
     def __init__(self, client: Client, manager: BatchManager, tokenizer: Tokenizer | None) -> None:
-        self.answers: dict[int, list[Answer]] = {}
-        self._open: set[int] = set()
+        self.completions: dict[int, list[CompletionBuilder]] = {}
+        self._active_ids: set[int] = set()
         self._inbox: Inbox = queue.SimpleQueue()
         self._client = client
         self._manager = manager
         self._tokenizer = tokenizer
 
     def submit(self, prompt: np.ndarray, params: SamplingParams, streaming: bool) -> list[int]:
-        """Queue the `n` answers of a prompt; returns their request ids. `launch` follows the last of them.
+        """Queue the `n` answers of a prompt; returns their request ids. `wake_engine` follows the last of them.
 
         Raises:
             RuntimeError: the engine was shut down.
         """
-        answers = [Answer(params, self._detokenizer(prompt, params), index) for index in range(params.n)]
+        completions = [CompletionBuilder(params, self._detokenizer(prompt, params), index) for index in range(params.n)]
         if params.beam_width > 1:
-            return [self._submit(prompt, params, streaming, answers)]
+            return [self._submit(prompt, params, streaming, completions)]
         ids = []
-        for answer, seeded in zip(answers, params.each(), strict=True):
+        for answer, seeded in zip(completions, params.each(), strict=True):
             ids.append(self._submit(prompt, seeded, streaming, [answer]))
         return ids
 
-    def _submit(self, prompt: np.ndarray, params: SamplingParams, streaming: bool, answers: list[Answer]) -> int:
+    def _submit(
+        self, prompt: np.ndarray, params: SamplingParams, streaming: bool, completions: list[CompletionBuilder]
+    ) -> int:
         request_id = self._client.submit(prompt, params, self._inbox, streaming)
-        self._open.add(request_id)
-        self.answers[request_id] = answers
+        self._active_ids.add(request_id)
+        self.completions[request_id] = completions
         return request_id
 
     def _detokenizer(self, prompt: np.ndarray, params: SamplingParams) -> Detokenizer | None:
@@ -65,14 +67,14 @@ class Flight:
             return None
         return self._tokenizer.stream(prompt.tolist(), params.skip_special_tokens)
 
-    def launch(self) -> None:
+    def wake_engine(self) -> None:
         """Tell the batch manager that there are new requests.
 
         Raises:
             RuntimeError: the engine failed before.
         """
         if not self._manager.alive:
-            raise self._ended() from self._manager.failure
+            raise self._engine_ended() from self._manager.failure
         self._manager.wake()
 
     def responses(self) -> Iterator[tuple[int, bool]]:
@@ -81,37 +83,37 @@ class Flight:
         Raises:
             RuntimeError: the engine failed or was shut down.
         """
-        while self._open:
-            for response in self._next():
+        while self._active_ids:
+            for response in self._next_responses():
                 if response.final:
-                    self._open.discard(response.id)
+                    self._active_ids.discard(response.id)
                 if response.error:
                     raise RuntimeError(response.error) from self._manager.failure
                 output = response.output
-                answers = self.answers[response.id]
-                answers[0].prompt_logprobs += output.prompt_logprobs
-                for answer, said in zip(answers, output.beams or (output,), strict=False):
-                    if answer.add(said.token_ids.tolist(), said.finish_reason, said.logprobs):
+                completions = self.completions[response.id]
+                completions[0].prompt_logprobs += output.prompt_logprobs
+                for answer, new_output in zip(completions, output.beams or (output,), strict=False):
+                    if answer.add(new_output.token_ids.tolist(), new_output.finish_reason, new_output.logprobs):
                         self._client.stop(response.id)
                 yield response.id, response.final
 
-    def _next(self) -> Sequence[Response]:
+    def _next_responses(self) -> Sequence[Response]:
         while True:
             try:
-                return self._inbox.get(timeout=_LOOK_SECONDS)
+                return self._inbox.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 if not self._manager.alive and self._inbox.empty():
-                    raise self._ended() from self._manager.failure
+                    raise self._engine_ended() from self._manager.failure
 
-    def _ended(self) -> RuntimeError:
+    def _engine_ended(self) -> RuntimeError:
         return RuntimeError(f"The engine has ended: {self._manager.failure or 'it was shut down'}")
 
     def close(self) -> None:
         """Stop the requests that are not done: an error, an interrupt, or a caller who has heard enough."""
-        while self._open:
-            self._client.stop(self._open.pop())
+        while self._active_ids:
+            self._client.stop(self._active_ids.pop())
 
-    def __enter__(self) -> Flight:
+    def __enter__(self) -> RequestStream:
         return self
 
     def __exit__(self, *exc: object) -> None:

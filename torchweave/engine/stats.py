@@ -10,7 +10,7 @@ import json
 import time
 from dataclasses import dataclass
 
-from torchweave.engine.kv_cache.block_manager import KVCache
+from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.scheduler.step import Step
 
 
@@ -29,45 +29,45 @@ class IterationFacts:
     memory_in_use: int | None = None
 
 
-def _seed_keys(step: Step, facts: IterationFacts) -> dict[str, int]:
+def _gptmanager_stats(step: Step, facts: IterationFacts) -> dict[str, int]:
     """What the batch manager reports of a step, by the way requests are batched."""
     record = {"Scheduled Requests": step.num_requests, "Context Requests": len(step.chunks)}
     if facts.static:  # V1 batching
         return {
             **record,
-            "Total Generation Tokens": step.num_generation,
-            "Total Context Tokens": step.num_context_tokens,
+            "Total Generation Tokens": step.num_decode_rows,
+            "Total Context Tokens": step.num_prefill_tokens,
             "Empty Generation Slots": facts.max_requests - step.num_rows,
         }
     return {
         **record,
-        "Generation Requests": step.num_generation - step.extra_rows,
-        "Total Context Tokens": step.num_context_tokens,
+        "Generation Requests": step.num_decode_rows - step.extra_rows,
+        "Total Context Tokens": step.num_prefill_tokens,
         "MicroBatch ID": 0,  # there is one
     }
 
 
-def _batching(step: Step, facts: IterationFacts) -> dict[str, dict[str, int | float]]:
+def _batching_stats(step: Step, facts: IterationFacts) -> dict[str, dict[str, int | float]]:
     """The same as the later record has it."""
     record: dict[str, int | float] = {
         "numScheduledRequests": step.num_requests,
         "numContextRequests": len(step.chunks),
-        "numCtxTokens": step.num_context_tokens,
+        "numCtxTokens": step.num_prefill_tokens,
     }
     if facts.static:
-        record |= {"numGenTokens": step.num_generation, "emptyGenSlots": facts.max_requests - step.num_rows}
+        record |= {"numGenTokens": step.num_decode_rows, "emptyGenSlots": facts.max_requests - step.num_rows}
         return {"staticBatchingStats": record}
     record |= {
-        "numGenRequests": step.num_generation - step.extra_rows,
+        "numGenRequests": step.num_decode_rows - step.extra_rows,
         "numPausedRequests": facts.num_paused,
         "microBatchId": 0,
     }
-    if step.num_generation:
+    if step.num_decode_rows:
         record["avgNumDecodedTokensPerIter"] = 1.0  # one token a sequence and step
     return {"inflightBatchingStats": record}
 
 
-def _reuse(kv: KVCache) -> dict[str, int | float]:
+def _reuse_stats(kv: BlockManager) -> dict[str, int | float]:
     """Blocks since the engine began: granted (new ones), and of whole prompt blocks those that were known or were not;
     `restoredBlocks` are those of the known ones that came from host memory."""
     record: dict[str, int | float] = {
@@ -79,15 +79,15 @@ def _reuse(kv: KVCache) -> dict[str, int | float]:
     if kv.host is not None:
         record |= {
             "restoredBlocks": kv.restored_total,
-            "hostMaxNumBlocks": kv.host.num_places,
-            "hostUsedNumBlocks": kv.host.num_known,
+            "hostMaxNumBlocks": kv.host.num_host_blocks,
+            "hostUsedNumBlocks": kv.host.num_cached,
         }
-    if asked := kv.reused_total + kv.missed_total:
-        record["cacheHitRate"] = kv.reused_total / asked
+    if num_lookups := kv.reused_total + kv.missed_total:
+        record["cacheHitRate"] = kv.reused_total / num_lookups
     return record
 
 
-def statistics(step: Step, kv: KVCache, facts: IterationFacts) -> str:
+def iteration_stats(step: Step, kv: BlockManager, facts: IterationFacts) -> str:
     """One iteration as a JSON string."""
     record: dict[str, object] = {
         "Timestamp": time.strftime("%m-%d-%Y %H:%M:%S"),
@@ -98,7 +98,7 @@ def statistics(step: Step, kv: KVCache, facts: IterationFacts) -> str:
         "Free KV cache blocks": kv.num_free,
         "Used KV cache blocks": kv.num_used,
         "Tokens per KV cache block": kv.block_size,
-        **_seed_keys(step, facts),
+        **_gptmanager_stats(step, facts),
         "iter": step.index,
         "iterLatencyMS": facts.latency * 1e3,
         "numNewActiveRequests": facts.num_new,
@@ -111,9 +111,9 @@ def statistics(step: Step, kv: KVCache, facts: IterationFacts) -> str:
             "freeNumBlocks": kv.num_free,
             "usedNumBlocks": kv.num_used,
             "tokensPerBlock": kv.block_size,
-            **_reuse(kv),
+            **_reuse_stats(kv),
         },
-        **_batching(step, facts),
+        **_batching_stats(step, facts),
     }
     if facts.memory_in_use is not None:
         record["gpuMemUsage"] = facts.memory_in_use

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from torchweave.models import attention, experts
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.decoder import DecoderStep, takes_rows
-from torchweave.models.hooks import hold_rope, hook_attention, silence_padding
+from torchweave.models.decoder import DecoderStep, supports_logits_to_keep
+from torchweave.models.hooks import disable_dynamic_rope, disable_padding_warnings, hook_attention
 from torchweave.ops.attention.op import LayerSpec
 from torchweave.report import Report
 
@@ -35,7 +35,7 @@ _MIXING_OPS = frozenset({"aten::convolution", "aten::cumsum", "aten::roll", "ate
 _PROBE_TOKENS = 53
 """Tokens of the run on the meta device: a prime that is no width of a model, so that a size of 53 means the tokens."""
 
-_PROBE_ROWS = 3
+_PROBE_LOGITS = 3
 """Tokens of it whose logits are asked for."""
 
 
@@ -45,40 +45,40 @@ def adapt(model: PreTrainedModel, report: Report) -> list[LayerSpec]:
     Raises:
         UnsupportedModel: the model cannot be served; the message says what it needs.
     """
-    refuse_by_config(model.config)
-    hooked = install(model)
+    check_config(model.config)
+    hooked = install_ops(model)
     specs = layer_specs(model)
     _check_positions(model)
     report.event(
         "model_adapted",
         architecture=type(model).__name__,
         attention_layers=len(specs),
-        experts=experts.count(model),
+        experts=experts.count_experts(model),
         hooked=hooked,
     )
-    if not takes_rows(model):
+    if not supports_logits_to_keep(model):
         name = type(model).__name__
         why = f"{name} computes those of every token of a step, not of each request's last alone: it has no logits_to_keep"
         report.event("warning", what="logits", why=why)
     return specs
 
 
-def install(model: PreTrainedModel) -> list[str]:
+def install_ops(model: PreTrainedModel) -> list[str]:
     """Point the model's configs at the engine's attention and experts; returns the classes that needed a hook."""
-    by_kind = _reads_kinds(model)
+    by_kind = _uses_layer_types(model)
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = attention.NAME
             if not by_kind and getattr(config, "layer_types", None):
                 config.layer_types = None
-    experts.use(model)
-    hold_rope(model)
-    silence_padding(model)
+    experts.install_experts(model)
+    disable_dynamic_rope(model)
+    disable_padding_warnings(model)
     return hook_attention(model)
 
 
-def _reads_kinds(model: PreTrainedModel) -> bool:
+def _uses_layer_types(model: PreTrainedModel) -> bool:
     """Whether a model's code knows kinds of layers; one that does not has the same attention in all, whatever its config says."""
     classes = {each for module in model.modules() for each in type(module).__mro__}
     names = {each.__module__ for each in classes if not each.__module__.startswith(("torch.", "builtins"))}
@@ -86,7 +86,7 @@ def _reads_kinds(model: PreTrainedModel) -> bool:
     return any(re.search(r"\blayer_types\b", inspect.getsource(each)) for each in own)
 
 
-def refuse_by_config(config: Any) -> None:
+def check_config(config: Any) -> None:
     """Refuse what a config already shows: layers with a running state, ALiBi, encoders."""
     name = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
@@ -105,7 +105,7 @@ def refuse_by_config(config: Any) -> None:
         )
 
 
-class _Watch(TorchDispatchMode):
+class _ProbeMode(TorchDispatchMode):
     """Records the attention op's calls, and refuses what cannot be right when tokens are those of many requests."""
 
     def __init__(self) -> None:
@@ -143,28 +143,28 @@ def _call_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return named
 
 
-def _watch(model: PreTrainedModel) -> list[dict[str, Any]]:
-    watch, name = _Watch(), type(model).__name__
-    with torch.no_grad(), watch:
+def _run_probe(model: PreTrainedModel) -> list[dict[str, Any]]:
+    probe, name = _ProbeMode(), type(model).__name__
+    with torch.no_grad(), probe:
         ids = torch.zeros(_PROBE_TOKENS, dtype=torch.int64, device="meta")
-        index = torch.zeros(_PROBE_ROWS, dtype=torch.int64, device="meta")
+        index = torch.zeros(_PROBE_LOGITS, dtype=torch.int64, device="meta")
         try:
             logits = DecoderStep(model, [], 0, 0)(ids, ids.clone(), index)
         except UnsupportedModel as refusal:
             raise UnsupportedModel(f"{name} cannot be served: {refusal}") from refusal
         except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
             raise UnsupportedModel(
-                f"{name} cannot be served: its forward does not run over flat tokens: {_why(error)}."
+                f"{name} cannot be served: its forward does not run over flat tokens: {_failure_reason(error)}."
             ) from error
-    if logits.ndim != 2 or len(logits) != _PROBE_ROWS:
+    if logits.ndim != 2 or len(logits) != _PROBE_LOGITS:
         raise UnsupportedModel(
-            f"{name} cannot be served: asked for the logits of {_PROBE_ROWS} tokens out of {_PROBE_TOKENS} (logits_to_keep), it "
+            f"{name} cannot be served: asked for the logits of {_PROBE_LOGITS} tokens out of {_PROBE_TOKENS} (logits_to_keep), it "
             f"returns {list(logits.shape)}."
         )
-    return watch.calls
+    return probe.calls
 
 
-def _why(error: Exception) -> str:
+def _failure_reason(error: Exception) -> str:
     """What stopped a forward, in words that follow a colon."""
     why = " ".join(str(error).split())[:200].rstrip(".")
     if isinstance(error, NotImplementedError) or "item()" in why:
@@ -185,7 +185,7 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
     Raises:
         UnsupportedModel: the model cannot be served; the message says what it needs.
     """
-    name, calls = type(model).__name__, _watch(model)
+    name, calls = type(model).__name__, _run_probe(model)
     if not calls:
         raise UnsupportedModel(
             f"{name} cannot be served: its attention does not go through transformers' attention interface."

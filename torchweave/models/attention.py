@@ -19,7 +19,7 @@ NAME = "torchweave"
 """The attention implementation's name in transformers. No mask function has this name, so models build no masks."""
 
 # Arguments that models pass along and that do not change a causal decoder's result while it serves.
-_HARMLESS = frozenset(
+_IGNORED_ARGUMENTS = frozenset(
     {
         "dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
         "output_router_logits", "logits_to_keep", "return_dict", "num_items_in_batch", "position_embeddings",
@@ -32,7 +32,7 @@ class UnsupportedModel(ValueError):
     """The model needs something of attention that the engine does not have; the message says what."""
 
 
-def attend(
+def attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -54,17 +54,17 @@ def attend(
     temperature = getattr(module, "torchweave_temperature", None)
     if temperature is not None:
         assert token_positions is not None, "the layer hands positions on"
-        query = _tempered(query, token_positions, *temperature)
+        query = _scale_query_by_position(query, token_positions, *temperature)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = torch.empty(q.shape[0], q.shape[1], v.shape[-1], dtype=q.dtype, device=q.device)
     scale = float(scaling) if scaling is not None else q.shape[-1] ** -0.5
-    window, chunk = _locality(module, sliding_window)
+    window, chunk = _window_and_chunk(module, sliding_window)
     layer = getattr(module, "torchweave_layer", module.layer_idx)  # among those of this rank
     torch.ops.torchweave.attention(q, k, v, out, layer, scale, window, float(softcap or 0.0), s_aux, chunk)
     return out.unsqueeze(0), None
 
 
-def _tempered(query: Tensor, positions: Tensor, strength: float, floor: float) -> Tensor:
+def _scale_query_by_position(query: Tensor, positions: Tensor, strength: float, floor: float) -> Tensor:
     """Llama 4's temperature by position: query `[1, H, T, D]`, positions `[1, T]` (arXiv 2501.19399)."""
     scale = torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * strength + 1.0
     return (query * scale[:, None, :, None]).to(query.dtype)
@@ -80,12 +80,12 @@ def _check(module: nn.Module, attention_mask: Tensor | None, extra: dict[str, An
         raise UnsupportedModel(
             f"{name} attends to later tokens (it is not causal); only causal decoders can be served."
         )
-    unknown = sorted(key for key, given in extra.items() if given is not None and key not in _HARMLESS)
+    unknown = sorted(key for key, given in extra.items() if given is not None and key not in _IGNORED_ARGUMENTS)
     if unknown:
         raise UnsupportedModel(f"{name} passes {', '.join(unknown)} to its attention, which the engine does not have.")
 
 
-def _locality(module: Any, sliding_window: int | None) -> tuple[int, int]:
+def _window_and_chunk(module: Any, sliding_window: int | None) -> tuple[int, int]:
     """(window, chunk) of this layer, 0 = none.
 
     The kind that the config gives to a layer decides, as it does for transformers' masks; the argument is only a hint.
@@ -108,4 +108,4 @@ def _locality(module: Any, sliding_window: int | None) -> tuple[int, int]:
     return int(window), 0
 
 
-AttentionInterface.register(NAME, attend)
+AttentionInterface.register(NAME, attention_forward)

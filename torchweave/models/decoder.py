@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torchweave.ops.attention.op import LayerSpec
 
 
-def takes_rows(model: PreTrainedModel) -> bool:
+def supports_logits_to_keep(model: PreTrainedModel) -> bool:
     """Whether the forward takes `logits_to_keep`, the rows to compute logits of; many take any name and drop what they lack."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -35,11 +35,11 @@ class DecoderStep(nn.Module):
         self.attention_layers = attention_layers
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self._takes_rows = takes_rows(model)
+        self._supports_logits_to_keep = supports_logits_to_keep(model)
 
     def forward(self, input_ids: Tensor, positions: Tensor, logits_index: Tensor) -> Tensor:
         """input_ids `[T]` int64, positions `[T]` int64, logits_index `[N]` int64 (rows of T) -> logits `[N, vocab_size]`."""
         given = {"input_ids": input_ids[None], "position_ids": positions[None], "use_cache": False}
-        if self._takes_rows:
+        if self._supports_logits_to_keep:
             return self.model(**given, logits_to_keep=logits_index).logits[0]
         return self.model(**given).logits[0][logits_index]

@@ -1,4 +1,4 @@
-"""The experts function that transformers' mixture blocks call, once `use` has put its name into their config.
+"""The experts function that transformers' mixture blocks call, once `install_experts` has put its name into their config.
 
 The router stays the model's. Blocks whose experts are of a form that `torchweave::experts` does not know (a norm after
 each expert, an unusual gate) use transformers' own grouped matmul, which traces too; blocks that never asked for
@@ -36,7 +36,7 @@ _ACTIVATIONS = {
 _CLAMPED_GATES = {"GptOssExperts": ("alpha", "limit")}
 
 
-def _form(block: Any) -> tuple[str, float, float] | None:
+def _activation_form(block: Any) -> tuple[str, float, float] | None:
     """(activation, alpha, limit) of a block, or None where the op does not know its form."""
     if getattr(block, "has_post_expert_norm", False):
         return None
@@ -50,9 +50,9 @@ def _form(block: Any) -> tuple[str, float, float] | None:
     return None if has_own_gate or activation is None else (activation, 0.0, 0.0)
 
 
-def run_experts(block: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(block: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """hidden_states `[T, K]`, top_k_index and top_k_weights `[T, k]` -> `[T, K]`."""
-    form = _form(block)
+    form = _activation_form(block)
     if form is None:
         if hidden_states.device.type == "meta":  # for shapes alone: the grouped matmul refuses all but bfloat16 there
             return torch.empty_like(hidden_states)
@@ -77,30 +77,30 @@ def run_experts(block: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
     )
 
 
-def is_block(module: nn.Module) -> bool:
+def is_experts_module(module: nn.Module) -> bool:
     """Whether a module follows transformers' experts interface."""
     return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
 
 
 def runs_as_op(block: nn.Module) -> bool:
     """Whether a block runs as `torchweave::experts`; else by transformers' grouped matmul."""
-    return _form(block) is not None
+    return _activation_form(block) is not None
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
+def experts_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that follow transformers' experts interface."""
-    return [module for module in model.modules() if is_block(module)]
+    return [module for module in model.modules() if is_experts_module(module)]
 
 
-def count(model: nn.Module) -> dict[str, int]:
+def count_experts(model: nn.Module) -> dict[str, int]:
     """Experts blocks by how they run: the op, or transformers' grouped matmul."""
-    forms = [runs_as_op(block) for block in blocks(model)]
+    forms = [runs_as_op(block) for block in experts_modules(model)]
     return {"op": sum(forms), "grouped_mm": len(forms) - sum(forms)}
 
 
-def refuse_dtype(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def check_dtype(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse on a GPU what would leave its graphs: transformers' grouped matmul reads counts on the host but for bfloat16."""
-    if device.type == "cuda" and dtype != torch.bfloat16 and count(model)["grouped_mm"]:
+    if device.type == "cuda" and dtype != torch.bfloat16 and count_experts(model)["grouped_mm"]:
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be served in {str(dtype).removeprefix('torch.')} on a GPU: its experts are of a form "
             "that runs in bfloat16 alone there; use dtype=bfloat16."
@@ -110,22 +110,22 @@ def refuse_dtype(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 def launch_samples(module: nn.Module, num_tokens: int) -> None:
     """Run one experts block of each kind on zeros, so that the kernels of that number of tokens are built."""
     kinds: dict[tuple[Any, ...], Any] = {}
-    for block in blocks(module):
+    for block in experts_modules(module):
         top_k = getattr(block.config, "num_experts_per_tok", None)
-        if top_k is not None and _form(block) is not None:
+        if top_k is not None and _activation_form(block) is not None:
             kinds.setdefault((type(block), block.down_proj.shape, top_k), block)
     for (_, shape, top_k), block in kinds.items():
         weight = block.down_proj
         width = shape[2] if block.is_transposed else shape[1]
         spread = torch.arange(num_tokens * top_k, device=weight.device).view(num_tokens, top_k) % shape[0]
         x = torch.zeros(num_tokens, width, dtype=weight.dtype, device=weight.device)
-        run_experts(block, x, spread, torch.ones_like(spread, dtype=weight.dtype))
+        experts_forward(block, x, spread, torch.ones_like(spread, dtype=weight.dtype))
 
 
-def use(model: PreTrainedModel) -> None:
-    """Let every experts block of the model call `run_experts`."""
-    for block in blocks(model):
+def install_experts(model: PreTrainedModel) -> None:
+    """Let every experts block of the model call `experts_forward`."""
+    for block in experts_modules(model):
         block.config._experts_implementation = NAME  # type: ignore[union-attr]
 
 
-ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from torchweave.models.attention import attend
+from torchweave.models.attention import attention_forward
 from torchweave.report import Report
 
 # -- models whose attention is written out in the module ---------------------------------------------------------------
 
 
-def _scores_replaced(scale: Callable[[nn.Module], float], heads_first: bool) -> Callable[..., Any]:
+def _make_attn_method(scale: Callable[[nn.Module], float], heads_first: bool) -> Callable[..., Any]:
     """A stand-in for `_attn(query, key, value, mask)`, all `[1, H, T, D]`, that returns the output in the same layout."""
 
     def _attn(self: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> Any:
         window = getattr(self, "torchweave_window", 0)
         query, key = query.to(value.dtype), key.to(value.dtype)
-        out, _ = attend(self, query, key, value, attention_mask, scaling=scale(self), sliding_window=window)
+        out, _ = attention_forward(self, query, key, value, attention_mask, scaling=scale(self), sliding_window=window)
         return (out.transpose(1, 2) if heads_first else out), None
 
     return _attn
@@ -55,7 +55,7 @@ def _falcon_forward(
     assert position_embeddings is not None, "Falcon without rotary embeddings uses ALiBi, which is refused before this"
     rotate = inspect.getmodule(type(self)).apply_rotary_pos_emb  # type: ignore[union-attr]
     query, key = rotate(query, key, *position_embeddings)
-    out, _weights = attend(self, query, key, value, attention_mask)
+    out, _weights = attention_forward(self, query, key, value, attention_mask)
     return module.dense(out.reshape(1, tokens, module.num_heads * head_dim)), None
 
 
@@ -63,8 +63,8 @@ def _hook_falcon(module: Any) -> None:
     module.forward = types.MethodType(_falcon_forward, module)
 
 
-def _hook_scores(scale: Callable[[Any], float], heads_first: bool = True) -> Callable[[nn.Module], None]:
-    replacement = _scores_replaced(scale, heads_first)
+def _hook_attn_method(scale: Callable[[Any], float], heads_first: bool = True) -> Callable[[nn.Module], None]:
+    replacement = _make_attn_method(scale, heads_first)
 
     def hook(module: Any) -> None:
         module._attn = types.MethodType(replacement, module)
@@ -76,7 +76,7 @@ def _hook_gpt_neo(module: Any) -> None:
     """GPT-Neo does not scale its scores, counts layers as `layer_id`, and keeps local attention in a mask buffer."""
     module.layer_idx = module.layer_id
     module.torchweave_window = module.config.window_size if module.attention_type == "local" else 0
-    _hook_scores(lambda _: 1.0)(module)
+    _hook_attn_method(lambda _: 1.0)(module)
 
 
 def _hook_mask_window(module: Any) -> None:
@@ -99,14 +99,14 @@ def _hook_llama4_layer(module: Any) -> None:
         module.forward = types.MethodType(_llama4_layer_forward, module)
 
 
-_BY_CLASS: dict[str, Callable[[nn.Module], None]] = {
+_HOOKS_BY_CLASS: dict[str, Callable[[nn.Module], None]] = {
     "FalconAttention": _hook_falcon,
-    "GPTJAttention": _hook_scores(lambda m: m.head_dim**-0.5),
-    "CodeGenAttention": _hook_scores(lambda m: m.head_dim**-0.5),
+    "GPTJAttention": _hook_attn_method(lambda m: m.head_dim**-0.5),
+    "CodeGenAttention": _hook_attn_method(lambda m: m.head_dim**-0.5),
     "GPTNeoSelfAttention": _hook_gpt_neo,
     "Llama4TextDecoderLayer": _hook_llama4_layer,
     "PhimoeAttention": _hook_mask_window,
-    "GPTNeoXJapaneseAttention": _hook_scores(lambda m: 1.0 / float(m.norm_factor)),
+    "GPTNeoXJapaneseAttention": _hook_attn_method(lambda m: 1.0 / float(m.norm_factor)),
 }
 
 
@@ -115,8 +115,8 @@ def hook_attention(model: nn.Module) -> list[str]:
     hooked = set()
     for module in model.modules():
         name = type(module).__name__
-        if name in _BY_CLASS:
-            _BY_CLASS[name](module)
+        if name in _HOOKS_BY_CLASS:
+            _HOOKS_BY_CLASS[name](module)
             hooked.add(name)
     return sorted(hooked)
 
@@ -124,7 +124,7 @@ def hook_attention(model: nn.Module) -> list[str]:
 # -- rotary embeddings that look at the length -------------------------------------------------------------------------
 
 
-def _varying_rope(model: nn.Module) -> Iterator[tuple[str, Any, dict[str | None, str]]]:
+def _length_dependent_rope(model: nn.Module) -> Iterator[tuple[str, Any, dict[str | None, str]]]:
     """(name, module, kind by layer type) of rotary embeddings whose frequencies depend on the length."""
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
@@ -154,11 +154,11 @@ def _has_own_scaling(module: nn.Module) -> bool:
     return type(module).__name__ == "PhimoeRotaryEmbedding"
 
 
-def hold_rope(model: nn.Module) -> None:
+def disable_dynamic_rope(model: nn.Module) -> None:
     """Stop rotary embeddings from choosing frequencies in each forward; `freeze_rope` says which they have."""
-    for _, module, _ in _varying_rope(model):
-        held = _phimoe_rope_forward if _has_own_scaling(module) else inspect.unwrap(type(module).forward)
-        module.forward = types.MethodType(held, module)
+    for _, module, _ in _length_dependent_rope(model):
+        frozen_forward = _phimoe_rope_forward if _has_own_scaling(module) else inspect.unwrap(type(module).forward)
+        module.forward = types.MethodType(frozen_forward, module)
 
 
 def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
@@ -168,7 +168,7 @@ def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
     would let one request change another, and cached keys would have been rotated by other frequencies than new ones.
     """
     short = 0
-    for name, module, varying in _varying_rope(model):
+    for name, module, varying in _length_dependent_rope(model):
         if module.config.rope_parameters.get("alpha"):
             continue  # HunYuan calls dynamic what its alpha has fixed already
         for layer, kind in varying.items():
@@ -197,12 +197,12 @@ def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
 # -- warnings that read tensors ----------------------------------------------------------------------------------------
 
 
-def silence_padding(model: nn.Module) -> None:
+def disable_padding_warnings(model: nn.Module) -> None:
     """Keep models from looking for padding in their tokens to warn of it: there is none, and the look reads them on the host."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.warn_if_padding_and_no_attention_mask = _no_warning
+            module.warn_if_padding_and_no_attention_mask = _do_nothing
 
 
-def _no_warning(*_: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     pass

@@ -12,32 +12,33 @@ from contextlib import contextmanager
 from functools import cached_property
 from importlib import metadata
 
-from torchweave.utils.lazy_import import standing_in
+from torchweave.utils.lazy_import import lazy_modules
 
-FUNCTIONS = {
+DEFERRED_FUNCTIONS = {
     "scipy.optimize": ("linear_sum_assignment",),
     "sklearn.metrics": ("roc_curve",),
     "transformers.image_transforms": ("center_to_corners_format",),
 }
 """By module, what is imported from it by name and called later, if ever."""
-_ASKED = ("accelerate", "torch")
+_QUERIED_PACKAGES = ("accelerate", "torch")
 """Packages whose distribution transformers asks for as it is imported; both have the same name."""
 
 
 @contextmanager
 def postponed() -> Iterator[None]:
-    """In here transformers is imported without these modules. Whoever needs more of one than `FUNCTIONS` gets it as ever."""
+    """In here transformers is imported without these modules. Whoever needs more of one than `DEFERRED_FUNCTIONS` gets
+    it as ever."""
     read = metadata.packages_distributions
     metadata.packages_distributions = lambda: _Distributions(read)  # type: ignore[assignment, return-value]
     try:
-        with standing_in(FUNCTIONS):
+        with lazy_modules(DEFERRED_FUNCTIONS):
             yield
     finally:
         metadata.packages_distributions = read
 
 
 class _Distributions(Mapping[str, list[str]]):
-    """What `importlib.metadata.packages_distributions` returns, read when more than `_ASKED` is asked for.
+    """What `importlib.metadata.packages_distributions` returns, read when more than `_QUERIED_PACKAGES` is asked for.
 
     Args:
         read: that function.
@@ -51,7 +52,7 @@ class _Distributions(Mapping[str, list[str]]):
         return self._read()
 
     def __getitem__(self, package: str) -> list[str]:
-        if package in _ASKED and _is_distribution(package):
+        if package in _QUERIED_PACKAGES and _is_distribution(package):
             return [package]
         return self._all[package]
 

@@ -16,25 +16,25 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from torchweave.config import ModelFacts
-from torchweave.distributed.process_groups import World
+from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models import experts
-from torchweave.models.adapt import adapt, refuse_by_config, vocab_size
+from torchweave.models.adapt import adapt, check_config, vocab_size
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.hooks import freeze_rope
-from torchweave.models.parallel import Stage, divide, keep_stage
+from torchweave.models.parallel import PipelineStage, make_pipeline_stage, shard_model
 from torchweave.models.resolve import Source, read_json, resolve
 from torchweave.models.weights import read as weights
-from torchweave.models.weights.materialize import Filling, fill, fill_dummy
+from torchweave.models.weights.materialize import WeightLoadSpec, load_dummy_weights, load_weights
 from torchweave.models.weights.quantized_checkpoint import (
-    scheme_for,
-    stored_cache_dtype,
-    stored_scheme,
-    take_cache_scales,
+    checkpoint_kv_cache_dtype,
+    checkpoint_scheme,
+    pop_kv_cache_scales,
+    resolve_scheme,
 )
 from torchweave.ops.attention.op import LayerSpec
 from torchweave.report import Report
-from torchweave.tokenizer import Tokenizer, end_token
+from torchweave.tokenizer import Tokenizer, read_eos_token_id
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 # What transformers raises for values that it did not expect in a config: where it checks them, and where it trips over them.
@@ -90,8 +90,8 @@ class LoadedModel:
     num_parameters: int
     weight_bytes: int
     quantization: str | None = None
-    world: World = field(default_factory=World.single)
-    stage: Stage | None = None
+    process_groups: ProcessGroups = field(default_factory=ProcessGroups.single_rank)
+    stage: PipelineStage | None = None
 
 
 def load(
@@ -103,7 +103,7 @@ def load(
     report: Report | None = None,
     max_model_len: int | None = None,
     quantization: str | None = None,
-    world: World | None = None,
+    process_groups: ProcessGroups | None = None,
     expert_parallel: bool = False,
 ) -> LoadedModel:
     """Load a decoder from a folder, a hub id, a built-in name, or (`load_format="dummy"`) a config or `shape:` name.
@@ -124,40 +124,43 @@ def load(
     report = report if report is not None else Report(show=False)
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format is {load_format!r}: expected auto or dummy.")
-    device, world = torch.device(device), world if world is not None else World.single()
+    device, process_groups = (
+        torch.device(device),
+        process_groups if process_groups is not None else ProcessGroups.single_rank(),
+    )
     source = resolve(name_or_path, trust_remote_code)
     if source.folder is None and load_format != "dummy":
         raise ValueError(f"{source.name!r} is a shape without weights: use it with load_format=dummy.")
     config = read_config(source, trust_remote_code)
-    refuse_by_config(config)
-    chosen = _choose_dtype(dtype, config, device)
-    stored = weights.checkpoint(source.folder) if source.folder is not None and load_format == "auto" else None
+    check_config(config)
+    resolved_dtype = _choose_dtype(dtype, config, device)
+    stored = weights.read_headers(source.folder) if source.folder is not None and load_format == "auto" else None
     with report.stage("build model"):
-        how = scheme_for(source, quantization)
-        model = build_on_meta(config, chosen, trust_remote_code)
+        how = resolve_scheme(source, quantization)
+        model = build_on_meta(config, resolved_dtype, trust_remote_code)
         specs = adapt(model, report)
-        experts.refuse_dtype(model, chosen, device)
+        experts.check_dtype(model, resolved_dtype, device)
     length = _max_model_len(model.config, max_model_len)
     specs = _with_cache_scales(specs, stored, report)
-    size = _Size(vocab_size(model), sum(parameter.numel() for parameter in model.parameters()), length)
+    size = _ModelSize(vocab_size(model), sum(parameter.numel() for parameter in model.parameters()), length)
     plan = stage = whole = None
-    if world.tensor_parallel_size > 1:
-        plan, specs = divide(model, specs, world, expert_parallel, report)
-    if world.pipeline_parallel_size > 1:
-        whole = weights.untied(model)
-        stage = keep_stage(model, specs, world.stage, world.pipeline_parallel_size, report)
-        plan, specs = None if plan is None else plan.within(stage.keeps), stage.own(specs)
-        stored = None if stored is None else stage.of_checkpoint(stored)
+    if process_groups.tensor_parallel_size > 1:
+        plan, specs = shard_model(model, specs, process_groups, expert_parallel, report)
+    if process_groups.pipeline_parallel_size > 1:
+        whole = weights.untied_tensors(model)
+        stage = make_pipeline_stage(model, specs, process_groups.stage, process_groups.pipeline_parallel_size, report)
+        plan, specs = None if plan is None else plan.restricted_to(stage.owns), stage.local_layers(specs)
+        stored = None if stored is None else stage.filter_checkpoint(stored)
     fresh = read_config(source, trust_remote_code)
-    filling = Filling(source, fresh, chosen, device, trust_remote_code, how, plan, stage, whole)
+    load_spec = WeightLoadSpec(source, fresh, resolved_dtype, device, trust_remote_code, how, plan, stage, whole)
     if stored is None:
-        quantizer = fill_dummy(model, filling, report)
+        quantizer = load_dummy_weights(model, load_spec, report)
     else:
-        model, quantizer = fill(model, stored, filling, report)
+        model, quantizer = load_weights(model, stored, load_spec, report)
     if quantizer is not None:
-        quantizer.tell(model, report)
+        quantizer.report_summary(model, report)
     freeze_rope(model, length, report)
-    return _loaded(filling, model, specs, size, world, report)
+    return _make_loaded_model(load_spec, model, specs, size, process_groups, report)
 
 
 def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code: bool = False) -> ModelFacts:
@@ -168,15 +171,15 @@ def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code:
     """
     source = resolve(name_or_path, trust_remote_code)
     config = read_config(source, trust_remote_code)
-    refuse_by_config(config)
-    stored, how = _stored_dtype(config), stored_scheme(source)
+    check_config(config)
+    stored, how = _stored_dtype(config), checkpoint_scheme(source)
     heads, length = getattr(config, "num_attention_heads", None), _max_model_len(config, None)
     return ModelFacts(
         source.name,
         length,
         None if stored is None else str(stored).removeprefix("torch."),
         None if how is None else how.name,
-        stored_cache_dtype(source),
+        checkpoint_kv_cache_dtype(source),
         getattr(config.get_text_config(), "num_hidden_layers", None),
         heads if isinstance(heads, int) else None,
         _longest_model_len(config, length),
@@ -257,10 +260,10 @@ def _choose_dtype(dtype: torch.dtype | str, config: PreTrainedConfig, device: to
             return torch.float32
         stored = _stored_dtype(config)
         return stored if stored in (torch.bfloat16, torch.float16, torch.float32) else torch.bfloat16
-    chosen = getattr(torch, dtype, None)
-    if chosen not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    resolved_dtype = getattr(torch, dtype, None)
+    if resolved_dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise ValueError(f"dtype is {dtype!r}: expected auto, float32, bfloat16 or float16.")
-    return chosen
+    return resolved_dtype
 
 
 def _stored_dtype(config: PreTrainedConfig) -> torch.dtype | None:
@@ -269,28 +272,28 @@ def _stored_dtype(config: PreTrainedConfig) -> torch.dtype | None:
     return getattr(torch, stored, None) if isinstance(stored, str) else stored
 
 
-def _max_model_len(config: Any, asked: int | None) -> int:
+def _max_model_len(config: Any, requested: int | None) -> int:
     config = config.get_text_config()
     limit = next((int(value) for key in _LENGTH_KEYS if (value := getattr(config, key, None))), None)
     if limit is not None and _rope(config).get("rope_type") == "yarn":
         # Published configs often keep the length from before, and users are told to add the scaling alone.
-        limit = max(limit, _stretched(_rope(config).get("original_max_position_embeddings", limit), config))
-    if asked is None:
+        limit = max(limit, _scaled_length(_rope(config).get("original_max_position_embeddings", limit), config))
+    if requested is None:
         return limit if limit is not None else 4096
-    if asked < 1:
-        raise ValueError(f"max_model_len is {asked}: expected at least 1.")
+    if requested < 1:
+        raise ValueError(f"max_model_len is {requested}: expected at least 1.")
     longest = limit if limit is None else _longest_model_len(config, limit)
-    if longest is not None and asked > longest:
+    if longest is not None and requested > longest:
         raise ValueError(
-            f"max_model_len is {asked}, but the model has positions for {longest} tokens; ask for no more."
+            f"max_model_len is {requested}, but the model has positions for {longest} tokens; ask for no more."
         )
-    return asked
+    return requested
 
 
 def _longest_model_len(config: Any, limit: int) -> int:
     """The longest sequence that may be asked for: dynamic RoPE stretches beyond `limit`, at a cost to shorter sequences."""
     config = config.get_text_config()
-    return _stretched(limit, config) if _rope(config).get("rope_type") == "dynamic" else limit
+    return _scaled_length(limit, config) if _rope(config).get("rope_type") == "dynamic" else limit
 
 
 def _rope(config: Any) -> dict[str, Any]:
@@ -298,15 +301,15 @@ def _rope(config: Any) -> dict[str, Any]:
     return getattr(config, "rope_parameters", None) or {}
 
 
-def _stretched(tokens: int, config: Any) -> int:
+def _scaled_length(tokens: int, config: Any) -> int:
     return int(tokens * max(1.0, _rope(config).get("factor") or 1.0))
 
 
 def _with_cache_scales(
-    specs: list[LayerSpec], stored: dict[str, weights.Stored] | None, report: Report
+    specs: list[LayerSpec], stored: dict[str, weights.CheckpointTensor] | None, report: Report
 ) -> list[LayerSpec]:
     """The layers with what the checkpoint knows of how large their keys and values get; `stored` loses it."""
-    scales = take_cache_scales(stored) if stored is not None else {}
+    scales = pop_kv_cache_scales(stored) if stored is not None else {}
     if scales:
         report.event("kv_cache_scales", layers=len(scales), largest=max(map(max, scales.values())))
     return [
@@ -316,7 +319,7 @@ def _with_cache_scales(
 
 
 @dataclass(frozen=True)
-class _Size:
+class _ModelSize:
     """What a model is before it is divided: columns of its logits, parameters, and the longest sequence."""
 
     vocab: int
@@ -324,8 +327,13 @@ class _Size:
     length: int
 
 
-def _loaded(
-    how: Filling, model: PreTrainedModel, specs: list[LayerSpec], size: _Size, world: World, report: Report
+def _make_loaded_model(
+    how: WeightLoadSpec,
+    model: PreTrainedModel,
+    specs: list[LayerSpec],
+    size: _ModelSize,
+    process_groups: ProcessGroups,
+    report: Report,
 ) -> LoadedModel:
     step = DecoderStep(model, specs, size.vocab, size.length).eval().requires_grad_(False)
     tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -338,12 +346,12 @@ def _loaded(
         dtype=how.dtype,
         device=how.device,
         max_model_len=size.length,
-        tokenizer=Tokenizer.find(how.source.folder, how.trust_remote_code),
+        tokenizer=Tokenizer.from_folder(how.source.folder, how.trust_remote_code),
         generation=_generation(how.source.folder, model.config),
         num_parameters=size.parameters,
         weight_bytes=num_bytes,
         quantization=None if how.quantization is None else how.quantization.name,
-        world=world,
+        process_groups=process_groups,
         stage=how.stage,
     )
     report.event(
@@ -367,7 +375,7 @@ def _generation(folder: Path | None, config: PreTrainedConfig) -> GenerationDefa
     eos = raw.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
     ids = list(eos) if isinstance(eos, (list, tuple)) else [eos]
     # A model that was tuned for conversation may end its turns with a token that only its tokenizer calls the end.
-    ids.append(None if folder is None else end_token(folder))
+    ids.append(None if folder is None else read_eos_token_id(folder))
     # Without do_sample transformers decodes greedily, whatever else the file says of drawing; a penalty it applies all the same.
     drawn = {name: raw.get(name) for name in ("temperature", "top_k", "top_p", "min_p")} if raw.get("do_sample") else {}
     given = {**drawn, "repetition_penalty": raw.get("repetition_penalty")}

@@ -17,12 +17,12 @@ _PREFIX = "models."
 
 def import_models() -> None:
     """Import `transformers.models`, which lists the models."""
-    with _listed_once():
+    with _cached_model_list():
         import_module("transformers.models")
 
 
 @contextmanager
-def _listed_once() -> Iterator[None]:
+def _cached_model_list() -> Iterator[None]:
     """The second list is made of the first one in here, if that is still there; else as ever."""
     tools = import_module("transformers.utils.import_utils")
     read = getattr(tools, "define_import_structure", None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchweave.config.options import expanded
+from torchweave.config.options import expand_path
 
 BUILT_IN = {"demo": "demo", "demo-draft": "demo_draft"}
 """Models that come with the package: name -> folder beside this file."""
@@ -123,7 +123,7 @@ def resolve(name: str | Path | Mapping[str, Any], trust_remote_code: bool = Fals
         raise ValueError(f"Unknown shape {text!r}: the shapes are {', '.join(sorted(SHAPES))}.")
     if text in BUILT_IN:
         return Source(text, _checked(Path(__file__).parent / BUILT_IN[text], text))
-    folder = expanded(text)
+    folder = expand_path(text)
     try:
         if folder.exists():
             return Source(text, _checked(folder, text))

@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """What `activation` may be."""
 
 
-def activation_of(name: str) -> Callable[[Tensor], Tensor]:
+def get_activation(name: str) -> Callable[[Tensor], Tensor]:
     """The function called `name`; ValueError lists those there are."""
     found = ACTIVATIONS.get(name)
     if found is None:
@@ -34,18 +34,18 @@ def activation_of(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _fake(gate_up: Tensor, activation: str) -> Tensor:
-    activation_of(activation)
+    get_activation(activation)
     return torch.empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2), dtype=gate_up.dtype, device=gate_up.device)
 
 
-def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def _split_gate_up(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     half = gate_up.shape[-1] // 2
     gate, up = gate_up.split([half, half], -1)
     return gate, up
 
 
 def _launch(gate_up: Tensor, activation: str) -> Tensor:
-    return _launch_pair(*_halves(gate_up), activation)
+    return _launch_pair(*_split_gate_up(gate_up), activation)
 
 
 def _launch_pair(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -57,11 +57,11 @@ def _launch_pair(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 @define("torchweave::gated_activation", fake=_fake, cuda=_launch)
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     """`act(gate_up[..., :I]) * gate_up[..., I:]`: `[..., 2 * I]` -> `[..., I]`, contiguous."""
-    return _gated(*_halves(gate_up), activation)
+    return _gated(*_split_gate_up(gate_up), activation)
 
 
 def _fake_pair(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    activation_of(activation)
+    get_activation(activation)
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
@@ -72,4 +72,4 @@ def gated_activation_pair(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    return (activation_of(activation)(gate) * up).contiguous()
+    return (get_activation(activation)(gate) * up).contiguous()

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from torchweave.ops import activation as _activation  # noqa: F401 (registers the ops that stand around a product)
 from torchweave.ops import norm as _norm  # noqa: F401
-from torchweave.ops.linear_config import LinearConfig, pick
+from torchweave.ops.linear_config import LinearConfig, select_config
 from torchweave.ops.registry import define
 
 
 @dataclass(frozen=True)
-class Around:
+class LinearFusion:
     """What a product is fused with; the default is nothing.
 
     Attributes:
@@ -41,62 +41,62 @@ class Around:
     activation: str | None = None
 
 
-NOTHING = Around()
+NO_FUSION = LinearFusion()
 
 
-def run(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, around: Around = NOTHING) -> None:
+def run(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, fusion: LinearFusion = NO_FUSION) -> None:
     """out [T, N] = x [T, K] @ w [N, K].T, and what is around it, by a kernel; all on one GPU, rows contiguous."""
     from torchweave.ops.kernels.linear import launch
 
-    if config.norm_apart and around.norm is not None:
-        x, around = _normalized(x, around), replace(around, norm=None)
-    launch(config, x, w, out, around)
+    if config.norm_apart and fusion.norm is not None:
+        x, fusion = _normalized(x, fusion), replace(fusion, norm=None)
+    launch(config, x, w, out, fusion)
 
 
-def run_apart(x: Tensor, w: Tensor, around: Around = NOTHING) -> Tensor:
+def run_unfused(x: Tensor, w: Tensor, fusion: LinearFusion = NO_FUSION) -> Tensor:
     """x [..., K] times w by the BLAS, and what is around it by operations of their own."""
-    if around.norm is not None:
-        x = _normalized(x, around)
-    y = F.linear(x, w, around.bias)
-    if around.activation is not None:
-        y = torch.ops.torchweave.gated_activation(y, around.activation)
-    return y if around.residual is None else around.residual + y
+    if fusion.norm is not None:
+        x = _normalized(x, fusion)
+    y = F.linear(x, w, fusion.bias)
+    if fusion.activation is not None:
+        y = torch.ops.torchweave.gated_activation(y, fusion.activation)
+    return y if fusion.residual is None else fusion.residual + y
 
 
-def _normalized(x: Tensor, around: Around) -> Tensor:
-    return torch.ops.torchweave.rms_norm(x, around.norm, around.eps, around.offset, around.wide)
+def _normalized(x: Tensor, fusion: LinearFusion) -> Tensor:
+    return torch.ops.torchweave.rms_norm(x, fusion.norm, fusion.eps, fusion.offset, fusion.wide)
 
 
-def _chosen(x: Tensor, w: Tensor, around: Around, choices: str) -> Tensor:
+def _run_chosen(x: Tensor, w: Tensor, fusion: LinearFusion, choices: str) -> Tensor:
     """On a GPU, as the choices say; operands that the kernels cannot read go to the BLAS."""
     width = w.shape[1]
-    config = pick(choices, x.numel() // width) if _readable(x, w, around) else None
+    config = select_config(choices, x.numel() // width) if _kernels_can_read(x, w, fusion) else None
     if config is None:
-        return run_apart(x, w, around)
-    outputs = w.shape[0] // 2 if around.activation is not None else w.shape[0]
+        return run_unfused(x, w, fusion)
+    outputs = w.shape[0] // 2 if fusion.activation is not None else w.shape[0]
     out = x.new_empty((*x.shape[:-1], outputs))
-    if around.residual is not None:
-        around = replace(around, residual=around.residual.view(-1, outputs))
-    run(config, x.view(-1, width), w, out.view(-1, outputs), around)
+    if fusion.residual is not None:
+        fusion = replace(fusion, residual=fusion.residual.view(-1, outputs))
+    run(config, x.view(-1, width), w, out.view(-1, outputs), fusion)
     return out
 
 
 def linear_into(x: Tensor, w: Tensor, bias: Tensor | None, choices: str, out: Tensor) -> None:
     """out `[..., N]`, contiguous, = `torchweave::linear(x, w, bias, choices)`."""
     rows, result = x.reshape(-1, w.shape[1]), out.view(-1, w.shape[0])
-    config = pick(choices, len(rows)) if x.is_cuda and _readable(rows, w, NOTHING) else None
+    config = select_config(choices, len(rows)) if x.is_cuda and _kernels_can_read(rows, w, NO_FUSION) else None
     if config is not None:
-        run(config, rows, w, result, Around(bias))
+        run(config, rows, w, result, LinearFusion(bias))
     elif bias is None:
         torch.mm(rows, w.t(), out=result)
     else:
         torch.addmm(bias, rows, w.t(), out=result)
 
 
-def _readable(x: Tensor, w: Tensor, around: Around) -> bool:
+def _kernels_can_read(x: Tensor, w: Tensor, fusion: LinearFusion) -> bool:
     """May the kernels read these, the weight with 16-byte loads?"""
     rows_aligned = w.stride(1) == 1 and w.stride(0) % 8 == 0 and w.data_ptr() % 16 == 0
-    beside = around.residual is None or (around.residual.is_contiguous() and around.residual.dtype == x.dtype)
+    beside = fusion.residual is None or (fusion.residual.is_contiguous() and fusion.residual.dtype == x.dtype)
     return x.dtype == w.dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 and rows_aligned and beside
 
 
@@ -105,7 +105,7 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None = None, choices: str = "") -
 
 
 def _linear_on_gpu(x: Tensor, w: Tensor, bias: Tensor | None = None, choices: str = "") -> Tensor:
-    return _chosen(x, w, Around(bias), choices)
+    return _run_chosen(x, w, LinearFusion(bias), choices)
 
 
 @define("torchweave::linear", fake=_fake, cuda=_linear_on_gpu)
@@ -114,14 +114,14 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, choices: str = "") 
     return F.linear(x, w, bias)
 
 
-def _fake_fused(x: Tensor, w: Tensor, *around: Any) -> Tensor:
-    *_, activation, _ = around
+def _fake_fused(x: Tensor, w: Tensor, *fusion: Any) -> Tensor:
+    *_, activation, _ = fusion
     return x.new_empty((*x.shape[:-1], w.shape[0] // 2 if activation is not None else w.shape[0]))
 
 
-def _fused_on_gpu(x: Tensor, w: Tensor, *around: Any) -> Tensor:
-    *fields, choices = around
-    return _chosen(x, w, Around(*fields), choices)
+def _fused_on_gpu(x: Tensor, w: Tensor, *fusion: Any) -> Tensor:
+    *fields, choices = fusion
+    return _run_chosen(x, w, LinearFusion(*fields), choices)
 
 
 @define("torchweave::fused_linear", fake=_fake_fused, cuda=_fused_on_gpu)
@@ -137,5 +137,6 @@ def fused_linear(
     activation: str | None,
     choices: str,
 ) -> Tensor:
-    """x [..., K] and w [N, K] with what is around the product (`Around`) -> [..., N], or [..., N // 2] when gated; contiguous."""
-    return run_apart(x, w, Around(bias, norm, eps, offset, wide, residual, activation)).contiguous()
+    """x [..., K] and w [N, K] with what is around the product (`LinearFusion`) -> [..., N], or [..., N // 2] when
+    gated; contiguous."""
+    return run_unfused(x, w, LinearFusion(bias, norm, eps, offset, wide, residual, activation)).contiguous()

@@ -18,7 +18,7 @@ BLAS = "blas"
 """In a choice: the product by the BLAS, and what is around it by kernels of their own."""
 
 KERNELS = ("row", "dot", "split")
-ROW_LIMIT = 4  # tokens that the row kernel can do
+ROW_KERNEL_MAX_TOKENS = 4  # tokens that the row kernel can do
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LinearConfig:
     dependent: int = 0
     norm_apart: bool = False
 
-    def padded(self, tokens: int) -> int:
+    def padded_tokens(self, tokens: int) -> int:
         """The number of tokens that a kernel is built for."""
         return max(1 if self.kernel == "row" else 8, 1 << max(tokens - 1, 0).bit_length())
 
@@ -67,7 +67,7 @@ Choices = tuple[tuple[int, LinearConfig | None], ...]
 """Largest number of tokens, and how they are run (None: the BLAS), in increasing order."""
 
 
-def write_choices(choices: Iterable[tuple[int, LinearConfig | None]]) -> str:
+def format_choices(choices: Iterable[tuple[int, LinearConfig | None]]) -> str:
     """The text of choices; neighbours that agree become one, and the BLAS at the end is left out."""
     kept: list[tuple[int, LinearConfig | None]] = []
     for tokens, config in sorted(choices, key=lambda choice: choice[0]):
@@ -80,8 +80,8 @@ def write_choices(choices: Iterable[tuple[int, LinearConfig | None]]) -> str:
 
 
 @lru_cache(maxsize=4096)
-def read_choices(text: str) -> Choices:
-    """What `write_choices` wrote; ValueError when it is not."""
+def parse_choices(text: str) -> Choices:
+    """What `format_choices` wrote; ValueError when it is not."""
     found = []
     for part in filter(None, text.split(";")):
         tokens, _, how = part.partition("=")
@@ -90,16 +90,19 @@ def read_choices(text: str) -> Choices:
         found.append((int(tokens), None if how == BLAS else LinearConfig.parse(how)))
     if found != sorted(found, key=lambda choice: choice[0]):
         raise ValueError(f"choices {text!r} are not in the order of their tokens")
-    if any(config is not None and config.kernel == "row" and most > ROW_LIMIT for most, config in found):
-        raise ValueError(f"choices {text!r} give more than {ROW_LIMIT} tokens to a row kernel")
+    if any(
+        config is not None and config.kernel == "row" and max_tokens > ROW_KERNEL_MAX_TOKENS
+        for max_tokens, config in found
+    ):
+        raise ValueError(f"choices {text!r} give more than {ROW_KERNEL_MAX_TOKENS} tokens to a row kernel")
     return tuple(found)
 
 
-def pick(text: str, num_tokens: int) -> LinearConfig | None:
+def select_config(text: str, num_tokens: int) -> LinearConfig | None:
     """How a number of tokens is run by choices; None for the BLAS."""
     if num_tokens < 1:
         return None
-    return next((config for most, config in read_choices(text) if num_tokens <= most), None)
+    return next((config for max_tokens, config in parse_choices(text) if num_tokens <= max_tokens), None)
 
 
 MAX_TOKENS = 32
@@ -141,6 +144,6 @@ def supported(num_outputs: int, width: int, dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and num_outputs * width >= _MIN_WEIGHT
 
 
-def rule(num_outputs: int, width: int, dtype: torch.dtype) -> str:
+def default_choices(num_outputs: int, width: int, dtype: torch.dtype) -> str:
     """`choose` as choices."""
-    return write_choices((tokens, choose(tokens, num_outputs, width, dtype)) for tokens in (1, 2, 16, MAX_TOKENS))
+    return format_choices((tokens, choose(tokens, num_outputs, width, dtype)) for tokens in (1, 2, 16, MAX_TOKENS))

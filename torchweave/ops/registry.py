@@ -60,7 +60,7 @@ def define(
         # The schema is inferred from annotations, which `from __future__ import annotations` turns into strings.
         reference.__annotations__ = hints | ({"return": None} if returns_nothing else {})
         op = torch.library.custom_op(name, reference, mutates_args=mutates)
-        op.register_fake(fake if fake is not None else _writes_only)
+        op.register_fake(fake if fake is not None else _fake_without_outputs)
         if cuda is not None:
             op.register_kernel("cuda", cuda)
         _OPS[name] = OpInfo(name, reference, mutates, boundary, cuda)
@@ -69,7 +69,7 @@ def define(
     return register
 
 
-def _writes_only(*args: Any, **kwargs: Any) -> None:
+def _fake_without_outputs(*args: Any, **kwargs: Any) -> None:
     """The fake kernel of an op without outputs."""
 
 

@@ -45,15 +45,15 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     Returns:
         q and k turned, contiguous.
     """
-    return _turn(q, cos, sin), _turn(k, cos, sin)
+    return _apply_rotary(q, cos, sin), _apply_rotary(k, cos, sin)
 
 
 def _launch_norm(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, *norm: Any
 ) -> tuple[Tensor, Tensor]:
-    from torchweave.ops.kernels.rope import Norm, launch_rope
+    from torchweave.ops.kernels.rope import QKNorm, launch_rope
 
-    return launch_rope(q, k, cos, sin, Norm(q_weight, k_weight, *norm))
+    return launch_rope(q, k, cos, sin, QKNorm(q_weight, k_weight, *norm))
 
 
 @define("torchweave::qk_norm_rope", fake=_fake, cuda=_launch_norm)
@@ -70,20 +70,20 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """`rope` of `rms_norm(q, q_weight, ...)` and `rms_norm(k, k_weight, ...)`, the norm over each head; weights `[D]`."""
     return (
-        _turn(_normalize(q, q_weight, eps, offset, wide), cos, sin),
-        _turn(_normalize(k, k_weight, eps, offset, wide), cos, sin),
+        _apply_rotary(_normalize(q, q_weight, eps, offset, wide), cos, sin),
+        _apply_rotary(_normalize(k, k_weight, eps, offset, wide), cos, sin),
     )
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    turning = x[..., :width]
-    swapped = torch.cat((-turning[..., width // 2 :], turning[..., : width // 2]), -1)
-    turned = (turning * cos + swapped * sin).to(x.dtype)
+    rotary_dims = x[..., :width]
+    rotated_half = torch.cat((-rotary_dims[..., width // 2 :], rotary_dims[..., : width // 2]), -1)
+    rotated = (rotary_dims * cos + rotated_half * sin).to(x.dtype)
     if width == x.shape[-1]:
-        return turned.contiguous()
-    return torch.cat((turned, x[..., width:]), -1)
+        return rotated.contiguous()
+    return torch.cat((rotated, x[..., width:]), -1)
 
 
 class Rotary(NamedTuple):
@@ -100,7 +100,7 @@ class Rotary(NamedTuple):
     offset: float = 0.0
     wide: bool = False
 
-    def turn(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def apply_rotary(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q `[T, H, D]` and k `[T, KH, D]`, normed if there are weights, and turned."""
         cos, sin = self.cos.reshape(-1, self.cos.shape[-1]), self.sin.reshape(-1, self.sin.shape[-1])
         if self.q_weight is None or self.k_weight is None:

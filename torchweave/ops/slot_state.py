@@ -101,13 +101,13 @@ class SlotState:
             value = np.array(empty, dtype=np.float32 if is_float else np.int32).view(np.int32)
             initial[self.layout[name] : self.layout[name] + max_batch] = value
         self.arena = torch.from_numpy(initial).to(self.device)
-        self.host: dict[str, np.ndarray] = {}
+        self.host_arrays: dict[str, np.ndarray] = {}
         """On the CPU only: the same regions as numpy views that share the arena's memory."""
         for name in self.shapes:
             view = self._view(name)
             setattr(self, name, view)
             if self.device.type == "cpu":
-                self.host[name] = view.numpy()
+                self.host_arrays[name] = view.numpy()
         self._flat = self.arena.numpy() if self.device.type == "cpu" else np.empty(0, np.int32)
         self._last_writer = np.empty(end, dtype=np.int32)
         self._uploader = _Uploader(self.arena) if self.device.type == "cuda" else None
@@ -159,9 +159,9 @@ class SlotUpdates:
         self._indices: list[np.ndarray] = []
         self._values: list[np.ndarray] = []
         stops = state.layout["stop_ids"] + np.arange(MAX_STOP_IDS)
-        places = np.concatenate([[state.layout[name] for name in _RECORD_FIELDS], stops])
+        offsets = np.concatenate([[state.layout[name] for name in _RECORD_FIELDS], stops])
         strides = np.concatenate([np.ones(len(_RECORD_FIELDS)), np.full(MAX_STOP_IDS, MAX_STOP_IDS)])
-        self._places, self._strides = places.astype(np.int32), strides.astype(np.int32)
+        self._record_offsets, self._strides = offsets.astype(np.int32), strides.astype(np.int32)
 
     def __len__(self) -> int:
         return sum(a.size for a in self._indices)
@@ -206,7 +206,7 @@ class SlotUpdates:
         record = _RECORD.pack(
             position, min_position, top_k, temperature, top_p, min_p, seed & 0xFFFFFFFF, seed >> 32, *stops
         )
-        self._indices.append(self._places + self._strides * np.int32(slot))
+        self._indices.append(self._record_offsets + self._strides * np.int32(slot))
         self._values.append(np.frombuffer(record, np.int32))
 
     def set_seed(self, slots: IntArray, seeds: IntArray) -> None:
@@ -223,7 +223,7 @@ class SlotUpdates:
         row[: len(kept)] = kept
         self.set("stop_ids", slot, row)
 
-    def set_blocks(self, slots: IntArray, columns: IntArray, blocks: IntArray) -> None:
+    def set_block_table(self, slots: IntArray, columns: IntArray, blocks: IntArray) -> None:
         """Set block_table[slots, columns] = blocks; the three broadcast to one length. Row g * S + s is slot s in group g."""
         state = self.state
         slots, columns = np.asarray(slots, dtype=np.int32), np.asarray(columns, dtype=np.int32)
@@ -234,7 +234,7 @@ class SlotUpdates:
         flat, blocks = np.broadcast_arrays(np.atleast_1d(flat), blocks)
         self._add(flat, blocks)
 
-    def set_batch(self, slots: IntArray) -> None:
+    def set_decode_slots(self, slots: IntArray) -> None:
         """Make `slots` the running decode batch, in this order; the rest of the region becomes padding (-1)."""
         state = self.state
         slots = np.asarray(slots, dtype=np.int32).reshape(-1)
@@ -273,7 +273,7 @@ class _Uploader:
         self.arena, self.capacity, self.ring = arena, capacity, ring
         self._pinned = [torch.empty(2 * capacity, dtype=torch.int32, pin_memory=True) for _ in range(ring)]
         self._arrays = [buffer.numpy() for buffer in self._pinned]
-        self._read = [torch.cuda.Event() for _ in range(ring)]
+        self._read_events = [torch.cuda.Event() for _ in range(ring)]
         self._next = 0
 
     def scatter(self, indices: np.ndarray, values: np.ndarray) -> None:
@@ -283,11 +283,11 @@ class _Uploader:
         for start in range(0, indices.size, self.capacity):
             part = slice(start, min(start + self.capacity, indices.size))
             count = part.stop - part.start
-            turn = self._next
-            self._next = (turn + 1) % self.ring
-            self._read[turn].synchronize()  # returns at once for an event that was never recorded
-            array = self._arrays[turn]
+            buffer_idx = self._next
+            self._next = (buffer_idx + 1) % self.ring
+            self._read_events[buffer_idx].synchronize()  # returns at once for an event that was never recorded
+            array = self._arrays[buffer_idx]
             array[:count] = indices[part]
             array[count : 2 * count] = values[part]
-            launch_scatter(self.arena, self._pinned[turn], count)
-            self._read[turn].record()
+            launch_scatter(self.arena, self._pinned[buffer_idx], count)
+            self._read_events[buffer_idx].record()

@@ -54,22 +54,22 @@ def prepare(
     num_real = int(starts[-1])
     token_slots = np.repeat(row_slots, lengths)
     out_ids, out_positions, mapping = ids.numpy(), positions.numpy(), slot_mapping.numpy()
-    own = host_ids.numpy()[:num_real] < 0
-    out_ids[:num_real] = np.where(own, state.host["last_token"][token_slots], host_ids.numpy()[:num_real])
-    at = np.where(own, state.host["position"][token_slots], host_positions.numpy()[:num_real])
+    from_slot = host_ids.numpy()[:num_real] < 0
+    out_ids[:num_real] = np.where(from_slot, state.host_arrays["last_token"][token_slots], host_ids.numpy()[:num_real])
+    at = np.where(from_slot, state.host_arrays["position"][token_slots], host_positions.numpy()[:num_real])
     out_positions[:num_real] = at
-    _map(state, token_slots, at, block_size, mapping[..., :num_real])
+    _fill_slot_mapping(state, token_slots, at, block_size, mapping[..., :num_real])
     out_ids[num_real:], out_positions[num_real:], mapping[..., num_real:] = 0, 0, -1
 
-    filled = (lengths > 0) & (row_slots >= 0)
-    final = at[starts[1:][filled] - 1]
+    has_tokens = (lengths > 0) & (row_slots >= 0)
+    final = at[starts[1:][has_tokens] - 1]
     out_lens = seq_lens.numpy()
     out_lens[...] = 0
-    out_lens[filled] = final + 1
-    state.host["position"][row_slots[filled]] = final
+    out_lens[has_tokens] = final + 1
+    state.host_arrays["position"][row_slots[has_tokens]] = final
 
 
-def prepare_decode(
+def prepare_decode_inputs(
     state: SlotState,
     slots: Tensor,
     *,
@@ -101,11 +101,11 @@ def prepare_decode(
         return
     row_slots = slots.numpy()
     running = row_slots >= 0
-    at = np.where(running, state.host["position"][row_slots], 0)
-    ids.numpy()[...] = np.where(running, state.host["last_token"][row_slots], 0)
+    at = np.where(running, state.host_arrays["position"][row_slots], 0)
+    ids.numpy()[...] = np.where(running, state.host_arrays["last_token"][row_slots], 0)
     positions.numpy()[...] = at
     seq_lens.numpy()[...] = np.where(running, at + 1, 0)
-    _map(state, row_slots, at, block_size, slot_mapping.numpy())
+    _fill_slot_mapping(state, row_slots, at, block_size, slot_mapping.numpy())
 
 
 def advance(tokens: Tensor, slots: Tensor, emit: Tensor, state: SlotState, out: Tensor) -> None:
@@ -120,17 +120,19 @@ def advance(tokens: Tensor, slots: Tensor, emit: Tensor, state: SlotState, out: 
 
         launch_advance(tokens, slots, emit, state.last_token, state.position, state.min_position, state.stop_ids, out)
         return
-    row_slots, coded = slots.numpy(), out.numpy()
+    row_slots, encoded = slots.numpy(), out.numpy()
     active = (emit.numpy() != 0) & (row_slots >= 0)
-    coded[...] = NOT_EMITTED
-    moved, new = row_slots[active], tokens.numpy()[active].astype(np.int32)
-    if moved.size == 0:
+    encoded[...] = NOT_EMITTED
+    active_slots, new = row_slots[active], tokens.numpy()[active].astype(np.int32)
+    if active_slots.size == 0:
         return
-    at = state.host["position"][moved] + 1
-    is_stop = (state.host["stop_ids"][moved] == new[:, None]).any(axis=1) & (at >= state.host["min_position"][moved])
-    state.host["last_token"][moved] = new
-    state.host["position"][moved] = at
-    coded[active] = np.where(is_stop, -1 - new, new)
+    at = state.host_arrays["position"][active_slots] + 1
+    is_stop = (state.host_arrays["stop_ids"][active_slots] == new[:, None]).any(axis=1) & (
+        at >= state.host_arrays["min_position"][active_slots]
+    )
+    state.host_arrays["last_token"][active_slots] = new
+    state.host_arrays["position"][active_slots] = at
+    encoded[active] = np.where(is_stop, -1 - new, new)
 
 
 def carry(source: Tensor, target: Tensor) -> None:
@@ -141,14 +143,16 @@ def carry(source: Tensor, target: Tensor) -> None:
     """
     assert source.numel() == target.numel()
     if source.is_cuda or target.is_cuda:
-        from torchweave.ops.kernels.step_io import launch_carry
+        from torchweave.ops.kernels.step_io import launch_pinned_copy
 
-        launch_carry(source, target)
+        launch_pinned_copy(source, target)
         return
     target.copy_(source)
 
 
-def _map(state: SlotState, slots: np.ndarray, at: np.ndarray, block_size: int, mapping: np.ndarray) -> None:
+def _fill_slot_mapping(
+    state: SlotState, slots: np.ndarray, at: np.ndarray, block_size: int, mapping: np.ndarray
+) -> None:
     """Fill mapping [N], or [G, N], with the cache slot of position `at` of each slot."""
     for group, row in enumerate(mapping if mapping.ndim == 2 else mapping[None]):
         row[...] = _cache_slots(state, slots, at, block_size, group)
@@ -158,5 +162,7 @@ def _cache_slots(state: SlotState, slots: np.ndarray, at: np.ndarray, block_size
     """Cache slot of position `at` of each slot; -1 for slot -1, a position without a block, or one beyond the table."""
     columns, offsets = np.divmod(at, block_size)
     valid = (slots >= 0) & (columns < state.max_blocks_per_seq)
-    blocks = state.host["block_table"][slots + group * state.max_batch, np.where(valid, columns, 0)].astype(np.int64)
+    blocks = state.host_arrays["block_table"][slots + group * state.max_batch, np.where(valid, columns, 0)].astype(
+        np.int64
+    )
     return np.where(valid & (blocks >= 0), blocks * block_size + offsets, -1)

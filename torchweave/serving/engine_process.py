@@ -18,15 +18,15 @@ import zmq
 
 from torchweave.compiler.dump import open_dump
 from torchweave.compiler.explain.facts import as_json, explain
-from torchweave.compiler.explain.page import keep_explanation
+from torchweave.compiler.explain.page import save_explanation
 from torchweave.config.options import EngineConfig
-from torchweave.distributed.launchers.local import WaitingRanks
+from torchweave.distributed.launchers.local import WorkerPool
 from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.request import InferenceRequest, Output
 from torchweave.engine.responses import NO_TOKENS, Response
 from torchweave.engine.startup.build import Engine
 from torchweave.engine.startup.open import open_engine
-from torchweave.engine.startup.replica import config_of_replica
+from torchweave.engine.startup.replica import replica_config
 from torchweave.report import Report
 from torchweave.serving.ipc import messages as wire
 from torchweave.serving.ipc.socket_stream import Sender
@@ -36,7 +36,9 @@ STATS_SECONDS = 0.2
 _FLUSH_SECONDS = 2.0  # for what was said last to reach the other process
 
 
-def main(config: EngineConfig, addresses: wire.Addresses, place: wire.Place, waiting: WaitingRanks) -> None:
+def main(
+    config: EngineConfig, addresses: wire.Addresses, replica_info: wire.ReplicaInfo, worker_pool: WorkerPool
+) -> None:
     """Build the engine that `config` asks for and run it until the HTTP process ends it.
 
     Args:
@@ -48,22 +50,24 @@ def main(config: EngineConfig, addresses: wire.Addresses, place: wire.Place, wai
     requests = zmq.Context.instance().socket(zmq.PULL)
     requests.setsockopt(zmq.RCVHWM, 0)
     requests.bind(addresses.to_engine)
-    outbox = Outbox(addresses, place)
+    outbox = Outbox(addresses, replica_info)
     report = Report(show=False)
-    report.listen(lambda kind, facts: outbox.put(wire.Happened(report.seconds(), kind, facts)))
-    report.event("progress", **(wire.PROCESS_BAR | {"done": 1, "note": ""}))
+    report.listen(lambda kind, facts: outbox.put(wire.EngineEvent(report.seconds(), kind, facts)))
+    report.event("progress", **(wire.PROCESS_START_PROGRESS | {"done": 1, "note": ""}))
     try:
-        if place.count > 1:
-            config = config_of_replica(config, place.index, place.count)
+        if replica_info.count > 1:
+            config = replica_config(config, replica_info.index, replica_info.count)
         open_dump(config.torch_compile_config, report)
-        engine = open_engine(config, report, waiting=waiting)
+        engine = open_engine(config, report, worker_pool=worker_pool)
     except ValueError as error:
-        outbox.put(wire.Failed(str(error), asked=True))
+        outbox.put(wire.Failed(str(error), is_config_error=True))
         outbox.close()
         return
     except Exception as error:
         traceback.print_exc()
-        outbox.put(wire.Failed(f"The engine could not be built: {type(error).__name__}: {error}", asked=False))
+        outbox.put(
+            wire.Failed(f"The engine could not be built: {type(error).__name__}: {error}", is_config_error=False)
+        )
         outbox.close()
         return
     _serve(engine, config, requests, outbox)
@@ -73,29 +77,29 @@ def _serve(engine: Engine, config: EngineConfig, requests: zmq.Socket[bytes], ou
     report = engine.report
     inbox = Inbox()
     manager = BatchManager(
-        engine.batch,
+        engine.scheduler,
         engine.steps,
         inbox.get_requests,
         poll_stop=inbox.poll_stop,
         return_stats=lambda record: outbox.put(_stats(record, engine, manager)),
         send_responses=outbox.put,
-        tell_moves=lambda moves: outbox.put(wire.Moved(list(moves))),
+        notify_state_changes=lambda moves: outbox.put(wire.RequestStateChanges(list(moves))),
         run_ahead=engine.plan.run_ahead,
         idle_seconds=None,
         stats_interval=STATS_SECONDS,
         seed=config.seed,
     )
     outbox.is_failing = lambda: manager.failure is not None
-    threading.Thread(target=_follow_manager, args=(manager, outbox), daemon=True).start()
-    if engine.lead is not None:
-        engine.lead.crew.on_failure(lambda failure: _end(outbox, failure))
+    threading.Thread(target=_watch_manager, args=(manager, outbox), daemon=True).start()
+    if engine.executor is not None:
+        engine.executor.worker_group.on_failure(lambda failure: _report_failure_and_exit(outbox, failure))
     report.event("ready")
-    keep_explanation(engine.plan, report)
-    outbox.put(wire.Ready(_card(engine), as_json(explain(engine.plan, report))))
+    save_explanation(engine.plan, report)
+    outbox.put(wire.Ready(_model_card(engine), as_json(explain(engine.plan, report))))
     while True:
         message = wire.decode_to_engine(requests.recv())
         if isinstance(message, wire.Submit):
-            _take(message, engine, inbox, outbox)
+            _accept_request(message, engine, inbox, outbox)
         elif isinstance(message, wire.Stop):
             for request_id in inbox.stop(message.ids):
                 outbox.put([Response(request_id, Output(NO_TOKENS, "cancelled"), True)])
@@ -107,11 +111,11 @@ def _serve(engine: Engine, config: EngineConfig, requests: zmq.Socket[bytes], ou
         manager.wake()
 
 
-def _take(message: wire.Submit, engine: Engine, inbox: Inbox, outbox: Outbox) -> None:
+def _accept_request(message: wire.Submit, engine: Engine, inbox: Inbox, outbox: Outbox) -> None:
     """Queue a request, or say at once why it can never run."""
     try:
-        request = wire.request_of(message)
-        why = engine.batch.why_not(request)
+        request = wire.decode_request(message)
+        why = engine.scheduler.rejection_reason(request)
     except ValueError as error:
         request, why = None, str(error)
     outbox.put(wire.Accepted(message.id, why))
@@ -119,21 +123,21 @@ def _take(message: wire.Submit, engine: Engine, inbox: Inbox, outbox: Outbox) ->
         inbox.add(request)
 
 
-def _follow_manager(manager: BatchManager, outbox: Outbox) -> None:
+def _watch_manager(manager: BatchManager, outbox: Outbox) -> None:
     """End the process when the loop has failed: the HTTP process sees it at once, and nothing of a broken device is left."""
     manager.join()
     if manager.failure is not None:
-        _end(outbox, manager.failure)
+        _report_failure_and_exit(outbox, manager.failure)
 
 
-def _end(outbox: Outbox, failure: BaseException) -> None:
+def _report_failure_and_exit(outbox: Outbox, failure: BaseException) -> None:
     """Say why, and end the process; the loop may be in the middle of a step that never ends."""
-    outbox.put(wire.Failed(f"The engine failed: {failure}", asked=False))
+    outbox.put(wire.Failed(f"The engine failed: {failure}", is_config_error=False))
     outbox.close()
     os._exit(1)
 
 
-def _card(engine: Engine) -> wire.ModelCard:
+def _model_card(engine: Engine) -> wire.ModelCard:
     plan, loaded = engine.plan, engine.loaded
     return wire.ModelCard(
         name=loaded.name,
@@ -145,8 +149,8 @@ def _card(engine: Engine) -> wire.ModelCard:
         num_parameters=loaded.num_parameters,
         max_model_len=plan.max_model_len,
         max_batch_size=plan.max_batch_size,
-        vocab_size=engine.batch.limits.vocab_size,
-        num_kv_blocks=engine.batch.kv.num_blocks,
+        vocab_size=engine.scheduler.limits.vocab_size,
+        num_kv_blocks=engine.scheduler.kv.num_blocks,
         block_size=plan.block_size,
         trust_remote_code=plan.config.trust_remote_code,
         temperature=loaded.generation.temperature,
@@ -159,8 +163,8 @@ def _card(engine: Engine) -> wire.ModelCard:
 
 def _stats(record: str, engine: Engine, manager: BatchManager) -> wire.Stats:
     """An iteration's record, with what holds behind it: the iteration itself counts those who left in it."""
-    batch, iterations = engine.batch, manager.iterations
-    now = json.loads(record) | {"numRunningRequests": batch.num_active - batch.num_waiting}
+    scheduler, iterations = engine.scheduler, manager.iterations
+    now = json.loads(record) | {"numRunningRequests": scheduler.num_active - scheduler.num_waiting}
     return wire.Stats(json.dumps(now), [iterations.popleft() for _ in range(len(iterations))])
 
 
@@ -169,26 +173,26 @@ class Inbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[int, InferenceRequest] = {}
+        self._requests: dict[int, InferenceRequest] = {}
         self._stops: set[int] = set()
 
     def add(self, request: InferenceRequest) -> None:
         with self._lock:
-            self._waiting[request.id] = request
+            self._requests[request.id] = request
 
     def stop(self, ids: Sequence[int]) -> list[int]:
         """Stop requests; returns those that the batch manager never heard of."""
         with self._lock:
-            here = [request_id for request_id in ids if self._waiting.pop(request_id, None) is not None]
+            here = [request_id for request_id in ids if self._requests.pop(request_id, None) is not None]
             self._stops |= set(ids) - set(here)
         return here
 
     def get_requests(self, _: int) -> list[InferenceRequest]:
         """All: the batch keeps those that wait in order of their priority."""
-        if not self._waiting:
+        if not self._requests:
             return []
         with self._lock:
-            found, self._waiting = list(self._waiting.values()), {}
+            found, self._requests = list(self._requests.values()), {}
         return found
 
     def poll_stop(self) -> set[int]:
@@ -209,16 +213,16 @@ class Outbox:
         is_failing: whether the errors in responses are those of the engine, which ends.
     """
 
-    def __init__(self, addresses: wire.Addresses, place: wire.Place) -> None:
+    def __init__(self, addresses: wire.Addresses, replica_info: wire.ReplicaInfo) -> None:
         self.is_failing: Callable[[], bool] = bool
-        self._place = place
+        self._replica_info = replica_info
         self._lock = threading.Lock()
-        self._senders = [Sender(addresses.from_engine(frontend)) for frontend in range(place.frontends)]
+        self._senders = [Sender(addresses.from_engine(frontend)) for frontend in range(replica_info.frontends)]
 
     def put(self, item: Sequence[Response] | wire.FromEngine) -> None:
         """Send something; nothing once it is closed. Never waits for those who read."""
         with self._lock:
-            for frontend, message in wire.messages(item, self._place, self.is_failing()):
+            for frontend, message in wire.messages(item, self._replica_info, self.is_failing()):
                 self._senders[frontend].send(message)
 
     def close(self) -> None:

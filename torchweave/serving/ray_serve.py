@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 
 from torchweave.config.options import EngineConfig, ServerConfig
-from torchweave.config.validate import check_limits, check_names, check_numbers, config_from
-from torchweave.serving.engine_client.engine_supervisor import own_engines
+from torchweave.config.validate import check_limits, check_names, check_value_ranges, config_from
+from torchweave.serving.engine_client.engine_supervisor import create_replicas
 from torchweave.serving.http.app import create_app
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
-_OF_RAY = {
+_UNSUPPORTED_OPTIONS = {
     "host": "serve.start(http_options=...) says where Ray Serve listens",
     "port": "serve.start(http_options=...) says where Ray Serve listens",
     "data_parallel_size": "num_replicas says how many replicas there are",
     "api_server_count": "each replica has the HTTP process that Ray Serve gives it",
     "restart_engine": "Ray Serve starts a replica anew whose engine has failed",
 }
-_TOLD_SECONDS = 0.5  # for those who ask to hear that the engine has failed
+_EXIT_DELAY_SECONDS = 0.5  # for those who ask to hear that the engine has failed
 _END_SECONDS = 10.0  # for an engine to end, behind the drain
 _DEFAULT_BATCH = 512  # requests of a step on a GPU, where `max_batch_size` says nothing
 
@@ -65,11 +65,11 @@ def app(
     def build() -> FastAPI:
         return replica_app(config, settings)
 
-    made: Any = serve.deployment(serve.ingress(build)(Replica), name="torchweave")
-    asked = dict(deployment or {})
+    ray_deployment: Any = serve.deployment(serve.ingress(build)(Replica), name="torchweave")
+    overrides = dict(deployment or {})
     if num_replicas is not None:
-        asked["num_replicas"] = num_replicas
-    return made.options(**{**_places(config, settings), **asked}).bind()
+        overrides["num_replicas"] = num_replicas
+    return ray_deployment.options(**{**_deployment_options(config, settings), **overrides}).bind()
 
 
 class Replica:
@@ -80,18 +80,18 @@ class Replica:
     async def check_health(self) -> None:
         """Raises, with the reason, where the engine could not start or is gone, so that Ray Serve starts the replica anew."""
         service = self.app.state.service
-        if service.fault or not service.client.alive:
-            raise RuntimeError(service.fault or service.client.failure)
+        if service.startup_error or not service.client.alive:
+            raise RuntimeError(service.startup_error or service.client.failure)
 
 
 def replica_app(config: EngineConfig, settings: ServerConfig) -> FastAPI:
     """The application of one replica, in its process, which ends with the engine."""
-    client = own_engines(config)
+    client = create_replicas(config)
 
     def follow(kind: str, facts: dict[str, Any]) -> None:
         if kind == "engine_ended":
             logging.getLogger("ray.serve").error("%s The replica ends.", facts["why"])
-            asyncio.get_running_loop().call_later(_TOLD_SECONDS, os._exit, 1)
+            asyncio.get_running_loop().call_later(_EXIT_DELAY_SECONDS, os._exit, 1)
 
     client.listen(follow)
     return create_app(client, settings, wait=True)
@@ -103,7 +103,7 @@ def _configs(model: str, options: Mapping[str, Any]) -> tuple[EngineConfig, Serv
     Raises:
         ValueError: one is unknown, or cannot be here.
     """
-    for name, instead in _OF_RAY.items():
+    for name, instead in _UNSUPPORTED_OPTIONS.items():
         if name in options:
             raise ValueError(f"{name} has no effect behind Ray Serve: {instead}; leave it out")
     of_server = {item.name for item in fields(ServerConfig)}
@@ -111,7 +111,7 @@ def _configs(model: str, options: Mapping[str, Any]) -> tuple[EngineConfig, Serv
     others = {name: value for name, value in options.items() if name not in of_server}
     config = config_from(EngineConfig, {"model": model, **others})
     check_names(config, None)
-    check_numbers(config)
+    check_value_ranges(config)
     check_limits(settings)
     if config.executor != "local":
         raise ValueError(
@@ -126,7 +126,7 @@ def _configs(model: str, options: Mapping[str, Any]) -> tuple[EngineConfig, Serv
     return replace(config, device=device), settings
 
 
-def _places(config: EngineConfig, settings: ServerConfig) -> dict[str, Any]:
+def _deployment_options(config: EngineConfig, settings: ServerConfig) -> dict[str, Any]:
     """What a replica needs, as options of its deployment. An actor's GPUs are always on one machine."""
     ranks = config.num_ranks
     needed = {"num_cpus": 1 + ranks, "num_gpus": 0 if config.device == "cpu" else ranks}

@@ -7,18 +7,18 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from torchweave.config.options import ServerConfig, file_text
+from torchweave.config.options import ServerConfig, read_text_file
 from torchweave.engine.request import SamplingParams
-from torchweave.engine.sampling.structured_output import why_not
+from torchweave.engine.sampling.structured_output import rejection_reason
 from torchweave.serving.engine_client.replicas import Replicas
-from torchweave.serving.engine_client.request_stream import EngineGone
+from torchweave.serving.engine_client.request_stream import EngineUnavailable
 from torchweave.serving.http.errors import ApiError
 from torchweave.serving.ipc.messages import ModelCard
-from torchweave.serving.openai.generation import Run
-from torchweave.serving.openai.tools import format_of
-from torchweave.serving.tokenization import Codec, prepare
+from torchweave.serving.openai.generation import AnswerStream
+from torchweave.serving.openai.tools import detect_tool_format
+from torchweave.serving.tokenization import AsyncTokenizer, prepare
 
-_LONGEST_RETRY = 60  # seconds that a client is told to wait at the most
+_MAX_RETRY_AFTER = 60  # seconds that a client is told to wait at the most
 _RATE_WINDOW = 64  # answers over which the rate of answering is taken
 
 
@@ -36,36 +36,38 @@ class Service:
     def __init__(self, client: Replicas, settings: ServerConfig) -> None:
         self.client = client
         self.settings = settings
-        self.codec: Codec | None = None
+        self.tokenizer: AsyncTokenizer | None = None
         self.draining = False
-        self.opened = asyncio.Event()
-        self.begun = False
-        self.fault = ""
+        self.startup_done = asyncio.Event()
+        self.startup_ok = False
+        self.startup_error = ""
         self._template = read_template(settings)
         self.created = int(time.time())
-        self._finished: deque[float] = deque(maxlen=_RATE_WINDOW)
+        self._finish_times: deque[float] = deque(maxlen=_RATE_WINDOW)
 
     async def open(self) -> None:
-        """Wait for the engine, then read the tokenizer's files; sets `opened`."""
+        """Wait for the engine, then read the tokenizer's files; sets `startup_done`."""
         try:
             await prepare()
             await self.client.wait_until_ready()
             folder = self.model.folder
             if folder is not None:
-                self.codec = await Codec.open(folder, self._template, self.model.trust_remote_code)
-            self.begun = True
-        except EngineGone:
+                self.tokenizer = await AsyncTokenizer.open(folder, self._template, self.model.trust_remote_code)
+            self.startup_ok = True
+        except EngineUnavailable:
             pass  # the client knows why
         except ValueError as error:
-            self.fault = str(error)
+            self.startup_error = str(error)
         except Exception as error:
-            self.fault = f"The tokenizer of {self.client.config.model} cannot be used: {type(error).__name__}: {error}"
+            self.startup_error = (
+                f"The tokenizer of {self.client.config.model} cannot be used: {type(error).__name__}: {error}"
+            )
         finally:
-            self.opened.set()
+            self.startup_done.set()
 
     @property
     def ready(self) -> bool:
-        return self.client.state == "ready" and self.begun and not self.draining
+        return self.client.state == "ready" and self.startup_ok and not self.draining
 
     @property
     def model(self) -> ModelCard:
@@ -96,29 +98,29 @@ class Service:
             code="model_not_found",
         )
 
-    def need_codec(self) -> Codec:
+    def require_tokenizer(self) -> AsyncTokenizer:
         """The tokenizer.
 
         Raises:
             ApiError: 503 while it is read, 400 for a model without one.
         """
         name = self.model.name
-        if self.codec is None and not self.begun:
+        if self.tokenizer is None and not self.startup_ok:
             raise ApiError(503, "The tokenizer is being read; GET /ready says when.", headers={"Retry-After": "1"})
-        if self.codec is None:
+        if self.tokenizer is None:
             raise ApiError(400, f"{name} has no tokenizer; give the prompt as token ids.", param="prompt")
-        return self.codec
+        return self.tokenizer
 
     def chat_template(self) -> str:
         """What turns conversations into text; empty for a model without one."""
-        return self.need_codec().chat_template
+        return self.require_tokenizer().chat_template
 
     def tool_format(self, template: str) -> str | None:
         """The form in which the model calls tools; None when it is not known."""
-        asked = self.settings.tool_call_parser
-        return format_of(template) if asked == "auto" else asked
+        configured = self.settings.tool_call_parser
+        return detect_tool_format(template) if configured == "auto" else configured
 
-    def admit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    def check_admission(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
         """Refuse what is beyond the server's limits, before the engine hears of it.
 
         Raises:
@@ -168,13 +170,13 @@ class Service:
 
         Only this process's are known here; the kernel gives the others as many.
         """
-        if len(self._finished) < 2:
+        if len(self._finish_times) < 2:
             return 1
-        rate = (len(self._finished) - 1) / max(time.monotonic() - self._finished[0], 1e-3)
-        rate *= self.client.engines[0].place.frontends
-        return min(max(round(waiting / rate), 1), _LONGEST_RETRY)
+        rate = (len(self._finish_times) - 1) / max(time.monotonic() - self._finish_times[0], 1e-3)
+        rate *= self.client.engines[0].replica_info.frontends
+        return min(max(round(waiting / rate), 1), _MAX_RETRY_AFTER)
 
-    async def ask(
+    async def generate(
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
@@ -182,29 +184,29 @@ class Service:
         stream: bool,
         priority: int,
         cache_salt: str | None,
-        prompt_alone: bool = False,
-    ) -> Run:
+        prompt_only: bool = False,
+    ) -> AnswerStream:
         """Hand prompts to the engine; returns when it has said that it can run them.
 
         Args:
-            prompt_alone: the answers are empty: what is drawn is not told.
+            prompt_only: the answers are empty: what is drawn is not told.
 
         Raises:
-            ApiError: see `admit`.
+            ApiError: see `check_admission`.
             ValueError: the engine cannot run one; the sentence says why.
-            EngineGone: it is not there.
+            EngineUnavailable: it is not there.
         """
-        self.admit(prompts, params)
+        self.check_admission(prompts, params)
         if any(isinstance(word, str) for word in params.bad_words or ()):
-            params = await self.need_codec().in_tokens(params)
+            params = await self.require_tokenizer().encode_bad_words(params)
         if params.structured_outputs is not None and (
-            why := await asyncio.to_thread(why_not, params.structured_outputs)
+            why := await asyncio.to_thread(rejection_reason, params.structured_outputs)
         ):
             raise ApiError(400, why)
-        run = Run(self.client.flight(), self.codec, params, self._finish, prompt_alone)
+        run = AnswerStream(self.client.request_stream(), self.tokenizer, params, self._finish, prompt_only)
         try:
             run.submit(prompts, stream, priority, cache_salt or "")
-            await run.flight.accepted()
+            await run.request_stream.wait_until_accepted()
         except BaseException as error:
             run.close()
             if isinstance(error, ValueError):
@@ -213,11 +215,11 @@ class Service:
         return run
 
     def _finish(self) -> None:
-        self._finished.append(time.monotonic())
+        self._finish_times.append(time.monotonic())
 
     def close(self) -> None:
-        if self.codec is not None:
-            self.codec.close()
+        if self.tokenizer is not None:
+            self.tokenizer.close()
 
 
 def _check_length(prompts: Sequence[Sequence[int]], model: ModelCard) -> None:
@@ -241,4 +243,4 @@ def read_template(settings: ServerConfig) -> str | None:
     """
     if settings.chat_template is None:
         return None
-    return file_text("chat_template", settings.chat_template)
+    return read_text_file("chat_template", settings.chat_template)

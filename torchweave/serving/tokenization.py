@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchweave.engine.detokenizer import in_tokens
+from torchweave.engine.detokenizer import encode_bad_words
 from torchweave.engine.request import SamplingParams
-from torchweave.tokenizer import TextStream, Tokenizer, check_text, import_without_torch
+from torchweave.tokenizer import IncrementalDetokenizer, Tokenizer, check_text, import_without_torch
 
 Value = TypeVar("Value")
 
 
-class Codec:
+class AsyncTokenizer:
     """The model's tokenizer, twice: one encodes on its thread, the other decodes in the event loop. Made by `open`.
 
     Args:
@@ -32,7 +32,7 @@ class Codec:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchweave-encode")
 
     @classmethod
-    async def open(cls, folder: str, template: str | None = None, trust_remote_code: bool = False) -> Codec:
+    async def open(cls, folder: str, template: str | None = None, trust_remote_code: bool = False) -> AsyncTokenizer:
         """The tokenizer of a model folder, its files read.
 
         Raises:
@@ -41,7 +41,7 @@ class Codec:
         return await asyncio.to_thread(cls._read, folder, template, trust_remote_code)
 
     @classmethod
-    def _read(cls, folder: str, template: str | None, trust_remote_code: bool) -> Codec:
+    def _read(cls, folder: str, template: str | None, trust_remote_code: bool) -> AsyncTokenizer:
         encoder, decoder = (Tokenizer(Path(folder), trust_remote_code) for _ in range(2))
         encoder.encode("a")
         decoder.decode([0])
@@ -72,15 +72,15 @@ class Codec:
     @property
     def chat_template(self) -> str:
         """What turns conversations into text; empty for a model without one."""
-        found = self._template or getattr(self._decoder.hugging_face, "chat_template", None) or ""
+        found = self._template or getattr(self._decoder.hf_tokenizer, "chat_template", None) or ""
         return found if isinstance(found, str) else "\n".join(map(str, dict(found).values()))
 
-    async def in_tokens(self, params: SamplingParams) -> SamplingParams:
+    async def encode_bad_words(self, params: SamplingParams) -> SamplingParams:
         """The same with `bad_words` as tokens, which is all that the engine knows."""
         encode = functools.partial(self._encoder.encode, add_special_tokens=False)
-        return await self._on_thread(lambda: in_tokens(params, encode))
+        return await self._on_thread(lambda: encode_bad_words(params, encode))
 
-    def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
+    def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> IncrementalDetokenizer:
         """A decoder of ids that arrive one after the other, behind a prompt."""
         return self._decoder.stream(prompt_ids, skip_special_tokens)
 

@@ -11,7 +11,7 @@ import weakref
 
 import torch
 
-_LOOK_SECONDS = 0.001
+_POLL_SECONDS = 0.001
 _free: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
@@ -24,7 +24,7 @@ def side_stream(owner: object, device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def idle_within(stream: torch.cuda.Stream, seconds: float) -> bool:
+def wait_until_idle(stream: torch.cuda.Stream, seconds: float) -> bool:
     """Wait until all work on a stream has ended, so many seconds at the most; whether it has. Other threads run meanwhile."""
     end = time.monotonic() + seconds
     while True:
@@ -35,4 +35,4 @@ def idle_within(stream: torch.cuda.Stream, seconds: float) -> bool:
             return True
         if time.monotonic() >= end:
             return False
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)

@@ -6,13 +6,13 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_BACKSTOP = 50_000
+_AUTO_COLLECT_THRESHOLD = 50_000
 """New objects after which the interpreter collects by itself, where nobody calls `collect_if_due` for so long."""
-_YOUNG, _OLDER = 700, 10  # the interpreter's own: new objects, and collections of what is younger
+_YOUNG_THRESHOLD, _OLDER_THRESHOLD = 700, 10  # the interpreter's own: new objects, and collections of what is younger
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """The collector rests in here. Imports and tracing make a million objects that stay, and it would go through all of them again
     and again: 1.2 s of an engine's 5.5 s of imports, and nothing was found."""
     collect = gc.isenabled()
@@ -25,15 +25,15 @@ def uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def for_good() -> Iterator[None]:
+def gc_frozen_after() -> Iterator[None]:
     """What is imported in here stays, and the collector never looks at it, now or later. For processes of the project's own."""
-    with uncollected():
+    with gc_paused():
         yield
         gc.freeze()
 
 
 @contextmanager
-def at_rest() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """What exists when this begins is looked through again only when it has ended.
 
     While an engine runs that is all that was imported and woven, half a million objects or more: to look through them took 0.4 s in
@@ -48,11 +48,11 @@ def at_rest() -> Iterator[None]:
 
 
 @contextmanager
-def at_rest_by_turns() -> Iterator[None]:
-    """As `at_rest`; and what is made in here is collected when somebody calls `collect_if_due`."""
+def gc_frozen_manual_collect() -> Iterator[None]:
+    """As `gc_frozen`; and what is made in here is collected when somebody calls `collect_if_due`."""
     usual = gc.get_threshold()
-    with at_rest():
-        gc.set_threshold(_BACKSTOP, *usual[1:])
+    with gc_frozen():
+        gc.set_threshold(_AUTO_COLLECT_THRESHOLD, *usual[1:])
         try:
             yield
         finally:
@@ -62,5 +62,5 @@ def at_rest_by_turns() -> Iterator[None]:
 def collect_if_due() -> None:
     """Collect what the interpreter would have collected by now, at a moment when nobody waits: 1 to 9 ms."""
     young, middle, old = gc.get_count()
-    if young > _YOUNG:
-        gc.collect(2 if old > _OLDER else 1 if middle > _OLDER else 0)
+    if young > _YOUNG_THRESHOLD:
+        gc.collect(2 if old > _OLDER_THRESHOLD else 1 if middle > _OLDER_THRESHOLD else 0)

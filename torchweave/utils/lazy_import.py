@@ -12,45 +12,45 @@ from typing import Any
 
 
 @contextmanager
-def standing_in(names: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
+def lazy_modules(names: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
     """In here these modules are not imported when somebody imports them.
 
     Args:
         names: by module, what is only imported or named while others are imported, and called later, if ever. Whoever needs more of
             a module gets it as ever.
     """
-    stand_ins = [_StandIn(module, later) for module, later in names.items() if module not in sys.modules]
-    sys.modules.update({each.__name__: each for each in stand_ins})
+    placeholders = [_LazyModule(module, deferred) for module, deferred in names.items() if module not in sys.modules]
+    sys.modules.update({each.__name__: each for each in placeholders})
     try:
         yield
     finally:
-        for each in stand_ins:
-            each.leave()
+        for each in placeholders:
+            each._uninstall()
 
 
-class _StandIn(ModuleType):
-    """Stands for a module until something of it is asked for that is none of what is called `later`."""
+class _LazyModule(ModuleType):
+    """Stands for a module until something of it is asked for that is none of what is called `deferred`."""
 
-    def __init__(self, name: str, later: tuple[str, ...]) -> None:
+    def __init__(self, name: str, deferred: tuple[str, ...]) -> None:
         super().__init__(name)
-        self._later = later
+        self._deferred = deferred
         if "." not in name:  # else the packages around it would be imported to find it
             self.__spec__ = find_spec(name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what Python asks of every module
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        if name in self._later:
-            return _called_later(self.__name__, name)
-        self.leave()
+        if name in self._deferred:
+            return _deferred_function(self.__name__, name)
+        self._uninstall()
         return getattr(import_module(self.__name__), name)
 
-    def leave(self) -> None:
+    def _uninstall(self) -> None:
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
 
 
-def _called_later(module: str, name: str) -> Callable[..., Any]:
+def _deferred_function(module: str, name: str) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         return getattr(import_module(module), name)(*args, **kwargs)
 

@@ -14,7 +14,7 @@ from torchweave.models.resolve import resolve
 from torchweave.models.weights.materialize import quiet_transformers
 
 
-class Baseline:
+class TransformersBaseline:
     """A model as transformers loads and runs it: its default attention, greedy, end tokens ignored.
 
     Args:

@@ -16,18 +16,24 @@ import numpy as np
 import torch
 
 from torchweave.config.options import EngineConfig
-from torchweave.distributed.process_groups import World, close_world, init_world, join_meeting_point, open_meeting_point
+from torchweave.distributed.process_groups import (
+    ProcessGroups,
+    create_rendezvous_store,
+    destroy_process_groups,
+    init_process_groups,
+    join_rendezvous_store,
+)
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.startup.build import build
 from torchweave.models import load
 from torchweave.report import Report
 
-_PATIENCE = 300.0
+_TIMEOUT = 300.0
 """Seconds that ranks wait for each other."""
-_FAREWELL = 5.0  # seconds that a rank has to leave by itself
+_EXIT_TIMEOUT = 5.0  # seconds that a rank has to leave by itself
 
 
-class Answer(NamedTuple):
+class RankResult(NamedTuple):
     """What a rank has to tell: the tokens of each prompt, by how many layers each distinct piece is shared, and why the model was
     not captured as one graph, if it was not."""
 
@@ -36,13 +42,13 @@ class Answer(NamedTuple):
     fallback: str
 
 
-def answer_of(tokens: tuple[list[int], ...], report: Report) -> Answer:
+def rank_result(tokens: tuple[list[int], ...], report: Report) -> RankResult:
     """What an engine with this report has to tell."""
     shared_by = tuple(event["shared_by"] for event in report.select("piece"))
-    return Answer(tokens, shared_by, " ".join(event["why"] for event in report.select("fallback")))
+    return RankResult(tokens, shared_by, " ".join(event["why"] for event in report.select("fallback")))
 
 
-class Ranks:
+class RankProcesses:
     """Processes of this machine that answer the same prompts together; use as a context.
 
     Args:
@@ -53,29 +59,29 @@ class Ranks:
     def __init__(self, size: int, stages: int = 1) -> None:
         self.size, self.stages = size, stages
         context = multiprocessing.get_context("spawn")
-        self._store, address = open_meeting_point("localhost")
+        self._store, address = create_rendezvous_store("localhost")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(size * stages):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(theirs, rank, size, stages, address), daemon=True)
+            process = context.Process(target=_rank_main, args=(theirs, rank, size, stages, address), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(_FAREWELL)
+            process.join(_EXIT_TIMEOUT)
             process.kill()
             process.join()
 
-    def generate(self, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Answer]:
+    def generate(self, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[RankResult]:
         """What each rank answered, greedily.
 
         Raises:
@@ -84,58 +90,62 @@ class Ranks:
         """
         for pipe in self._pipes:
             pipe.send((config, prompts, num_tokens))
-        answers: dict[int, Answer | Exception] = {}
+        answers: dict[int, RankResult | Exception] = {}
         while len(answers) < len(self._pipes):
-            ready = wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in answers], _PATIENCE)
+            ready = wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in answers], _TIMEOUT)
             if not ready:
-                raise RuntimeError(f"a rank said nothing for {_PATIENCE:.0f} s")
+                raise RuntimeError(f"a rank said nothing for {_TIMEOUT:.0f} s")
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
-                answers[rank] = self._received(rank)
+                answers[rank] = self._receive(rank)
         for answer in answers.values():
             if isinstance(answer, Exception):
                 raise answer
-        return [answer for _, answer in sorted(answers.items()) if isinstance(answer, Answer)]
+        return [answer for _, answer in sorted(answers.items()) if isinstance(answer, RankResult)]
 
-    def _received(self, rank: int) -> Answer | Exception:
+    def _receive(self, rank: int) -> RankResult | Exception:
         try:
             return self._pipes[rank].recv()
         except EOFError:
             return RuntimeError(f"rank {rank} ended")
 
 
-def _rank(pipe: Connection, rank: int, size: int, stages: int, address: tuple[str, int]) -> None:
+def _rank_main(pipe: Connection, rank: int, size: int, stages: int, address: tuple[str, int]) -> None:
     """A rank's process: it answers until it is ended."""
     torch.set_num_threads(1)
     for name in ("transformers", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    world = init_world(rank, size, stages, "cpu", join_meeting_point(address), _PATIENCE)
+    process_groups = init_process_groups(rank, size, stages, "cpu", join_rendezvous_store(address), _TIMEOUT)
     with contextlib.suppress(EOFError):
         while True:
-            asked = pipe.recv()
+            requested = pipe.recv()
             try:
-                pipe.send(_generate(world, *asked))
+                pipe.send(_generate(process_groups, *requested))
             except ValueError as error:
                 pipe.send(ValueError(str(error)))
             except Exception as error:
                 pipe.send(RuntimeError(f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"))
-    close_world(world)
+    destroy_process_groups(process_groups)
 
 
-def _generate(world: World, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int) -> Answer:
+def _generate(
+    process_groups: ProcessGroups, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> RankResult:
     report = Report(show=False)
-    loaded = load(config.model, config.dtype, report=report, max_model_len=config.max_model_len, world=world)
-    engine = build(config, report, loaded, world)
-    batch, runner = engine.batch, engine.runner
+    loaded = load(
+        config.model, config.dtype, report=report, max_model_len=config.max_model_len, process_groups=process_groups
+    )
+    engine = build(config, report, loaded, process_groups)
+    scheduler, runner = engine.scheduler, engine.runner
     greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     for number, prompt in enumerate(prompts):
-        batch.add(InferenceRequest(number, np.asarray(prompt), greedy), seed=number)
+        scheduler.add(InferenceRequest(number, np.asarray(prompt), greedy), seed=number)
     answers: dict[int, list[int]] = {}
     runner.start()
     while len(answers) < len(prompts):
-        batch.attend()
-        step = batch.next_step()
+        scheduler.poll_grammars()
+        step = scheduler.schedule()
         assert step is not None, "requests wait, and nothing is in flight"
-        for response in batch.absorb(step, runner.collect(runner.launch(step))):
+        for response in scheduler.update(step, runner.collect(runner.launch(step))):
             answers[response.id] = [int(token) for token in response.output.token_ids]
-    return answer_of(tuple(answers[number] for number in range(len(prompts))), report)
+    return rank_result(tuple(answers[number] for number in range(len(prompts))), report)

@@ -21,7 +21,7 @@ from torchweave.engine.request import SamplingParams
 from torchweave.models import load
 from torchweave.report import Report
 from torchweave.verify import zoo
-from torchweave.verify.ranks import Answer, Ranks, answer_of
+from torchweave.verify.ranks import RankProcesses, RankResult, rank_result
 
 PROMPT_LENGTHS = (3, 70, 21, 40)
 NUM_TOKENS = 16
@@ -29,7 +29,7 @@ _BUDGET = 32  # tokens in a step: the longer prompts are read in chunks, beside 
 
 
 @dataclass(frozen=True)
-class Row:
+class VerifyResult:
     """One architecture of the table.
 
     Attributes:
@@ -66,13 +66,13 @@ def verify(
         stages: that the layers are divided into, each of so many ranks.
 
     Returns:
-        `{"passed": N, "total": M, "results": [Row as a dict, ...], "refused": [{"name", "reason"}, ...]}`.
+        `{"passed": N, "total": M, "results": [VerifyResult as a dict, ...], "refused": [{"name", "reason"}, ...]}`.
 
     Raises:
         ValueError: a name that the zoo does not have.
     """
     report = report if report is not None else Report(show=False)
-    entries = zoo.SPECIMENS if names is None else tuple(zoo.specimen(name) for name in names)
+    entries = zoo.ZOO_MODELS if names is None else tuple(zoo.zoo_model(name) for name in names)
     if not ranks or min(ranks) < 1:
         raise ValueError(
             f"tensor_parallel_size is {', '.join(map(str, ranks)) or 'empty'}: expected numbers from 1 up."
@@ -82,12 +82,14 @@ def verify(
     rows = []
     with report.progress("verifying", len(entries) * len(ranks)) as advance:
         for size in ranks:
-            with Ranks(size, stages) if size * stages > 1 else contextlib.nullcontext() as processes:
+            with RankProcesses(size, stages) if size * stages > 1 else contextlib.nullcontext() as processes:
                 for entry in entries:
                     rows.append(verify_one(entry, processes))
                     report.event("verified", **asdict(rows[-1]))
                     advance(1, entry.name)
-    refused = [{"name": entry.name, "reason": refusal(entry)} for entry in (zoo.REFUSED if names is None else ())]
+    refused = [
+        {"name": entry.name, "reason": refusal(entry)} for entry in (zoo.REFUSED_MODELS if names is None else ())
+    ]
     return {
         "passed": sum(row.passed for row in rows),
         "total": len(rows),
@@ -104,7 +106,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, zoo.VOCAB, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
 
 
-def verify_one(entry: zoo.Specimen, ranks: Ranks | None = None) -> Row:
+def verify_one(entry: zoo.ZooModel, ranks: RankProcesses | None = None) -> VerifyResult:
     """One architecture through the engine. An error of any kind is a row that did not pass."""
     begin, architecture = time.monotonic(), entry.model_type
     pieces: tuple[int, ...] = ()
@@ -121,7 +123,7 @@ def verify_one(entry: zoo.Specimen, ranks: Ranks | None = None) -> Row:
         reason = next(filter(None, (_difference(answer.tokens, expected) for answer in served)), "")
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return Row(
+    return VerifyResult(
         name=entry.name,
         architecture=architecture,
         passed=not reason,
@@ -135,20 +137,20 @@ def verify_one(entry: zoo.Specimen, ranks: Ranks | None = None) -> Row:
     )
 
 
-def _serve(entry: zoo.Specimen, folder: str) -> Answer:
+def _serve(entry: zoo.ZooModel, folder: str) -> RankResult:
     report = Report(show=False)
     loaded = load(folder, torch.float32, report=report, max_model_len=entry.max_model_len)
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLM.from_loaded(loaded, _config(entry, folder), report) as llm:
         tokens = tuple(list(output.outputs[0].token_ids) for output in llm.generate(prompts(), greedy))
-    return answer_of(tokens, report)
+    return rank_result(tokens, report)
 
 
-def _serve_on(ranks: Ranks, entry: zoo.Specimen, folder: str) -> list[Answer]:
+def _serve_on(ranks: RankProcesses, entry: zoo.ZooModel, folder: str) -> list[RankResult]:
     return ranks.generate(_config(entry, folder), prompts(), NUM_TOKENS)
 
 
-def _config(entry: zoo.Specimen, folder: str) -> EngineConfig:
+def _config(entry: zoo.ZooModel, folder: str) -> EngineConfig:
     return EngineConfig(
         model=folder,
         dtype="float32",
@@ -171,7 +173,7 @@ def _difference(answers: Sequence[list[int]], expected: list[list[int]]) -> str:
     return ""
 
 
-def refusal(entry: zoo.Specimen) -> str:
+def refusal(entry: zoo.ZooModel) -> str:
     """Why an architecture is refused at load; empty if it is not."""
     try:
         load(entry.config().to_dict(), torch.float32, load_format="dummy")

@@ -52,7 +52,7 @@ _LATENT: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Specimen:
+class ZooModel:
     """One entry of the zoo.
 
     Attributes:
@@ -86,51 +86,51 @@ _SLIDING = {"sliding_window": 16}
 _OLD = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
 _GPT = _OLD | {"n_embd": _WIDTH, "n_layer": 3, "n_head": 4, "n_positions": 512}
 
-SPECIMENS: tuple[Specimen, ...] = (
-    Specimen("llama", "llama"),
-    Specimen("llama-tied", "llama", {"tie_word_embeddings": True}),
-    Specimen("llama-bias", "llama", {"attention_bias": True, "mlp_bias": True}),
-    Specimen(
+ZOO_MODELS: tuple[ZooModel, ...] = (
+    ZooModel("llama", "llama"),
+    ZooModel("llama-tied", "llama", {"tie_word_embeddings": True}),
+    ZooModel("llama-bias", "llama", {"attention_bias": True, "mlp_bias": True}),
+    ZooModel(
         "llama-rope-llama3",
         "llama",
         _rope(
             "llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
         ),
     ),
-    Specimen("llama-rope-linear", "llama", _rope("linear", factor=4.0)),
-    Specimen("llama-rope-yarn", "llama", _rope("yarn", factor=4.0, original_max_position_embeddings=128)),
-    Specimen("llama-rope-dynamic", "llama", _rope("dynamic", factor=2.0)),
-    Specimen("qwen2", "qwen2"),
-    Specimen("qwen2-sliding", "qwen2", {"use_sliding_window": True, "max_window_layers": 1, **_SLIDING}),
-    Specimen("qwen3", "qwen3", {"head_dim": 32}),
-    Specimen("mistral", "mistral", _SLIDING),
-    Specimen("ministral", "ministral", {**_SLIDING, "head_dim": 16}),
-    Specimen("ministral3", "ministral3", {"head_dim": 16}),
-    Specimen("gemma", "gemma", {"head_dim": 32}),
-    Specimen(
+    ZooModel("llama-rope-linear", "llama", _rope("linear", factor=4.0)),
+    ZooModel("llama-rope-yarn", "llama", _rope("yarn", factor=4.0, original_max_position_embeddings=128)),
+    ZooModel("llama-rope-dynamic", "llama", _rope("dynamic", factor=2.0)),
+    ZooModel("qwen2", "qwen2"),
+    ZooModel("qwen2-sliding", "qwen2", {"use_sliding_window": True, "max_window_layers": 1, **_SLIDING}),
+    ZooModel("qwen3", "qwen3", {"head_dim": 32}),
+    ZooModel("mistral", "mistral", _SLIDING),
+    ZooModel("ministral", "ministral", {**_SLIDING, "head_dim": 16}),
+    ZooModel("ministral3", "ministral3", {"head_dim": 16}),
+    ZooModel("gemma", "gemma", {"head_dim": 32}),
+    ZooModel(
         "gemma2",
         "gemma2",
         {"head_dim": 32, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 1.5, **_SLIDING},
     ),
-    Specimen(
+    ZooModel(
         "gemma3", "gemma3_text", {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 6, **_SLIDING}
     ),
-    Specimen("vaultgemma", "vaultgemma", {"head_dim": 32, "query_pre_attn_scalar": 32, **_SLIDING}),
-    Specimen("phi", "phi"),
-    Specimen("phi3", "phi3"),
-    Specimen("phi3-sliding", "phi3", _SLIDING),
-    Specimen("phi3-longrope", "phi3", {**_LONG_ROPE, "original_max_position_embeddings": 128}, max_model_len=128),
-    Specimen("olmo", "olmo", {"clip_qkv": 8.0}),
-    Specimen("olmo2", "olmo2"),
-    Specimen("olmo3", "olmo3", {"num_hidden_layers": 4, **_SLIDING}),
-    Specimen("gpt_neox", "gpt_neox"),
-    Specimen("gpt_neox_japanese", "gpt_neox_japanese", {"intermediate_multiple_size": 2}),
-    Specimen("gptj", "gptj", _GPT | {"rotary_dim": 8}, shared=False),
-    Specimen("codegen", "codegen", _GPT | {"n_embd": 128, "n_head": 16, "rotary_dim": 8, "n_ctx": 512}, shared=False),
-    Specimen("gpt2", "gpt2", _GPT, shared=False),
-    Specimen("gpt2-pad-token", "gpt2", _GPT | {"pad_token_id": 0}, shared=False),
-    Specimen("gpt_bigcode", "gpt_bigcode", _GPT, shared=False),
-    Specimen(
+    ZooModel("vaultgemma", "vaultgemma", {"head_dim": 32, "query_pre_attn_scalar": 32, **_SLIDING}),
+    ZooModel("phi", "phi"),
+    ZooModel("phi3", "phi3"),
+    ZooModel("phi3-sliding", "phi3", _SLIDING),
+    ZooModel("phi3-longrope", "phi3", {**_LONG_ROPE, "original_max_position_embeddings": 128}, max_model_len=128),
+    ZooModel("olmo", "olmo", {"clip_qkv": 8.0}),
+    ZooModel("olmo2", "olmo2"),
+    ZooModel("olmo3", "olmo3", {"num_hidden_layers": 4, **_SLIDING}),
+    ZooModel("gpt_neox", "gpt_neox"),
+    ZooModel("gpt_neox_japanese", "gpt_neox_japanese", {"intermediate_multiple_size": 2}),
+    ZooModel("gptj", "gptj", _GPT | {"rotary_dim": 8}, shared=False),
+    ZooModel("codegen", "codegen", _GPT | {"n_embd": 128, "n_head": 16, "rotary_dim": 8, "n_ctx": 512}, shared=False),
+    ZooModel("gpt2", "gpt2", _GPT, shared=False),
+    ZooModel("gpt2-pad-token", "gpt2", _GPT | {"pad_token_id": 0}, shared=False),
+    ZooModel("gpt_bigcode", "gpt_bigcode", _GPT, shared=False),
+    ZooModel(
         "gpt_neo",
         "gpt_neo",
         _OLD
@@ -138,56 +138,56 @@ SPECIMENS: tuple[Specimen, ...] = (
         | {"attention_types": [[["global", "local"], 2]], "intermediate_size": 96},
         shared=False,
     ),
-    Specimen("opt", "opt", {"ffn_dim": 96, "word_embed_proj_dim": _WIDTH}),
-    Specimen("opt-post-norm", "opt", {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
-    Specimen("biogpt", "biogpt"),
-    Specimen("falcon", "falcon", {"alibi": False, "multi_query": True, "new_decoder_architecture": False}),
-    Specimen(
+    ZooModel("opt", "opt", {"ffn_dim": 96, "word_embed_proj_dim": _WIDTH}),
+    ZooModel("opt-post-norm", "opt", {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    ZooModel("biogpt", "biogpt"),
+    ZooModel("falcon", "falcon", {"alibi": False, "multi_query": True, "new_decoder_architecture": False}),
+    ZooModel(
         "falcon-new",
         "falcon",
         {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "parallel_attn": True},
     ),
-    Specimen("starcoder2", "starcoder2", {**_SLIDING, "use_bias": True}),
-    Specimen("stablelm", "stablelm", {"use_qkv_bias": True, "use_parallel_residual": True}),
-    Specimen("persimmon", "persimmon"),
-    Specimen("cohere", "cohere", {"use_qk_norm": True}),
-    Specimen("cohere2", "cohere2", {"num_hidden_layers": 4, **_SLIDING}),
-    Specimen(
+    ZooModel("starcoder2", "starcoder2", {**_SLIDING, "use_bias": True}),
+    ZooModel("stablelm", "stablelm", {"use_qkv_bias": True, "use_parallel_residual": True}),
+    ZooModel("persimmon", "persimmon"),
+    ZooModel("cohere", "cohere", {"use_qk_norm": True}),
+    ZooModel("cohere2", "cohere2", {"num_hidden_layers": 4, **_SLIDING}),
+    ZooModel(
         "granite",
         "granite",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0},
     ),
-    Specimen("smollm3", "smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
-    Specimen("glm", "glm", {"head_dim": 16}),
-    Specimen("glm4", "glm4", {"head_dim": 16}),
-    Specimen("nemotron", "nemotron"),
-    Specimen("ernie4_5", "ernie4_5", {"head_dim": 16}),
-    Specimen("exaone4", "exaone4", {"num_hidden_layers": 4, "sliding_window_pattern": 4, **_SLIDING}),
-    Specimen("helium", "helium", {"head_dim": 16}),
-    Specimen("seed_oss", "seed_oss", {"head_dim": 16}),
-    Specimen("arcee", "arcee"),
-    Specimen("apertus", "apertus"),
-    Specimen("hunyuan_v1_dense", "hunyuan_v1_dense", {"head_dim": 16}),
-    Specimen("jais2", "jais2"),
-    Specimen("cwm", "cwm", {"head_dim": 16, "num_hidden_layers": 4, **_SLIDING}),
-    Specimen("hyperclovax", "hyperclovax", {"attention_multiplier": 0.3, "residual_multiplier": 0.7}),
-    Specimen("nanochat", "nanochat"),
-    Specimen("granite_swa", "granite_swa", {"num_hidden_layers": 4, **_SLIDING}),
-    Specimen("youtu", "youtu", _LATENT),
-    Specimen("minicpm3", "minicpm3", _LATENT),
-    Specimen("mixtral", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    Specimen("qwen2_moe", "qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 48}),
-    Specimen("qwen3_moe", "qwen3_moe", _EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
-    Specimen("olmoe", "olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
-    Specimen("flex_olmo", "flex_olmo", {"num_experts": 8, "num_experts_per_tok": 2}),
-    Specimen("phimoe", "phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, **_SLIDING}),
-    Specimen("granitemoe", "granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 2.0}),
-    Specimen(
+    ZooModel("smollm3", "smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    ZooModel("glm", "glm", {"head_dim": 16}),
+    ZooModel("glm4", "glm4", {"head_dim": 16}),
+    ZooModel("nemotron", "nemotron"),
+    ZooModel("ernie4_5", "ernie4_5", {"head_dim": 16}),
+    ZooModel("exaone4", "exaone4", {"num_hidden_layers": 4, "sliding_window_pattern": 4, **_SLIDING}),
+    ZooModel("helium", "helium", {"head_dim": 16}),
+    ZooModel("seed_oss", "seed_oss", {"head_dim": 16}),
+    ZooModel("arcee", "arcee"),
+    ZooModel("apertus", "apertus"),
+    ZooModel("hunyuan_v1_dense", "hunyuan_v1_dense", {"head_dim": 16}),
+    ZooModel("jais2", "jais2"),
+    ZooModel("cwm", "cwm", {"head_dim": 16, "num_hidden_layers": 4, **_SLIDING}),
+    ZooModel("hyperclovax", "hyperclovax", {"attention_multiplier": 0.3, "residual_multiplier": 0.7}),
+    ZooModel("nanochat", "nanochat"),
+    ZooModel("granite_swa", "granite_swa", {"num_hidden_layers": 4, **_SLIDING}),
+    ZooModel("youtu", "youtu", _LATENT),
+    ZooModel("minicpm3", "minicpm3", _LATENT),
+    ZooModel("mixtral", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ZooModel("qwen2_moe", "qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 48}),
+    ZooModel("qwen3_moe", "qwen3_moe", _EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    ZooModel("olmoe", "olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
+    ZooModel("flex_olmo", "flex_olmo", {"num_experts": 8, "num_experts_per_tok": 2}),
+    ZooModel("phimoe", "phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, **_SLIDING}),
+    ZooModel("granitemoe", "granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 2.0}),
+    ZooModel(
         "granitemoeshared",
         "granitemoeshared",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
     ),
-    Specimen(
+    ZooModel(
         "gpt_oss",
         "gpt_oss",
         {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4, **_SLIDING}
@@ -201,47 +201,47 @@ SPECIMENS: tuple[Specimen, ...] = (
             original_max_position_embeddings=64,
         ),
     ),
-    Specimen(
+    ZooModel(
         "deepseek_v2",
         "deepseek_v2",
         _LATENT | {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "head_dim": 16},
     ),
-    Specimen("deepseek_v3", "deepseek_v3", _LATENT | {"n_group": 2, "topk_group": 1}),
-    Specimen("glm4_moe_lite", "glm4_moe_lite", _LATENT | {"n_group": 1, "topk_group": 1}),
-    Specimen(
+    ZooModel("deepseek_v3", "deepseek_v3", _LATENT | {"n_group": 2, "topk_group": 1}),
+    ZooModel("glm4_moe_lite", "glm4_moe_lite", _LATENT | {"n_group": 1, "topk_group": 1}),
+    ZooModel(
         "glm4_moe",
         "glm4_moe",
         {"head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1}
         | {"topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": True},
     ),
-    Specimen(
+    ZooModel(
         "llama4",
         "llama4_text",
         {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}
         | {"attention_chunk_size": 32, "num_hidden_layers": 4, "floor_scale": 16, "attn_scale": 0.5},
     ),
-    Specimen("ernie4_5_moe", "ernie4_5_moe", {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32}),
-    Specimen(
+    ZooModel("ernie4_5_moe", "ernie4_5_moe", {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32}),
+    ZooModel(
         "dots1",
         "dots1",
         {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1}
         | {"topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
     ),
-    Specimen(
+    ZooModel(
         "hunyuan_v1_moe",
         "hunyuan_v1_moe",
         {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
     ),
-    Specimen("minimax_m2", "minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}),
-    Specimen(
+    ZooModel("minimax_m2", "minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}),
+    ZooModel(
         "solar_open",
         "solar_open",
         {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
-    Specimen("bitnet", "bitnet"),
-    Specimen("afmoe", "afmoe", {"head_dim": 16, **_EXPERTS, "num_hidden_layers": 4, "num_dense_layers": 1, **_SLIDING}),
-    Specimen("exaone_moe", "exaone_moe", {**_EXPERTS, "num_hidden_layers": 4, **_SLIDING}),
-    Specimen(
+    ZooModel("bitnet", "bitnet"),
+    ZooModel("afmoe", "afmoe", {"head_dim": 16, **_EXPERTS, "num_hidden_layers": 4, "num_dense_layers": 1, **_SLIDING}),
+    ZooModel("exaone_moe", "exaone_moe", {**_EXPERTS, "num_hidden_layers": 4, **_SLIDING}),
+    ZooModel(
         "mimo_v2_flash",
         "mimo_v2_flash",
         {
@@ -257,16 +257,16 @@ SPECIMENS: tuple[Specimen, ...] = (
     ),
 )
 
-REFUSED: tuple[Specimen, ...] = (
-    Specimen("diffllama", "diffllama"),
-    Specimen("doge", "doge"),
-    Specimen("jetmoe", "jetmoe"),
-    Specimen("lfm2", "lfm2", {"full_attn_idxs": [1]}),
-    Specimen("qwen3_next", "qwen3_next", {**_EXPERTS}),
-    Specimen("falcon_h1", "falcon_h1"),
-    Specimen("bloom", "bloom", _OLD | {"hidden_size": 64, "n_head": 4, "n_layer": 3}, shared=False),
-    Specimen("mpt", "mpt", _OLD | {"d_model": 64, "n_heads": 4, "n_layers": 3}, shared=False),
-    Specimen(
+REFUSED_MODELS: tuple[ZooModel, ...] = (
+    ZooModel("diffllama", "diffllama"),
+    ZooModel("doge", "doge"),
+    ZooModel("jetmoe", "jetmoe"),
+    ZooModel("lfm2", "lfm2", {"full_attn_idxs": [1]}),
+    ZooModel("qwen3_next", "qwen3_next", {**_EXPERTS}),
+    ZooModel("falcon_h1", "falcon_h1"),
+    ZooModel("bloom", "bloom", _OLD | {"hidden_size": 64, "n_head": 4, "n_layer": 3}, shared=False),
+    ZooModel("mpt", "mpt", _OLD | {"d_model": 64, "n_heads": 4, "n_layers": 3}, shared=False),
+    ZooModel(
         "dbrx",
         "dbrx",
         _OLD
@@ -275,7 +275,7 @@ REFUSED: tuple[Specimen, ...] = (
         | {"ffn_config": {"hidden_size": _WIDTH, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2}},
         shared=False,
     ),
-    Specimen(
+    ZooModel(
         "longcat_flash",
         "longcat_flash",
         _LATENT
@@ -286,12 +286,12 @@ REFUSED: tuple[Specimen, ...] = (
 """Architectures that are refused at load, each for another reason."""
 
 
-def specimen(name: str) -> Specimen:
+def zoo_model(name: str) -> ZooModel:
     """The specimen called `name`; ValueError says the nearest one."""
-    for entry in (*SPECIMENS, *REFUSED):
+    for entry in (*ZOO_MODELS, *REFUSED_MODELS):
         if entry.name == name:
             return entry
-    names = (entry.name for entry in SPECIMENS)
+    names = (entry.name for entry in ZOO_MODELS)
     hint = did_you_mean(name, names, "`torchweave models list` shows those that are known")
     raise ValueError(f"Unknown architecture {name!r}; {hint}")
 
@@ -301,12 +301,12 @@ def transformers_version() -> str:
     return transformers.__version__
 
 
-def build(entry: Specimen, seed: int = 0) -> PreTrainedModel:
+def build(entry: ZooModel, seed: int = 0) -> PreTrainedModel:
     """transformers' own model of a specimen, eager, float32, with weights that make mistakes visible."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(entry.config(), dtype=torch.float32, attn_implementation="eager")
-        sharpen(model)
+        perturb_weights(model)
     return model.eval().requires_grad_(False)
 
 
@@ -317,7 +317,7 @@ def save(model: PreTrainedModel, folder: str | Path) -> None:
 
 
 @torch.no_grad()
-def sharpen(model: nn.Module) -> None:
+def perturb_weights(model: nn.Module) -> None:
     """Move random initial weights away from the values under which layers do next to nothing."""
     for name, parameter in model.named_parameters():
         leaf = name.rpartition(".")[2]

@@ -22,11 +22,11 @@ from torch._inductor.async_compile import AsyncCompile
 import torchweave
 from tests.compiler import toy as toy_module
 from tests.compiler.toy import BOUNDARY, DYNAMIC, example, step, toy
-from torchweave.compiler import CompileCache, open_cache, weave
+from torchweave.compiler import CompileCache, compile_graph, open_cache
 from torchweave.compiler.cache import keys as factors
 from torchweave.compiler.cache.keys import (
+    HASHED_FOLDERS,
     MISSING,
-    OWN_FOLDERS,
     describe_module,
     graph_factors,
     hash_folders,
@@ -35,8 +35,8 @@ from torchweave.compiler.cache.keys import (
     source_digests,
 )
 from torchweave.compiler.cache.store import FORMAT, MAGIC, read_entry
-from torchweave.compiler.codegen.inductor import inductor_waking
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.codegen.inductor import start_inductor_workers
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -284,8 +284,8 @@ def test_S8_which_tensors_are_one_counts(tie: Any, tmp_path: Path) -> None:
     cache, x = CompileCache(tmp_path / "cache", Report(show=False)), torch.randn(3, 8)
     config = TorchCompileConfig(enable_inductor=False)
     for module in (_Twice(tie), _Twice(lambda _: None)):
-        woven = weave(module, {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=config, cache=cache)
-        assert torch.equal(woven(call_as_is, x), module(x))
+        compiled_graph = compile_graph(module, {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=config, cache=cache)
+        assert torch.equal(compiled_graph(call_op, x), module(x))
 
 
 def test_S8_what_is_set_around_a_capture_counts() -> None:
@@ -315,33 +315,36 @@ def test_S8_an_edited_source_of_the_package_counts(tmp_path: Path, monkeypatch: 
     with pytest.raises(FileNotFoundError, match="reinstall torchweave"):
         hash_folders([tmp_path / "nothing"])
 
-    cpu, woven = torch.device("cpu"), weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
-    graph, piece = _factors(toy()), piece_factors(woven.pieces[0], FX, cpu)
-    monkeypatch.setattr(factors, "own_sources", lambda: "edited")
-    assert _factors(toy()) != graph and piece_factors(woven.pieces[0], FX, cpu) != piece
+    cpu, compiled_graph = (
+        torch.device("cpu"),
+        compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX),
+    )
+    graph, piece = _factors(toy()), piece_factors(compiled_graph.pieces[0], FX, cpu)
+    monkeypatch.setattr(factors, "package_source_hash", lambda: "edited")
+    assert _factors(toy()) != graph and piece_factors(compiled_graph.pieces[0], FX, cpu) != piece
     monkeypatch.undo()
     monkeypatch.setattr("torchweave.version.__version__", "9.9")
-    assert _factors(toy()) != graph and piece_factors(woven.pieces[0], FX, cpu) != piece
+    assert _factors(toy()) != graph and piece_factors(compiled_graph.pieces[0], FX, cpu) != piece
 
 
 def test_every_own_source_that_tracing_runs_is_hashed() -> None:
     package = Path(torchweave.__file__).parent
-    assert all(any((package / folder).rglob("*.py")) for folder in OWN_FOLDERS)
+    assert all(any((package / folder).rglob("*.py")) for folder in HASHED_FOLDERS)
     with pytest.raises(ImportError, match=r"torchweave\.compiler\.no_such_module is part of torchweave"):
         source_digests(["torchweave.compiler.no_such_module"])
     assert source_digests(["no_such_package"]) == {"no_such_package": MISSING}
 
 
 def test_S8_every_factor_of_a_piece_counts() -> None:
-    woven = weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
+    compiled_graph = compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
     cpu = torch.device("cpu")
-    base = piece_factors(woven.pieces[0], TorchCompileConfig(), cpu)
-    assert base == piece_factors(woven.pieces[0], TorchCompileConfig(), cpu)
-    assert base != piece_factors(woven.pieces[1], TorchCompileConfig(), cpu)
-    assert base != piece_factors(woven.pieces[0], TorchCompileConfig(debug=True), cpu)
-    assert base != piece_factors(woven.pieces[0], TorchCompileConfig(dynamic_shapes="unbacked"), cpu)
+    base = piece_factors(compiled_graph.pieces[0], TorchCompileConfig(), cpu)
+    assert base == piece_factors(compiled_graph.pieces[0], TorchCompileConfig(), cpu)
+    assert base != piece_factors(compiled_graph.pieces[1], TorchCompileConfig(), cpu)
+    assert base != piece_factors(compiled_graph.pieces[0], TorchCompileConfig(debug=True), cpu)
+    assert base != piece_factors(compiled_graph.pieces[0], TorchCompileConfig(dynamic_shapes="unbacked"), cpu)
     with torch._inductor.config.patch(max_autotune=True):
-        assert base != piece_factors(woven.pieces[0], TorchCompileConfig(), cpu)
+        assert base != piece_factors(compiled_graph.pieces[0], TorchCompileConfig(), cpu)
     assert {"torch", "triton", "python", "device"} <= set(machine(cpu))
 
 
@@ -362,8 +365,10 @@ def test_V2_no_factor_holds_a_path_or_an_address() -> None:
         and "/x" not in text
         and "0x" not in text
     )
-    woven = weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
-    assert str(Path(__file__).parent) not in json.dumps(piece_factors(woven.pieces[0], FX, torch.device("cpu")))
+    compiled_graph = compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
+    assert str(Path(__file__).parent) not in json.dumps(
+        piece_factors(compiled_graph.pieces[0], FX, torch.device("cpu"))
+    )
 
 
 # -- what weaving keeps ------------------------------------------------------------------------------------------------
@@ -373,7 +378,9 @@ def _weave(
     cache: CompileCache, report: Report, module: nn.Module | None = None, config: TorchCompileConfig = FX
 ) -> Any:
     cache.report = report
-    return weave(module or toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=config, cache=cache, report=report)
+    return compile_graph(
+        module or toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=config, cache=cache, report=report
+    )
 
 
 def test_V2_a_warm_start_skips_dynamo_and_gives_the_same_pieces(
@@ -386,7 +393,7 @@ def test_V2_a_warm_start_skips_dynamo_and_gives_the_same_pieces(
     warm = _weave(cache, report, module)
     assert report.select("capture")[0]["source"] == "cache" and not report.select("warning")
     assert [piece.digest for piece in warm.pieces] == [piece.digest for piece in cold.pieces]
-    assert torch.equal(warm(call_as_is, *step(7, 3)), toy(seed=7)(*step(7, 3))), "bound to the other module's weights"
+    assert torch.equal(warm(call_op, *step(7, 3)), toy(seed=7)(*step(7, 3))), "bound to the other module's weights"
 
 
 def test_inductors_processes_start_while_the_model_is_captured_and_not_when_it_is_loaded(
@@ -394,10 +401,10 @@ def test_inductors_processes_start_while_the_model_is_captured_and_not_when_it_i
 ) -> None:
     woken: list[str] = []
     monkeypatch.setattr(AsyncCompile, "wakeup", lambda: woken.append("for a GPU"))
-    with inductor_waking(torch.device("cpu")):
+    with start_inductor_workers(torch.device("cpu")):
         pass
     assert woken == []
-    with inductor_waking(torch.device("cuda")):
+    with start_inductor_workers(torch.device("cuda")):
         pass
     assert woken == ["for a GPU"]
 
@@ -405,12 +412,14 @@ def test_inductors_processes_start_while_the_model_is_captured_and_not_when_it_i
         raise InterruptedError
 
     monkeypatch.setattr(
-        "torchweave.compiler.backend.inductor_waking", lambda device: nullcontext(woken.append(device.type))
+        "torchweave.compiler.backend.start_inductor_workers", lambda device: nullcontext(woken.append(device.type))
     )
     monkeypatch.setattr("torchweave.compiler.backend.build_pieces", stop)
     for _ in range(2):
         with pytest.raises(InterruptedError):
-            weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, cache=CompileCache(tmp_path, Report(show=False)))
+            compile_graph(
+                toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, cache=CompileCache(tmp_path, Report(show=False))
+            )
     assert woken[1:] == ["cpu"]
 
 
@@ -433,9 +442,9 @@ def test_a_payload_that_does_not_load_is_a_miss(tmp_path: Path) -> None:
     entry = read_entry(path)
     cache.store("graph", entry.factors, b"no pickle", entry.facts)
     report = Report(show=False)
-    woven = _weave(cache, report)
+    compiled_graph = _weave(cache, report)
     assert report.select("capture")[0]["source"] == "dynamo" and len(report.select("warning")) == 1
-    assert torch.equal(woven(call_as_is, *step(4, 1)), toy()(*step(4, 1)))
+    assert torch.equal(compiled_graph(call_op, *step(4, 1)), toy()(*step(4, 1)))
 
 
 def test_a_graph_that_cannot_be_written_down_is_woven_all_the_same(tmp_path: Path) -> None:
@@ -449,8 +458,10 @@ def test_a_graph_that_cannot_be_written_down_is_woven_all_the_same(tmp_path: Pat
 
     report = Report(show=False)
     cache = CompileCache(tmp_path / "cache", report)
-    woven = weave(Loose(), {"x": torch.zeros(3, 4)}, {"x": {0: "T"}}, config=FX, cache=cache, report=report)
-    assert torch.equal(woven(call_as_is, torch.zeros(2, 4))[1], torch.ones(4))
+    compiled_graph = compile_graph(
+        Loose(), {"x": torch.zeros(3, 4)}, {"x": {0: "T"}}, config=FX, cache=cache, report=report
+    )
+    assert torch.equal(compiled_graph(call_op, torch.zeros(2, 4))[1], torch.ones(4))
     assert any("not stored" in event.get("why", "") for event in report.select("cache"))
 
 
@@ -458,12 +469,12 @@ _PROCESS = """
 import sys, torch
 from tests.compiler.toy import *
 from torchweave.compiler import CompileCache, weave
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.report import Report
 report, module = Report(show=False), toy(layers=2, hidden=32)
 want = module(*step(9, 4))
 woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, cache=CompileCache(sys.argv[1], report), report=report)
-torch.testing.assert_close(woven(call_as_is, *step(9, 4)), want, rtol=2e-5, atol=2e-5)
+torch.testing.assert_close(woven(call_op, *step(9, 4)), want, rtol=2e-5, atol=2e-5)
 print(report.select("capture")[0]["source"], [event["built"] for event in report.select("piece")], len(report.select("warning")))
 generators = ("compile_fx", "lowering", "scheduler", "graph", "codegen.wrapper", "select_algorithm")
 unwanted = (*(f"torch._inductor.{name}" for name in generators), "torch.export._trace", "networkx")

@@ -16,7 +16,7 @@ import pytest
 
 from tests.compiler.toy import BOUNDARY, DYNAMIC, example, toy
 from torchweave.cli.main import main
-from torchweave.compiler import CompileCache, weave
+from torchweave.compiler import CompileCache, compile_graph
 from torchweave.compiler.cache import store
 from torchweave.compiler.cache.maintenance import export, find, import_archive, summaries, to_prune
 from torchweave.compiler.cache.store import CODE_FOLDER, FORMAT, MAGIC, READABLE_FOLDER, UNFINISHED, key_of
@@ -94,7 +94,7 @@ def test_V2_killed_at_any_write_leaves_no_half_entry(
 def test_V4_unpacked_writes_code_to_read_and_still_loads(tmp_path: Path) -> None:
     config = TorchCompileConfig(compile_cache_format="unpacked")
     cache = CompileCache(tmp_path / "cache", Report(show=False))
-    weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=config, cache=cache)
+    compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=config, cache=cache)
     folders = list((cache.folder / READABLE_FOLDER).iterdir())
     assert folders and all((folder / "factors.json").exists() for folder in folders)
     assert all("def forward" in (folder / "fx.py").read_text() for folder in folders)
@@ -103,7 +103,7 @@ def test_V4_unpacked_writes_code_to_read_and_still_loads(tmp_path: Path) -> None
         (folder / "inductor.py").write_text("raise SystemExit")
     report = Report(show=False)
     cache.report = report
-    again = weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=config, cache=cache, report=report)
+    again = compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=config, cache=cache, report=report)
     assert {built.built for built in again.built.values()} == {"cache"} and not report.select("warning")
 
 

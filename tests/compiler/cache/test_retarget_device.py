@@ -13,8 +13,8 @@ from torch._inductor.triton_bundler import StaticallyLaunchedAutotuner, TritonBu
 from torch._subclasses import FakeTensor
 
 from tests.compiler.toy import DYNAMIC, example, toy
-from torchweave.compiler.cache.retarget_device import moved, on_device
-from torchweave.compiler.cache.serialize import dump_graph, load_graph
+from torchweave.compiler.cache.retarget_device import retarget_code, retarget_on_load
+from torchweave.compiler.cache.serialize import deserialize_graph, serialize_graph
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.symbols import value
@@ -27,11 +27,11 @@ def test_V2_code_for_one_gpu_is_code_for_another_of_its_kind() -> None:
         "triton_meta={'device': DeviceProperties(type='cuda', index=1, multi_processor_count=132)}\n"
         "y = index=10; z = cuda:11; buf1 = f(1)"
     )
-    moved = on_device(code, 1, 0)
+    retarget_on_load = retarget_code(code, 1, 0)
     for there in ("_DeviceGuard(0)", "set_device(0)", "get_raw_stream(0)", "'cuda:0'", "index=0, multi"):
-        assert there in moved
-    assert "y = index=10; z = cuda:11; buf1 = f(1)" in moved and "(s1, 1), (1, 1)" in moved
-    assert on_device(moved, 0, 1) == code
+        assert there in retarget_on_load
+    assert "y = index=10; z = cuda:11; buf1 = f(1)" in retarget_on_load and "(s1, 1), (1, 1)" in retarget_on_load
+    assert retarget_code(retarget_on_load, 0, 1) == code
 
 
 def on_gpu(graph: CapturedGraph, index: int) -> CapturedGraph:
@@ -57,7 +57,7 @@ def test_V2_a_graph_captured_on_one_gpu_is_loaded_for_another() -> None:
         (toy(), example(), DYNAMIC),
     ):
         captured = on_gpu(capture(module, inputs, dynamic, "backed_size_oblivious"), 0)
-        loaded = load_graph(dump_graph(captured), module, torch.device("cuda:1"))
+        loaded = deserialize_graph(serialize_graph(captured), module, torch.device("cuda:1"))
         devices = {value(node).device for node in loaded.graph.nodes if isinstance(value(node), Tensor)}
         assert devices == {torch.device("cuda:1")}
         assert "cuda:0" not in str(loaded.graph) and "index=0" not in str(loaded.graph)
@@ -96,14 +96,14 @@ def test_V2_kernels_and_their_launchers_move_with_the_code(monkeypatch: Any) -> 
         return graph, rest
 
     monkeypatch.setattr(FxGraphCache, "cache_hit_post_compile", staticmethod(load))
-    with moved(0, 0):
+    with retarget_on_load(0, 0):
         FxGraphCache.cache_hit_post_compile(graph, {}, None)  # type: ignore[arg-type]
     assert loaded.pop().source_code == CODE
-    with moved(0, 3):
+    with retarget_on_load(0, 3):
         FxGraphCache.cache_hit_post_compile(graph, {}, None)  # type: ignore[arg-type]
     assert FxGraphCache.cache_hit_post_compile is load, "the change ends with the block"
     (found,) = loaded
-    assert found.source_code == on_device(CODE, 0, 3) != CODE
+    assert found.source_code == retarget_code(CODE, 0, 3) != CODE
     assert found.cache_key != "key" and found.device_idxs == {3}
     assert [each.device for each in found._triton_bundle.kernel_artifacts] == [3]
     (launcher,) = found._triton_bundle.static_autotuners

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.compiler.toy import DYNAMIC, example, toy
-from torchweave.compiler import CompileCache, weave
-from torchweave.compiler.cache.serialize import dump_graph, load_graph
+from torchweave.compiler import CompileCache, compile_graph
+from torchweave.compiler.cache.serialize import deserialize_graph, serialize_graph
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.capture.sources import SourceError, resolve
 from torchweave.compiler.errors import InvariantError, TraceError
 from torchweave.compiler.ir.graph import Constant, Input
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -164,8 +164,8 @@ def test_a_forward_that_says_that_it_needs_gradients_or_none_is_woven(mode: Any)
                 y = x * 2
             return y + 1
 
-    woven = weave(Says(), {"x": torch.zeros(3, 8)}, {"x": {0: "T"}}, config=FX)
-    result = woven(call_as_is, torch.ones(5, 8))
+    compiled_graph = compile_graph(Says(), {"x": torch.zeros(3, 8)}, {"x": {0: "T"}}, config=FX)
+    result = compiled_graph(call_op, torch.ones(5, 8))
     assert torch.equal(result, torch.full((5, 8), 3.0)) and not result.is_inference()
 
 
@@ -178,9 +178,9 @@ def test_writing_to_an_input_or_a_temporary_is_allowed() -> None:
             return y
 
     inputs = {"x": torch.ones(5), "into": torch.zeros(5)}
-    woven = weave(Writes(), inputs, {name: {0: "T"} for name in inputs}, config=FX)
+    compiled_graph = compile_graph(Writes(), inputs, {name: {0: "T"} for name in inputs}, config=FX)
     into = torch.zeros(7)
-    assert torch.equal(woven(call_as_is, torch.arange(7.0), into), torch.arange(7.0) * 2 + 1)
+    assert torch.equal(compiled_graph(call_op, torch.arange(7.0), into), torch.arange(7.0) * 2 + 1)
     assert torch.equal(into, torch.arange(7.0))
 
 
@@ -196,9 +196,9 @@ def test_tensors_that_are_no_buffers_and_structured_results() -> None:
             return {"sum": y, "parts": (y * self.more[0], x, None)}
 
     module = Loose()
-    woven = weave(module, {"x": torch.zeros(3, 4)}, {"x": {0: "T"}}, config=FX)
+    compiled_graph = compile_graph(module, {"x": torch.zeros(3, 4)}, {"x": {0: "T"}}, config=FX)
     x = torch.randn(6, 4)
-    got, want = woven(call_as_is, x), module(x)
+    got, want = compiled_graph(call_op, x), module(x)
     assert torch.equal(got["sum"], want["sum"]) and torch.equal(got["parts"][0], want["parts"][0])
     assert got["parts"][1] is x and got["parts"][2] is None
 
@@ -206,9 +206,9 @@ def test_tensors_that_are_no_buffers_and_structured_results() -> None:
 def test_module_hooks_are_part_of_the_forward() -> None:
     module = nn.Linear(4, 4).requires_grad_(False)
     module.register_forward_hook(lambda module, args, output: output * 3)
-    woven = weave(module, {"input": torch.zeros(3, 4)}, {"input": {0: "T"}}, config=FX)
+    compiled_graph = compile_graph(module, {"input": torch.zeros(3, 4)}, {"input": {0: "T"}}, config=FX)
     x = torch.randn(5, 4)
-    torch.testing.assert_close(woven(call_as_is, x), module(x))
+    torch.testing.assert_close(compiled_graph(call_op, x), module(x))
 
 
 def test_inputs_must_be_named_as_forward_names_them() -> None:
@@ -233,10 +233,12 @@ def test_a_returned_attribute_of_an_input_is_of_the_input_of_the_call(tmp_path: 
     cache = CompileCache(tmp_path / "cache", Report(show=False))
     for source in ("dynamo", "cache"):
         report = Report(show=False)
-        woven = weave(Looked(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX, cache=cache, report=report)
+        compiled_graph = compile_graph(
+            Looked(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX, cache=cache, report=report
+        )
         assert [each["source"] for each in report.select("capture")] == [source]
         x = torch.randn(3, 8)
-        transposed, more, same = woven(call_as_is, x)
+        transposed, more, same = compiled_graph(call_op, x)
         assert torch.equal(transposed, x.T) and transposed.data_ptr() == x.data_ptr() and same is x
         assert torch.equal(more["more"][0], x + 1) and torch.equal(more["more"][1], x.T)
 
@@ -248,7 +250,7 @@ class ReturnsSize(nn.Module):
 
 def test_a_returned_size_is_refused_as_what_it_is() -> None:
     with pytest.raises(TraceError, match="forward returns a size, or a number made of sizes; return tensors"):
-        weave(ReturnsSize(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)
+        compile_graph(ReturnsSize(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)
 
 
 class Methods(nn.Module):
@@ -258,7 +260,7 @@ class Methods(nn.Module):
 
 def test_a_graph_of_methods_alone_is_kept() -> None:
     graph = capture(Methods(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
-    loaded = load_graph(dump_graph(graph), Methods(), torch.device("cpu"))
+    loaded = deserialize_graph(serialize_graph(graph), Methods(), torch.device("cpu"))
     assert [node.target for node in loaded.graph.nodes] == [node.target for node in graph.graph.nodes]
 
 
@@ -275,7 +277,7 @@ class Slope(nn.Module):
 @pytest.mark.parametrize("module", [Mapped(), Slope()])
 def test_a_transform_is_refused_and_nothing_of_it_stays_on(module: nn.Module) -> None:
     with pytest.raises(TraceError, match=r"uses a transform of torch\.func") as caught:
-        weave(module, {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)
+        compile_graph(module, {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)
     if isinstance(module, Mapped):
         assert "# each row" in linecache.getline(__file__, int(caught.value.where.removeprefix(f"{__file__}:")))
     torch.randn(2)  # raises where a vmap was left on
@@ -300,7 +302,7 @@ def test_a_launch_of_a_triton_kernel_is_refused(monkeypatch: pytest.MonkeyPatch)
             return y + x
 
     with pytest.raises(TraceError, match="launches a Triton kernel") as caught:
-        weave(Launches(), {"x": torch.zeros(8)}, config=FX)
+        compile_graph(Launches(), {"x": torch.zeros(8)}, config=FX)
     assert "# the launch" in linecache.getline(__file__, int(caught.value.where.removeprefix(f"{__file__}:")))
 
 
@@ -316,4 +318,4 @@ def test_a_generator_is_refused() -> None:
     with pytest.raises(
         TraceError, match=r"forward returns (what cannot be made again .*, as a generator|a tuple_iterator)"
     ):
-        weave(Yields(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)
+        compile_graph(Yields(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)

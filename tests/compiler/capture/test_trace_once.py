@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from tests.compiler.canonical import canonical
 from tests.compiler.toy import BOUNDARY, DYNAMIC, Layer, example, step, toy
-from torchweave.compiler import weave
+from torchweave.compiler import compile_graph
 from torchweave.compiler.capture.capture import capture
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -46,10 +46,10 @@ def test_X2_one_layer_is_traced_and_the_graph_is_that_of_a_plain_capture(mode: A
 
 def test_X2_a_clone_is_a_graph_like_any_other() -> None:
     module = toy(layers=5)
-    woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
-    assert len({piece.digest for piece in woven.pieces}) == 3 and len(woven.pieces) == 6
+    compiled_graph = compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
+    assert len({piece.digest for piece in compiled_graph.pieces}) == 3 and len(compiled_graph.pieces) == 6
     for tokens, rows in ((1, 1), (7, 3), (64, 5)):
-        assert torch.equal(woven(call_as_is, *step(tokens, rows)), module(*step(tokens, rows)))
+        assert torch.equal(compiled_graph(call_op, *step(tokens, rows)), module(*step(tokens, rows)))
 
 
 class _Block(nn.Module):
@@ -165,9 +165,9 @@ def test_X2_values_that_skip_layers_go_where_they_went() -> None:
 
     module = _stack(call=skips)
     assert _captured(module)["cloned"] == 4
-    woven = weave(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, config=FX)
+    compiled_graph = compile_graph(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, config=FX)
     x = torch.randn(9, 8)
-    assert torch.equal(woven(call_as_is, x), module(x))
+    assert torch.equal(compiled_graph(call_op, x), module(x))
 
 
 @pytest.mark.parametrize("order", [[4, 3, 2, 1, 0], [2, 0, 1, 4, 3]])
@@ -264,9 +264,9 @@ def test_X2_layers_that_only_go_on_are_not_shown_to_tracing() -> None:
     module = _stack()
     assert _left_out(_captured(module)) == (4, "")
     assert [*module.blocks._modules] == ["0", "1", "2", "3", "4"], "the list is whole again"
-    woven = weave(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, config=FX)
+    compiled_graph = compile_graph(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, config=FX)
     x = torch.randn(9, 8)
-    assert torch.equal(woven(call_as_is, x), module(x))
+    assert torch.equal(compiled_graph(call_op, x), module(x))
 
 
 def test_X2_two_kinds_by_turns_are_shown_one_period_of() -> None:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch._inductor import async_compile, config
 
-from torchweave.compiler.codegen.inductor import inductor_ending, inductor_waking, loaded_here
+from torchweave.compiler.codegen.inductor import load_kernels_in_process, start_inductor_workers, stop_inductor_workers
 
 IMPORTS = """
 import sys
 import torch
-from torchweave.compiler.codegen.inductor import inductor_imported, inductor_waking
+from torchweave.compiler.codegen.inductor import import_inductor_in_background, start_inductor_workers
 with {}:
     pass
 import torch._inductor.compile_fx
@@ -29,7 +29,7 @@ assert networkx.DiGraph is sys.modules["networkx"].DiGraph and networkx.__file__
 """
 
 
-@pytest.mark.parametrize("way", ["inductor_imported()", "inductor_waking(torch.device('cpu'))"])
+@pytest.mark.parametrize("way", ["import_inductor_in_background()", "start_inductor_workers(torch.device('cpu'))"])
 def test_inductor_is_imported_without_what_only_training_needs(way: str) -> None:
     done = subprocess.run([sys.executable, "-c", IMPORTS.format(way)], stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -58,7 +58,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
 
 def test_processes_that_weaving_started_end_while_nobody_waits(pools: set[Any]) -> None:
     pool = Pool()
-    with inductor_ending():
+    with stop_inductor_workers():
         pools.add(pool)
         async_compile.AsyncCompile._ready_future = object()  # type: ignore[assignment]
     assert pool.told.wait(20) and not pool.ended.is_set()
@@ -70,7 +70,7 @@ def test_processes_that_weaving_started_end_while_nobody_waits(pools: set[Any]) 
 def test_processes_of_somebody_else_stay(pools: set[Any]) -> None:
     theirs = Pool()
     pools.add(theirs)
-    with inductor_ending():
+    with stop_inductor_workers():
         pass
     assert pools == {theirs} and not theirs.told.is_set()
 
@@ -79,7 +79,7 @@ def test_processes_that_work_for_somebody_else_stay(pools: set[Any]) -> None:
     pool, ready = Pool(), object()
     pool.may_end.set()
     for theirs in ({0: ready, 1: object()}, {0: ready}):
-        with inductor_ending():
+        with stop_inductor_workers():
             pools.add(pool)
             pool.pending_futures = theirs
             async_compile.AsyncCompile._ready_future = ready  # type: ignore[assignment]
@@ -90,9 +90,9 @@ def test_processes_that_work_for_somebody_else_stay(pools: set[Any]) -> None:
 
 def test_kernels_that_are_there_are_loaded_without_processes() -> None:
     threads = async_compile.get_compile_threads()
-    with loaded_here(kernels=False):
+    with load_kernels_in_process(kernels=False):
         assert async_compile.get_compile_threads() == threads
-    with loaded_here(kernels=True):
+    with load_kernels_in_process(kernels=True):
         assert async_compile.get_compile_threads() == 1 and not async_compile.AsyncCompile.use_process_pool()
     assert config.compile_threads == threads
 
@@ -101,6 +101,6 @@ def test_what_wakes_ends_too(pools: set[Any], monkeypatch: pytest.MonkeyPatch) -
     pool = Pool()
     pool.may_end.set()
     monkeypatch.setattr(async_compile.AsyncCompile, "wakeup", lambda: pools.add(pool))
-    with inductor_ending(), inductor_waking(torch.device("cuda")):
+    with stop_inductor_workers(), start_inductor_workers(torch.device("cuda")):
         pass
     assert pool.ended.wait(20)

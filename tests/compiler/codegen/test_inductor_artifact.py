@@ -9,7 +9,7 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 from torch.compiler._cache import CacheArtifactManager
 
-from torchweave.compiler.codegen.inductor_artifact import dump_code, lean, load_code
+from torchweave.compiler.codegen.inductor_artifact import deserialize_code, serialize_code, strip_unused_imports
 
 CODE = """\
 # AOT ID: ['0_inference']
@@ -37,7 +37,10 @@ def call(args):
 
 
 def test_imports_that_are_not_used_are_left_out_and_lines_stay_where_they_are() -> None:
-    before, after = CODE.replace("{call}", "pass").splitlines(), lean(CODE.replace("{call}", "pass")).splitlines()
+    before, after = (
+        CODE.replace("{call}", "pass").splitlines(),
+        strip_unused_imports(CODE.replace("{call}", "pass")).splitlines(),
+    )
     gone = [line for line, now in zip(before, after, strict=True) if line != now]
     assert gone == [before[3], before[4], before[8]], (
         "hooks, maybe_profile and extern_kernels; what has two lines stays"
@@ -45,7 +48,7 @@ def test_imports_that_are_not_used_are_left_out_and_lines_stay_where_they_are() 
 
 
 def test_extern_kernels_that_are_torchs_functions_are_taken_from_torch() -> None:
-    code = lean(CODE.replace("{call}", "extern_kernels.mm(args[0], args[1], out=args[2])"))
+    code = strip_unused_imports(CODE.replace("{call}", "extern_kernels.mm(args[0], args[1], out=args[2])"))
     assert "select_algorithm" not in code
     scope: dict[str, object] = {}
     exec(next(line for line in code.splitlines() if "extern_kernels =" in line), {"torch": torch}, scope)
@@ -56,7 +59,7 @@ def test_other_extern_kernels_are_imported_from_inductor() -> None:
     imported = "from torch._inductor.select_algorithm import extern_kernels\n"
     for call in ("extern_kernels.bias_addmm(*args)", "extern_kernels.mm(bias_addmm(*args))", "f(extern_kernels)"):
         other = call.replace("mm(bias", "mm(extern_kernels.bias")
-        assert imported in lean(CODE.replace("{call}", other))
+        assert imported in strip_unused_imports(CODE.replace("{call}", other))
 
 
 class Made:
@@ -77,7 +80,7 @@ def test_what_kernels_were_tuned_to_is_kept_with_them(tmp_path: Path) -> None:
         CacheArtifactManager.record_artifact("autotune", "ab/kernel.best_config", {"XBLOCK": 64})
         made = CacheArtifactManager.serialize()
     assert made is not None
-    payload = dump_code(Made(), made[0])
+    payload = serialize_code(Made(), made[0])
     with temporary_cache_dir(str(tmp_path)):
-        assert load_code(payload).cache_key == "key_lean"
+        assert deserialize_code(payload).cache_key == "key_lean"
     assert json.loads((tmp_path / "ab" / "kernel.best_config").read_bytes()) == {"XBLOCK": 64}

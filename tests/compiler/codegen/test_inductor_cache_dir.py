@@ -10,10 +10,10 @@ from torch import nn
 from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from torchweave.compiler import CompileCache, weave
+from torchweave.compiler import CompileCache, compile_graph
 from torchweave.compiler.cache.store import CODE_FOLDER
-from torchweave.compiler.codegen.inductor_cache_dir import CodeFolder
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.codegen.inductor_cache_dir import InductorCacheDir
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -33,7 +33,7 @@ def test_a_piece_that_fails_beside_the_entries_is_built_elsewhere(tmp_path: Path
             raise InductorError(OSError(28, "No space left on device"), None)
         return "built"
 
-    with CodeFolder(cache, torch.device("cpu")) as code:
+    with InductorCacheDir(cache, torch.device("cpu")) as code:
         assert code.run(lambda: cache_dir()) == beside
         assert code.run(build) == "built" and tried == [True, False]
         assert code.run(build) == "built" and tried == [True, False, False]
@@ -44,15 +44,15 @@ def test_what_fails_elsewhere_too_is_told(tmp_path: Path, report: Report) -> Non
     def fail() -> None:
         raise InductorError(ValueError("no such operation"), None)
 
-    with CodeFolder(CompileCache(tmp_path, report), torch.device("cpu")) as code, pytest.raises(InductorError):
+    with InductorCacheDir(CompileCache(tmp_path, report), torch.device("cpu")) as code, pytest.raises(InductorError):
         code.run(fail)
-    with CodeFolder(None, torch.device("cpu")) as code, pytest.raises(InductorError):
+    with InductorCacheDir(None, torch.device("cpu")) as code, pytest.raises(InductorError):
         code.run(fail)
 
 
 @pytest.mark.parametrize("name", ["with space", "it's", "no\\thing"])
 def test_a_folder_whose_name_falls_apart_is_not_used(tmp_path: Path, report: Report, name: str) -> None:
-    with CodeFolder(CompileCache(tmp_path / name, report), torch.device("cpu")) as code:
+    with InductorCacheDir(CompileCache(tmp_path / name, report), torch.device("cpu")) as code:
         assert not code.run(cache_dir).startswith(str(tmp_path))
     assert ["Inductor takes no folder" in each["why"] for each in report.select("warning")] == [True]
 
@@ -65,6 +65,8 @@ def test_V2_a_cache_beside_which_nothing_can_be_compiled_stops_no_start(tmp_path
     cache = CompileCache(tmp_path / "with space", report)
     (cache.folder / CODE_FOLDER).write_text("")
     x = torch.arange(6.0)
-    woven = weave(Doubled(), {"x": x}, {"x": {0: "T"}}, config=TorchCompileConfig(), cache=cache, report=report)
-    torch.testing.assert_close(woven(call_as_is, x), x.sin() * 2)
+    compiled_graph = compile_graph(
+        Doubled(), {"x": x}, {"x": {0: "T"}}, config=TorchCompileConfig(), cache=cache, report=report
+    )
+    torch.testing.assert_close(compiled_graph(call_op, x), x.sin() * 2)
     assert len(report.select("warning")) == 1 and len(list(cache.entries())) == 2

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from tests.compiler.toy import BOUNDARY, DYNAMIC, SIZES, attention, example, step, toy
 from torchweave.compiler.capture.capture import capture
-from torchweave.compiler.codegen.lower import NotLowered, lower
+from torchweave.compiler.codegen.lower import LoweringError, lower
 from torchweave.compiler.codegen.pieces import build_fx, build_inductor
 from torchweave.compiler.ir.graph import CapturedGraph
-from torchweave.compiler.ir.symbols import shapes_mode, value
+from torchweave.compiler.ir.symbols import dynamic_shapes_mode, value
 from torchweave.compiler.partition.split import Piece, split
-from torchweave.compiler.runtime.compiled_graph import Woven
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.compiled_graph import CompiledGraph
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import DynamicShapes, TorchCompileConfig
 from torchweave.report import Report
 
@@ -45,7 +45,7 @@ def test_T7_a_lowered_model_is_equal_to_the_bit(mode: DynamicShapes) -> None:
     built = {}
     for part in parts:
         if isinstance(part, Piece) and part.digest not in built:
-            with shapes_mode(mode):
+            with dynamic_shapes_mode(mode):
                 lowered = lower(part)
             built[part.digest] = build_fx(lowered)
             assert "aten.linear.default" in ops(lowered), "composite ops stay whole"
@@ -53,9 +53,9 @@ def test_T7_a_lowered_model_is_equal_to_the_bit(mode: DynamicShapes) -> None:
                        if node.op == "call_function")  # fmt: skip
             assert lowered.num_calls() <= part.num_calls()
             assert (lowered.inputs, lowered.constants, lowered.digest) == (part.inputs, part.constants, part.digest)
-    woven = Woven(graph, parts, built, (1, 512), Report(show=False))
+    compiled_graph = CompiledGraph(graph, parts, built, (1, 512), Report(show=False))
     for size in SIZES:
-        assert torch.equal(woven(call_as_is, *step(*size)), module(*step(*size)))
+        assert torch.equal(compiled_graph(call_op, *step(*size)), module(*step(*size)))
 
 
 def test_T7_inductor_builds_what_was_lowered() -> None:
@@ -125,7 +125,7 @@ def test_T7_a_write_to_an_input_is_made_good_or_refused() -> None:
         graph.boundary_ops = BOUNDARY
         *_, piece = (part for part in split(graph) if isinstance(part, Piece))
         if returns_view:
-            with pytest.raises(NotLowered, match="returns a view of it"):
+            with pytest.raises(LoweringError, match="returns a view of it"):
                 lower(piece)
             continue
         values = [

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from tests.compiler.canonical import canonical
 from tests.compiler.toy import DYNAMIC, example, toy
-from torchweave.compiler.cache.serialize import dump_graph, load_graph
+from torchweave.compiler.cache.serialize import deserialize_graph, serialize_graph
 from torchweave.compiler.capture.capture import capture
-from torchweave.compiler.ir.fake_tensors import FakeRuns, geometry
+from torchweave.compiler.ir.fake_tensors import FakeOpCache, geometry
 from torchweave.compiler.ir.graph import CapturedGraph, run_fake
-from torchweave.compiler.ir.mutation import storage
+from torchweave.compiler.ir.mutation import storage_id
 from torchweave.compiler.ir.symbols import value
 
 MODE: Any = "backed_size_oblivious"
@@ -30,41 +30,41 @@ def _where(thing: Tensor) -> int:
 
 
 def test_an_operation_run_again_gives_the_same_geometry_and_aliases(graph: CapturedGraph) -> None:
-    runs, seen = FakeRuns(graph.fake_mode, graph.faking), 0
+    fake_ops, seen = FakeOpCache(graph.fake_mode, graph.enable_fake_mode), 0
     for node in graph.graph.nodes:
         if node.op not in ("call_function", "call_method") or not isinstance(value(node), Tensor):
             continue
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
         target: Any = str(node.target) if node.op == "call_method" else node.target
-        with graph.faking():
+        with graph.enable_fake_mode():
             plain = run_fake(node, {})
-        for again in (runs.run(target, args, kwargs), runs.run(target, args, kwargs)):
+        for again in (fake_ops.run(target, args, kwargs), fake_ops.run(target, args, kwargs)):
             seen += 1
             assert geometry(again) == geometry(plain) == geometry(value(node))
             for argument in node.all_input_nodes:
                 if isinstance(value(argument), Tensor):
-                    assert (_where(again) == storage(argument)) == (_where(plain) == storage(argument)), node
+                    assert (_where(again) == storage_id(argument)) == (_where(plain) == storage_id(argument)), node
             assert again.fake_mode is graph.fake_mode
     assert seen > 40
 
 
 def test_results_of_several_tensors_share_what_they_shared(graph: CapturedGraph) -> None:
-    runs = FakeRuns(graph.fake_mode, graph.faking)
+    fake_ops = FakeOpCache(graph.fake_mode, graph.enable_fake_mode)
     x = next(value(node) for node in graph.graph.nodes if node.target is torch.nn.functional.linear)
-    first = runs.run(torch.split, (x, 16), {"dim": -1})
-    again = runs.run(torch.split, (x, 16), {"dim": -1})
+    first = fake_ops.run(torch.split, (x, 16), {"dim": -1})
+    again = fake_ops.run(torch.split, (x, 16), {"dim": -1})
     assert [geometry(part) for part in again] == [geometry(part) for part in first]
     assert {_where(part) for part in again} == {_where(x)}, "parts are views of what was split"
-    top = [runs.run(torch.topk, (x, 2), {}) for _ in range(2)]
+    top = [fake_ops.run(torch.topk, (x, 2), {}) for _ in range(2)]
     assert [geometry(part) for part in top[0]] == [geometry(part) for part in top[1]]
     assert len({_where(part) for result in top for part in result}) == 4
 
 
 def test_in_place_operations_give_back_their_argument(graph: CapturedGraph) -> None:
-    runs = FakeRuns(graph.fake_mode, graph.faking)
-    with graph.faking():
+    fake_ops = FakeOpCache(graph.fake_mode, graph.enable_fake_mode)
+    with graph.enable_fake_mode():
         tensors = [torch.empty(4), torch.empty(4)]
-    assert all(runs.run("add_", (tensor, 1), {}) is tensor for tensor in tensors)
+    assert all(fake_ops.run("add_", (tensor, 1), {}) is tensor for tensor in tensors)
 
 
 def test_what_cannot_be_compared_is_run_each_time(graph: CapturedGraph) -> None:
@@ -74,12 +74,12 @@ def test_what_cannot_be_compared_is_run_each_time(graph: CapturedGraph) -> None:
         calls.append(thing)
         return x
 
-    runs = FakeRuns(graph.fake_mode, graph.faking)
-    with graph.faking():
+    fake_ops = FakeOpCache(graph.fake_mode, graph.enable_fake_mode)
+    with graph.enable_fake_mode():
         x = torch.empty(3)
     for _ in range(2):
-        runs.run(odd, (x, object()), {})
-        runs.run(odd, (x, 1), {})
+        fake_ops.run(odd, (x, object()), {})
+        fake_ops.run(odd, (x, 1), {})
     assert len(calls) == 3
 
 
@@ -99,5 +99,5 @@ def test_a_stored_graph_keeps_its_aliases() -> None:
         (example(), DYNAMIC, toy(layers=4)),
     ):
         graph = capture(captured, inputs, dynamic, MODE)
-        restored = load_graph(dump_graph(graph), captured, torch.device("cpu"))
+        restored = deserialize_graph(serialize_graph(graph), captured, torch.device("cpu"))
         assert canonical(restored) == canonical(graph)

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchweave.compiler import InvariantError, weave
+from torchweave.compiler import InvariantError, compile_graph
 from torchweave.compiler.capture.capture import capture
-from torchweave.compiler.ir.mutation import written
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.ir.mutation import mutated_args
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 
 FX = TorchCompileConfig(enable_inductor=False)
@@ -62,7 +62,7 @@ def test_a_write_is_seen_however_it_is_asked_for(write: Callable[[Any, Tensor], 
         return y * 2
 
     graph = capture(Of(forward).eval(), {"x": torch.randn(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
-    targets = [target for node in graph.graph.nodes for target in written(node)]
+    targets = [target for node in graph.graph.nodes for target in mutated_args(node)]
     assert targets == [next(node for node in graph.graph.nodes if node.op == "call_function" and node.args[1:] == (1,))]
 
 
@@ -74,7 +74,7 @@ def test_a_shift_in_place_is_a_write() -> None:
         return y
 
     graph = capture(Of(forward), {"x": torch.randn(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
-    assert sum(len(written(node)) for node in graph.graph.nodes) == 2
+    assert sum(len(mutated_args(node)) for node in graph.graph.nodes) == 2
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_what_only_could_write_does_not(read: Callable[[Any, Tensor], Any]) -> N
     graph = capture(
         Of(lambda self, x: read(self, x + 1)), {"x": torch.randn(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious"
     )
-    assert not any(written(node) for node in graph.graph.nodes)
+    assert not any(mutated_args(node) for node in graph.graph.nodes)
 
 
 def test_linears_are_not_merged_over_a_module_that_writes_in_place() -> None:
     module, x = Of(module_between).eval(), torch.randn(6, 8)
-    woven = weave(module, {"x": torch.randn(5, 8)}, {"x": {0: "T"}}, config=FX)
-    torch.testing.assert_close(woven(call_as_is, x), module(x))
+    compiled_graph = compile_graph(module, {"x": torch.randn(5, 8)}, {"x": {0: "T"}}, config=FX)
+    torch.testing.assert_close(compiled_graph(call_op, x), module(x))
 
 
 @pytest.mark.parametrize(
@@ -108,4 +108,4 @@ def test_linears_are_not_merged_over_a_module_that_writes_in_place() -> None:
 )
 def test_a_forward_that_writes_to_the_modules_own_is_refused(write: Callable[[Any, Tensor], Any]) -> None:
     with pytest.raises(InvariantError, match=r"forward writes to .*(seen|weight)"):
-        weave(Of(lambda self, x: write(self, x)), {"x": torch.ones(5, 8)}, {"x": {0: "T"}}, config=FX)
+        compile_graph(Of(lambda self, x: write(self, x)), {"x": torch.ones(5, 8)}, {"x": {0: "T"}}, config=FX)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchweave.compiler import CompileCache, GraphPass, PassResult, TraceError, weave
+from torchweave.compiler import CompileCache, GraphPass, PassResult, TraceError, compile_graph
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.passes.base import Stage
 from torchweave.config.options import TorchCompileConfig
@@ -54,20 +54,20 @@ def test_a_size_that_building_fixes_is_refused_and_nothing_of_it_is_kept(tmp_pat
         {""},
     ):  # a graph that is loaded has forgotten its lines
         with pytest.raises(TraceError, match="holds for a size of 5 alone") as caught:
-            weave(Unbound(), {"x": torch.randn(5, 8)}, DYNAMIC, cache=cache, passes=passes)
+            compile_graph(Unbound(), {"x": torch.randn(5, 8)}, DYNAMIC, cache=cache, passes=passes)
         assert caught.value.where in where
     assert {path.parent.name for path in cache.entries()} <= {"graph"}
 
 
 def test_a_module_that_writes_to_a_part_runs_where_nothing_takes_it_apart() -> None:
     config = TorchCompileConfig(enable_inductor=False)
-    woven = weave(Unbound(), {"x": torch.randn(5, 8)}, DYNAMIC, config=config, passes=[])
+    compiled_graph = compile_graph(Unbound(), {"x": torch.randn(5, 8)}, DYNAMIC, config=config, passes=[])
     x = torch.randn(3, 8)
-    assert torch.equal(woven._run(None, x), Unbound()(x))
+    assert torch.equal(compiled_graph._run(None, x), Unbound()(x))
 
 
 def test_a_limit_that_was_found_while_a_piece_was_built_holds_for_who_loads_it(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path / "cache", Report(show=False))
     for built in ("inductor", "cache"):
-        woven = weave(Plain(), {"x": torch.randn(5, 8)}, DYNAMIC, cache=cache, passes=[OnlyBelow()])
-        assert woven.sizes == (1, 500) and [each.built for each in woven.built.values()] == [built]
+        compiled_graph = compile_graph(Plain(), {"x": torch.randn(5, 8)}, DYNAMIC, cache=cache, passes=[OnlyBelow()])
+        assert compiled_graph.sizes == (1, 500) and [each.built for each in compiled_graph.built.values()] == [built]

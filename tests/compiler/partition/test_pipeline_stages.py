@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import torchweave.ops.pipeline_marks  # noqa: F401  (defines the marks)
-from torchweave.compiler.backend import weave
+from torchweave.compiler.backend import compile_graph
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.errors import TraceError
 from torchweave.compiler.ir.graph import CapturedGraph
-from torchweave.compiler.partition.pipeline_stages import cut_to_stage
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.partition.pipeline_stages import extract_pipeline_stage
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 
 INPUTS = {"ids": torch.zeros(23, dtype=torch.int64), "positions": torch.arange(23)}
@@ -59,18 +59,18 @@ def test_two_pipeline_stages_compute_what_one_graph_does() -> None:
     ids, positions = torch.tensor([3, 1, 5, 0, 6]), torch.tensor([0, 1, 0, 1, 2])
     whole = Decoder().eval()
     first, last = Decoder(end=True).eval(), Decoder(begin=True).eval()
-    woven = [weave(each, INPUTS, DYNAMIC, config=PLAIN) for each in (first, last)]
-    assert [each.inputs for each in woven] == [("ids", "positions"), ("ids", "positions", "stage_input")]
-    hidden = woven[0](call_as_is, ids, positions)
-    assert torch.equal(woven[1](call_as_is, ids, positions, hidden), whole(ids, positions))
+    compiled_graph = [compile_graph(each, INPUTS, DYNAMIC, config=PLAIN) for each in (first, last)]
+    assert [each.inputs for each in compiled_graph] == [("ids", "positions"), ("ids", "positions", "stage_input")]
+    hidden = compiled_graph[0](call_op, ids, positions)
+    assert torch.equal(compiled_graph[1](call_op, ids, positions, hidden), whole(ids, positions))
     with pytest.raises(ValueError, match="stage_input"):
-        woven[1](call_as_is, ids, positions, hidden[:3])
+        compiled_graph[1](call_op, ids, positions, hidden[:3])
 
 
 def test_a_pipeline_stage_keeps_only_what_it_needs() -> None:
     first, last = captured(end=True), captured(begin=True)
-    cut_to_stage(first)
-    cut_to_stage(last)
+    extract_pipeline_stage(first)
+    extract_pipeline_stage(last)
     assert sources(first) == {"embedding", "layers"} and len(list(first.constants())) == 3
     assert sources(last) == {"layers", "head"} and len(list(last.constants())) == 4
     for graph in (first, last):
@@ -81,11 +81,11 @@ def test_a_pipeline_stage_keeps_only_what_it_needs() -> None:
 def test_a_graph_without_pipeline_marks_stays() -> None:
     graph = captured()
     before = str(graph.graph)
-    cut_to_stage(graph)
+    extract_pipeline_stage(graph)
     assert str(graph.graph) == before
 
 
 def test_what_skips_a_pipeline_stage_is_refused() -> None:
     graph = captured(begin=True, skip=True)
     with pytest.raises(TraceError, match="more than hidden states"):
-        cut_to_stage(graph)
+        extract_pipeline_stage(graph)

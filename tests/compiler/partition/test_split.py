@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.compiler.toy import BOUNDARY, DYNAMIC, Toy, attention, example, step, toy
-from torchweave.compiler import weave
+from torchweave.compiler import compile_graph
 from torchweave.compiler.errors import InvariantError, TraceError
-from torchweave.compiler.partition.split import normalize
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.partition.split import normalize_call
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -21,17 +21,17 @@ FX = TorchCompileConfig(enable_inductor=False)
 
 
 def test_any_depth_has_three_distinct_pieces() -> None:
-    woven = weave(toy(layers=6), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
-    digests = [piece.digest for piece in woven.pieces]
+    compiled_graph = compile_graph(toy(layers=6), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
+    digests = [piece.digest for piece in compiled_graph.pieces]
     assert len(digests) == 7 and len(set(digests)) == 3 and len(set(digests[1:-1])) == 1
-    assert woven.report.select("piece")[1]["shared_by"] == 5
+    assert compiled_graph.report.select("piece")[1]["shared_by"] == 5
 
 
 def test_a_layer_that_differs_is_another_piece() -> None:
     module = toy(layers=5)
     module.layers[2].norm_2.forward = lambda x: x * 2.0
-    woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
-    digests = [piece.digest for piece in woven.pieces]
+    compiled_graph = compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
+    digests = [piece.digest for piece in compiled_graph.pieces]
     assert len(set(digests)) == 4 and digests[1] == digests[2] == digests[4] != digests[3]
 
 
@@ -54,10 +54,10 @@ def test_derived_sizes_do_not_break_sharing() -> None:
         "positions": example()["positions"],
         "logits_index": torch.zeros(2, dtype=torch.int64),
     }
-    woven = weave(module, inputs, DYNAMIC, boundary_ops=BOUNDARY, config=FX)
-    assert len({piece.digest for piece in woven.pieces[1:-1]}) == 1
+    compiled_graph = compile_graph(module, inputs, DYNAMIC, boundary_ops=BOUNDARY, config=FX)
+    assert len({piece.digest for piece in compiled_graph.pieces[1:-1]}) == 1
     batch = step(9, 4)
-    assert torch.equal(woven(call_as_is, *batch), module(*batch))
+    assert torch.equal(compiled_graph(call_op, *batch), module(*batch))
 
 
 def test_what_is_unpacked_behind_a_boundary_op_is_unpacked_before_it() -> None:
@@ -70,9 +70,9 @@ def test_what_is_unpacked_behind_a_boundary_op_is_unpacked_before_it() -> None:
             return out[:, 0] + parts[1]
 
     module = Late()
-    woven = weave(module, {"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=FX)
+    compiled_graph = compile_graph(module, {"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=FX)
     x = torch.randn(11, 4)
-    assert torch.equal(woven(call_as_is, x), module(x))
+    assert torch.equal(compiled_graph(call_op, x), module(x))
 
 
 class _Alias(nn.Module):
@@ -95,8 +95,10 @@ class _Alias(nn.Module):
 
 def test_a_view_of_what_a_piece_writes_to_makes_it_another_piece() -> None:
     def last(layers: int) -> str:
-        woven = weave(_Alias(layers), {"x": torch.zeros(5, 2, 4)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=FX)
-        return woven.pieces[-1].digest
+        compiled_graph = compile_graph(
+            _Alias(layers), {"x": torch.zeros(5, 2, 4)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=FX
+        )
+        return compiled_graph.pieces[-1].digest
 
     assert last(1) == last(3) != last(2)
 
@@ -104,12 +106,16 @@ def test_a_view_of_what_a_piece_writes_to_makes_it_another_piece() -> None:
 def test_a_piece_that_writes_to_an_input_by_two_names_is_not_built_by_inductor() -> None:
     module, report, config = _Alias(2), Report(show=False), TorchCompileConfig()
     x = {"x": torch.zeros(5, 2, 4)}
-    woven = weave(module, x, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=config, report=report)
-    assert [woven.built[piece.digest].built for piece in woven.pieces] == ["inductor", "inductor", "fx"]
+    compiled_graph = compile_graph(module, x, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=config, report=report)
+    assert [compiled_graph.built[piece.digest].built for piece in compiled_graph.pieces] == [
+        "inductor",
+        "inductor",
+        "fx",
+    ]
     (event,) = report.select("fallback")
     assert "shares its memory with another input" in event["why"]
     given = torch.randn(64, 2, 4)
-    torch.testing.assert_close(woven(call_as_is, given), module(given))
+    torch.testing.assert_close(compiled_graph(call_op, given), module(given))
 
 
 class _WritesAlone(nn.Module):
@@ -133,10 +139,12 @@ class _WritesOnly(nn.Module):
 @pytest.mark.parametrize("inductor", [False, True])
 def test_a_piece_that_does_nothing_but_write_is_run(module: nn.Module, inductor: bool) -> None:
     config = TorchCompileConfig(enable_inductor=inductor)
-    woven = weave(module, {"x": torch.zeros(5, 1, 4)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=config)
+    compiled_graph = compile_graph(
+        module, {"x": torch.zeros(5, 1, 4)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=config
+    )
     x = torch.randn(7, 1, 4)
     given, wanted = x.clone(), x.clone()
-    assert torch.equal(woven(call_as_is, given), module(wanted)) and torch.equal(given, wanted)
+    assert torch.equal(compiled_graph(call_op, given), module(wanted)) and torch.equal(given, wanted)
 
 
 @torch.library.custom_op("toy::returns", mutates_args=())
@@ -152,7 +160,7 @@ def _(x: Tensor) -> Tensor:
 def _refused(module: nn.Module, ops: set[str], dynamic: Any = None) -> str:
     dynamic = {"x": {0: "T"}} if dynamic is None else dynamic
     with pytest.raises((InvariantError, TraceError)) as caught:
-        weave(module, {"x": torch.zeros(5, 1, 4)}, dynamic, boundary_ops=ops, config=FX)
+        compile_graph(module, {"x": torch.zeros(5, 1, 4)}, dynamic, boundary_ops=ops, config=FX)
     return str(caught.value)
 
 
@@ -213,5 +221,5 @@ def test_a_context_held_across_a_boundary_op_is_refused() -> None:
 
 def test_boundary_calls_are_normalized() -> None:
     op = torch.ops.toy.attention.default
-    args, kwargs = normalize(op, (1, 2, 3), {"layer": 5, "out": 4, "scale": 0.5})
+    args, kwargs = normalize_call(op, (1, 2, 3), {"layer": 5, "out": 4, "scale": 0.5})
     assert args == (1, 2, 3, 4, 5, 0.5, 0) and kwargs == {}

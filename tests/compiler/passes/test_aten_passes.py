@@ -13,15 +13,15 @@ from torch import Tensor, fx, nn
 import torchweave.compiler.codegen.lower as lower_module
 from tests.compiler.passes.test_fusion import FUSION, alone, first
 from tests.compiler.toy import BOUNDARY, DYNAMIC, SIZES, example, step, toy
-from torchweave.compiler import weave
+from torchweave.compiler import compile_graph
 from torchweave.compiler.cache.store import CompileCache
 from torchweave.compiler.capture.capture import capture
-from torchweave.compiler.codegen.build import PieceBuilder, token_ranges, within
+from torchweave.compiler.codegen.build import PieceBuilder, passes_for_range, token_ranges
 from torchweave.compiler.passes.base import GraphPass, PassResult
 from torchweave.compiler.passes.manager import PassManager, default_passes, run_pass
 from torchweave.compiler.passes.pattern import Fusion
 from torchweave.compiler.passes.testing import T, graph_of
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -58,30 +58,34 @@ class Small(nn.Module):
 
 def woven_small(config: TorchCompileConfig, report: Report, cache: CompileCache | None = None, **options: Any) -> Any:
     torch.manual_seed(1)
-    return weave(
+    return compile_graph(
         Small(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=config, report=report, cache=cache, **options
     )
 
 
 def test_S9_the_aten_stage_runs_once_for_each_distinct_piece() -> None:
     module, report = toy(), Report(show=False)
-    woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report, passes=[gate()])
+    compiled_graph = compile_graph(
+        module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report, passes=[gate()]
+    )
     events = matched(report)
     assert [(event["shared_by"], event["matches"]) for event in events] == [(2, 1), (1, 1)], (
         "three layers, two kinds of piece"
     )
     event = events[0]
-    assert event["stage"] == "aten" and event["piece"] in {piece.digest for piece in woven.pieces}
+    assert event["stage"] == "aten" and event["piece"] in {piece.digest for piece in compiled_graph.pieces}
     assert event["ops_before"] == event["ops_after"] and event["diff"] == {} and event["near_misses"] == []
     for size in SIZES:
-        assert torch.equal(woven(call_as_is, *step(*size)), module(*step(*size)))
+        assert torch.equal(compiled_graph(call_op, *step(*size)), module(*step(*size)))
 
 
 def test_S1_no_aten_pass_no_lowering() -> None:
     report = Report(show=False)
-    woven = weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report, passes=[])
-    assert not report.select("pass") and "linear_default" not in woven.code
-    assert all("torch.ops.aten" not in woven.piece_code(piece.digest) for piece in woven.pieces)
+    compiled_graph = compile_graph(
+        toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report, passes=[]
+    )
+    assert not report.select("pass") and "linear_default" not in compiled_graph.code
+    assert all("torch.ops.aten" not in compiled_graph.piece_code(piece.digest) for piece in compiled_graph.pieces)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +114,15 @@ def test_S11_a_start_from_the_cache_reports_the_same_matches(tmp_path: Path) -> 
     for _ in range(2):
         report = Report(show=False)
         cache = CompileCache(tmp_path / "cache", report)
-        woven = woven_small(TorchCompileConfig(), report, cache, passes=[FUSION])
+        compiled_graph = woven_small(TorchCompileConfig(), report, cache, passes=[FUSION])
         reports.append(report)
-        outputs.append(woven(call_as_is, x))
+        outputs.append(compiled_graph(call_op, x))
     cold, warm = (matched(report)[0] for report in reports)
     assert (cold["cached"], warm["cached"]) == (False, True)
     assert {**cold, "cached": None, "at": 0} == {**warm, "cached": None, "at": 0} and warm["matches"] == 1
     assert reports[1].select("piece")[0]["built"] == "cache"
     assert torch.equal(*outputs)
-    other = Fusion("scaled_add", alone, first, where=lambda match: "never")
+    other = Fusion("scaled_add", alone, first, extra_check=lambda match: "never")
     for passes in ([other], []):
         report = Report(show=False)
         woven_small(TorchCompileConfig(), report, CompileCache(tmp_path / "cache", report), passes=passes)
@@ -128,7 +132,7 @@ def test_S11_a_start_from_the_cache_reports_the_same_matches(tmp_path: Path) -> 
 def test_token_ranges_cover_every_count_once() -> None:
     passes = [gate("a", 1, 8), gate("b", None, 512), gate("c", 9, None)]
     assert token_ranges(passes) == [(1, 8), (9, 512), (513, None)]
-    names = [[each.name for each in within(passes, low, high)] for low, high in token_ranges(passes)]
+    names = [[each.name for each in passes_for_range(passes, low, high)] for low, high in token_ranges(passes)]
     assert names == [["a", "b"], ["b", "c"], ["c"]]
     assert token_ranges([gate()]) == [(1, None)]
 
@@ -136,21 +140,23 @@ def test_token_ranges_cover_every_count_once() -> None:
 def test_V8_a_pass_that_pays_in_a_range_makes_variants_where_it_matches() -> None:
     module, report = toy(), Report(show=False)
     fusion = Fusion("small", gated, lambda gate, up: torch.nn.functional.silu(gate) * up + 1.0, token_range=(None, 7))
-    woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report, passes=[fusion])
+    compiled_graph = compile_graph(
+        module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report, passes=[fusion]
+    )
     variants = {event["index"]: event["variants"] for event in report.select("piece")}
     assert variants == {0: [], 1: [{"tokens": [1, 7], "built": "fx", "seconds": variants[1][0]["seconds"]}],
                         3: [{"tokens": [1, 7], "built": "fx", "seconds": variants[3][0]["seconds"]}]}  # fmt: skip
     assert [event["tokens"] for event in matched(report)] == [[1, 7], [1, 7]]
-    assert "if T <= 7 else" in woven.code
+    assert "if T <= 7 else" in compiled_graph.code
     for tokens, rows in SIZES:
-        equal = torch.equal(woven(call_as_is, *step(tokens, rows)), module(*step(tokens, rows)))
+        equal = torch.equal(compiled_graph(call_op, *step(tokens, rows)), module(*step(tokens, rows)))
         assert equal == (tokens > 7), "the variant adds one, so that it can be told apart"
 
 
 def test_the_default_start_has_one_variant_on_a_cpu_and_two_on_a_gpu() -> None:
     assert token_ranges(PassManager().passes("aten")) == [(1, 32), (33, None)], "fused_linears, which is for GPUs"
-    woven = weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
-    assert all(not built.variants for built in woven.built.values()) and " if T" not in woven.code
+    compiled_graph = compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
+    assert all(not built.variants for built in compiled_graph.built.values()) and " if T" not in compiled_graph.code
 
 
 class Rows(nn.Module):
@@ -171,14 +177,16 @@ def test_V8_sizes_are_built_static_and_tuned(tmp_path: Path) -> None:
     for built in ("inductor", "cache"):
         report = Report(show=False)
         cache = CompileCache(tmp_path / "cache", report)
-        woven = weave(module, inputs, {"x": {0: "T"}, "index": {0: "N"}}, config=config, cache=cache, report=report)
+        compiled_graph = compile_graph(
+            module, inputs, {"x": {0: "T"}, "index": {0: "N"}}, config=config, cache=cache, report=report
+        )
         (event,) = report.select("piece")
         assert [each["tokens"] for each in event["variants"]] == [[7, 7]] and event["variants"][0]["built"] == built
-        assert "T7 if T == 7 else" in woven.code
+        assert "T7 if T == 7 else" in compiled_graph.code
         for tokens, rows in ((7, 3), (7, 1), (8, 3), (1, 1)):
             x, index = torch.randn(tokens, 16), torch.arange(rows)
-            torch.testing.assert_close(woven(call_as_is, x, index), module(x, index))
-    general = woven.built[woven.pieces[0].digest]
+            torch.testing.assert_close(compiled_graph(call_op, x, index), module(x, index))
+    general = compiled_graph.built[compiled_graph.pieces[0].digest]
     assert "empty_strided_cpu((7, 32)" in general.variants[0].built.code
     assert "empty_strided_cpu((s" in general.code
 
@@ -244,7 +252,7 @@ def test_S9_debug_takes_no_offence_at_strides_along_which_nobody_steps() -> None
 def test_S9_pieces_of_most_layers_are_built_first_and_told_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     order, build, report = [], PieceBuilder.build, Report(show=False)
     monkeypatch.setattr(PieceBuilder, "build", lambda self, piece: order.append(piece.index) or build(self, piece))
-    weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report)
+    compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report)
     told = {event["index"]: event["shared_by"] for event in report.select("piece")}
     assert [told[index] for index in order] == [2, 1, 1] and order == [1, 0, 3] and list(told) == [0, 1, 3]
 
@@ -253,14 +261,14 @@ def test_V8_ranges_come_from_the_cache_without_lowering(tmp_path: Path, monkeypa
     fusion = Fusion("scaled_add", alone, first, token_range=(None, 7))
     report = Report(show=False)
     woven_small(TorchCompileConfig(), report, CompileCache(tmp_path / "cache", report), passes=[fusion])
-    monkeypatch.setattr("torchweave.compiler.codegen.build.lowering", None)
+    monkeypatch.setattr("torchweave.compiler.codegen.build.cached_lowering", None)
     warm = Report(show=False)
-    woven = woven_small(TorchCompileConfig(), warm, CompileCache(tmp_path / "cache", warm), passes=[fusion])
+    compiled_graph = woven_small(TorchCompileConfig(), warm, CompileCache(tmp_path / "cache", warm), passes=[fusion])
     assert [each["tokens"] for each in matched(warm)] == [each["tokens"] for each in matched(report)] == [[1, 7]]
     assert warm.select("piece")[0]["variants"][0]["built"] == "cache"
     for tokens in (1, 7, 8):
         x = torch.randn(tokens, 8)
-        torch.testing.assert_close(woven(call_as_is, x), _small(x))
+        torch.testing.assert_close(compiled_graph(call_op, x), _small(x))
 
 
 def test_V9_a_piece_is_traced_once_whatever_its_ranges_and_they_share_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,12 +280,12 @@ def test_V9_a_piece_is_traced_once_whatever_its_ranges_and_they_share_no_graph(m
 
     monkeypatch.setattr("torchweave.compiler.codegen.lower.trace", trace)
     fusion, report = Fusion("scaled_add", alone, first, token_range=(None, 7)), Report(show=False)
-    woven = woven_small(FX, report, passes=[fusion])
+    compiled_graph = woven_small(FX, report, passes=[fusion])
     assert report.select("piece")[0]["variants"][0]["tokens"] == [1, 7]
     assert len(traced) == 1
     for tokens in (7, 8):
         x = torch.randn(tokens, 8)
-        torch.testing.assert_close(woven(call_as_is, x), _small(x))
+        torch.testing.assert_close(compiled_graph(call_op, x), _small(x))
 
 
 def _small(x: Tensor) -> Tensor:
@@ -296,15 +304,16 @@ def test_S9_a_piece_that_cannot_be_lowered_is_built_as_it_is() -> None:
             return y, y[:, :2]
 
     report = Report(show=False)
-    woven = weave(Aliased(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=FX, report=report,
+    compiled_graph = compile_graph(Aliased(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY,
+    config=FX, report=report,
                   passes=[gate()])  # fmt: skip
     (event,) = report.select("lowering")
     assert "returns a view of it" in event["why"]
     x = torch.randn(6, 8)
-    assert all(map(torch.equal, woven(call_as_is, x), Aliased()(x)))
+    assert all(map(torch.equal, compiled_graph(call_op, x), Aliased()(x)))
     graph = capture(Aliased(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
     builder = PieceBuilder(graph, PassManager([], TorchCompileConfig()), None, torch.device("cpu"), report)
-    assert builder._fixed(woven.pieces[-1], 7) is None and len(report.select("lowering")) == 2, (
+    assert builder._fixed(compiled_graph.pieces[-1], 7) is None and len(report.select("lowering")) == 2, (
         "nor has it a fixed size"
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.compiler.passes.written import BF16, heads, llama_norm, rotary
 from torchweave.compiler.passes.aten import add_rms_norm, gated_activation, qk_norm_rope, raise_rms_norm, rope
-from torchweave.compiler.passes.aten.expand import VOCABULARY, Expand
+from torchweave.compiler.passes.aten.expand import EXPANDED_OPS, Expand
 from torchweave.compiler.passes.manager import run_pass
 from torchweave.compiler.passes.testing import T, check, graph_of
 from torchweave.ops.norm import rms_norm
@@ -57,7 +57,7 @@ def test_S4_what_was_raised_and_expanded_is_what_it_was(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("kept", [(), ("torchweave::rms_norm",)])
 def test_S10_expand_writes_out_what_it_is_told_to(kept: tuple[str, ...]) -> None:
-    each = Expand(name for name in VOCABULARY if name not in kept)
+    each = Expand(name for name in EXPANDED_OPS if name not in kept)
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, 1e-6) * 2

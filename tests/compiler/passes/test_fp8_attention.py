@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchweave.compiler import weave
+from torchweave.compiler import compile_graph
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.passes.base import PassResult
 from torchweave.compiler.passes.torch_ir.fp8_attention import Fp8Attention
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.attention.op import attention
 from torchweave.ops.quant.fp8 import FP8, GROUP, fp8_quant
@@ -60,11 +60,11 @@ def test_S4_attention_into_fp8_fires_and_every_number_stays(given: bool) -> None
     assert not any("fp8_quant" in str(node.target) for node in graph.graph.nodes)
     assert Fp8Attention().run(graph).matches == 0, "its own result must not match again"
     config = TorchCompileConfig(enable_inductor=False)
-    woven = weave(module, {"x": torch.randn(5, 256)}, DYNAMIC, boundary_ops=BOUNDARY, config=config)
-    assert next(e for e in woven.report.select("pass") if e["name"] == "fp8_attention")["matches"] == 1
+    compiled_graph = compile_graph(module, {"x": torch.randn(5, 256)}, DYNAMIC, boundary_ops=BOUNDARY, config=config)
+    assert next(e for e in compiled_graph.report.select("pass") if e["name"] == "fp8_attention")["matches"] == 1
     for tokens in (1, 2, 7, 64):
         x = torch.randn(tokens, 256)
-        assert torch.equal(woven(call_as_is, x), module(x))
+        assert torch.equal(compiled_graph(call_op, x), module(x))
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchweave.compiler import weave
+from torchweave.compiler import compile_graph
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.passes.base import PassResult
 from torchweave.compiler.passes.manager import default_passes
 from torchweave.compiler.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.quant.fp8 import FP8, GROUP
 from torchweave.ops.quant.fp8_linear import block_scales, fp8_linear
@@ -89,9 +89,9 @@ def test_it_fires_and_every_number_stays(make: Any) -> None:
     assert MergeFp8Linears().run(graph).matches == 0, "its own result must not match again"
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters()}
     assert sum(storages.values()) == nbytes, "the module's parameters are views of the stacked weight"
-    woven = weave(module, {"x": inputs[7]}, {"x": {0: "T"}}, config=FX)
+    compiled_graph = compile_graph(module, {"x": inputs[7]}, {"x": {0: "T"}}, config=FX)
     for size, x in inputs.items():
-        for got, right, again in zip(woven(call_as_is, x), want[size], module(x), strict=True):
+        for got, right, again in zip(compiled_graph(call_op, x), want[size], module(x), strict=True):
             torch.testing.assert_close(got, right, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(again, right, rtol=1e-6, atol=1e-6)
 
@@ -114,8 +114,8 @@ def test_near_misses_are_left_alone(make: Any, left: tuple[int, int], why: str) 
     graph, result = run(module)
     assert (count(graph, "fp8_quant"), count(graph, "fp8_linear")) == left
     assert not why or any(why in miss.why for miss in result.near_misses), result.near_misses
-    woven = weave(module, {"x": x}, {"x": {0: "T"}}, config=FX)
-    for got, right in zip(woven(call_as_is, x), want, strict=True):
+    compiled_graph = compile_graph(module, {"x": x}, {"x": {0: "T"}}, config=FX)
+    for got, right in zip(compiled_graph(call_op, x), want, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-6, atol=1e-6)
 
 

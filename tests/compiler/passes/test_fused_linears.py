@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.compiler.passes.test_small_linears import decoder
 from tests.compiler.toy import BOUNDARY, DYNAMIC, example, step
-from torchweave.compiler import weave
+from torchweave.compiler import compile_graph
 from torchweave.compiler.passes.aten import gated_activation as gate
 from torchweave.compiler.passes.aten import raise_rms_norm
 from torchweave.compiler.passes.aten.fused_linears import FusedLinears
@@ -20,12 +20,12 @@ from torchweave.compiler.passes.manager import default_passes, run_pass
 from torchweave.compiler.passes.testing import T, check, graph_of
 from torchweave.compiler.passes.torch_ir.merge_linears import MergeLinears
 from torchweave.compiler.passes.torch_ir.small_linears import SmallLinears
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.tuning.table import Entry, Table
 from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.activation import gated_activation
 from torchweave.ops.linear import linear
-from torchweave.ops.linear_config import LinearConfig, read_choices
+from torchweave.ops.linear_config import LinearConfig, parse_choices
 from torchweave.ops.norm import rms_norm
 from torchweave.report import Report
 
@@ -133,7 +133,7 @@ def test_the_op_is_told_what_the_table_says_of_this_very_fusion() -> None:
     graph = graph_of(with_norm_and_gate, [X, W, NORM])
     run_pass(FusedLinears(devices=("cpu",), table=table), graph)
     (node,) = (node for node in graph.graph.nodes if node.op == "call_function")
-    assert read_choices(node.args[-1])[-1] == (8, config)
+    assert parse_choices(node.args[-1])[-1] == (8, config)
 
 
 def test_by_default_only_gpus_count() -> None:
@@ -151,13 +151,17 @@ def test_a_decoder_has_one_op_for_every_product_of_a_layer() -> None:
     """q/k/v and gate/up with their norm, the gate, o and down with their residual; the same numbers as without."""
     config = TorchCompileConfig(enable_inductor=False)
     module, passes = decoder(), (MergeLinears(), SmallLinears(devices=("cpu",)), raise_rms_norm.FUSION, gate.FUSION)
-    woven, plain = (
-        weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=config, report=Report(show=False), passes=each)
+    compiled_graph, plain = (
+        compile_graph(
+            module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=config, report=Report(show=False), passes=each
+        )
         for each in ((*passes, PASS), passes)
     )
-    facts = [each for each in woven.report.select("pass") if each["name"] == "fused_linears" and each["matches"]]
+    facts = [
+        each for each in compiled_graph.report.select("pass") if each["name"] == "fused_linears" and each["matches"]
+    ]
     assert sum(each["matches"] * each["shared_by"] for each in facts) == 9, facts
     assert {tuple(each["tokens"]) for each in facts} == {(1, 32)}
     for tokens in (1, 2, 7, 32, 33):
         inputs = step(tokens, min(tokens, 3))
-        torch.testing.assert_close(woven(call_as_is, *inputs), plain(call_as_is, *inputs), rtol=0, atol=0)
+        torch.testing.assert_close(compiled_graph(call_op, *inputs), plain(call_op, *inputs), rtol=0, atol=0)

@@ -93,10 +93,10 @@ def test_S9_a_part_of_another_result_is_no_near_miss() -> None:
 
 
 def test_S9_where_decides_and_says_why() -> None:
-    def where(match) -> str | None:
+    def extra_check(match) -> str | None:
         return None if match["factor"] == 3.0 and match.value("x").shape[-1] == 8 else "the factor is not 3"
 
-    only = Fusion("scaled_add", alone, first, where=where)
+    only = Fusion("scaled_add", alone, first, extra_check=extra_check)
     check(only, lambda x, y: (x + y) * 3.0 + (y + x) * 2.0, XY, matches=1, near_miss="the factor is not 3")
 
 
@@ -149,7 +149,7 @@ def test_sums_match_in_either_order_and_dims_from_either_end() -> None:
     result = check(fusion, function, examples, matches=1)
     assert result.rewritten == 6
     graph = graph_of(function, examples)
-    found = [Pattern(norm).at(node) for node in graph.graph.nodes]
+    found = [Pattern(norm).match_at(node) for node in graph.graph.nodes]
     (match,) = [each for each in found if each is not None and not isinstance(each, str)]
     assert match["eps"] == 1e-5 and match["weight"].name == "input_1"
 

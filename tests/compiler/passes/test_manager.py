@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.compiler.toy import BOUNDARY, DYNAMIC, SIZES, attention, example, step, toy
-from torchweave.compiler import GraphPass, PassResult, weave
+from torchweave.compiler import GraphPass, PassResult, compile_graph
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager, default_passes
 from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR, MergeLinears
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -57,10 +57,12 @@ class Double(GraphPass):
 def test_a_pass_of_ones_own_matches_and_an_unexpected_argument_does_not() -> None:
     report = Report(show=False)
     x = torch.randn(5)
-    woven = weave(Scale(), {"x": torch.zeros(3)}, {"x": {0: "T"}}, config=FX, report=report, passes=[Double()])
+    compiled_graph = compile_graph(
+        Scale(), {"x": torch.zeros(3)}, {"x": {0: "T"}}, config=FX, report=report, passes=[Double()]
+    )
     event = report.select("pass")[0]
     assert (event["name"], event["matches"], event["ops_before"], event["ops_after"]) == ("double", 1, 3, 3)
-    assert torch.equal(woven(call_as_is, x), Scale()(x)), "alpha=2 was matched away"
+    assert torch.equal(compiled_graph(call_op, x), Scale()(x)), "alpha=2 was matched away"
 
 
 def test_order_switches_and_print_out() -> None:
@@ -116,12 +118,12 @@ def test_T6_merging_is_exact_for_every_size_and_takes_no_memory() -> None:
     want = {size: module(*step(*size)) for size in SIZES}
     before = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in module.parameters()}
     report = Report(show=False)
-    woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report)
+    compiled_graph = compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report)
     after = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in module.parameters()}
     assert sum(before.values()) == sum(after.values())
     assert report.select("pass")[0]["matches"] == 6 and report.select("pass")[0]["rewritten"] == 15
     for size in SIZES:
-        assert torch.equal(woven(call_as_is, *step(*size)), want[size])
+        assert torch.equal(compiled_graph(call_op, *step(*size)), want[size])
         assert torch.equal(module(*step(*size)), want[size]), "the module itself works on in its views"
 
 
@@ -129,14 +131,14 @@ def test_a_module_can_be_woven_twice() -> None:
     module = toy()
     want = module(*step(7, 3))
     for _ in range(2):
-        woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
-    assert torch.equal(woven(call_as_is, *step(7, 3)), want)
+        compiled_graph = compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
+    assert torch.equal(compiled_graph(call_op, *step(7, 3)), want)
 
 
 def test_switched_off_by_name() -> None:
     config = TorchCompileConfig(enable_inductor=False, disabled_passes=("merge_linears",))
-    woven = weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=config)
-    assert woven.report.select("pass")[0]["enabled"] is False
+    compiled_graph = compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=config)
+    assert compiled_graph.report.select("pass")[0]["enabled"] is False
 
 
 class Pair(nn.Module):
@@ -218,9 +220,11 @@ def test_a_near_miss_does_not_keep_the_others_apart() -> None:
     x = torch.randn(9, 8)
     want = module(x)
     report = Report(show=False)
-    woven = weave(module, {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=FX, report=report)
+    compiled_graph = compile_graph(
+        module, {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=FX, report=report
+    )
     assert report.select("pass")[0]["matches"] == 2 and report.select("pass")[0]["rewritten"] == 5
-    torch.testing.assert_close(woven(call_as_is, x), want)
+    torch.testing.assert_close(compiled_graph(call_op, x), want)
 
 
 def test_linears_over_the_same_weights_share_the_merged_one() -> None:

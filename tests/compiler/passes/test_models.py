@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweave.compiler import Woven, weave
+from torchweave.compiler import CompiledGraph, compile_graph
 from torchweave.compiler.passes.manager import default_passes
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.models import load
 from torchweave.report import Report
@@ -27,12 +27,14 @@ def step(tokens: int) -> dict[str, Tensor]:
     return dict(zip(DYNAMIC, (ids, torch.arange(tokens), torch.tensor([0, tokens - 1])), strict=True))
 
 
-def woven(module: Any, names: tuple[str, ...] = ATEN, inductor: bool = False) -> tuple[Woven, Report]:
+def compiled_graph(module: Any, names: tuple[str, ...] = ATEN, inductor: bool = False) -> tuple[CompiledGraph, Report]:
     """A module with the passes of those names."""
     report = Report(show=False)
     config = TorchCompileConfig(enable_inductor=inductor, compile_cache=False)
     passes = [each for each in default_passes() if each.name in names]
-    return weave(module, step(9), DYNAMIC, boundary_ops=BOUNDARY, config=config, report=report, passes=passes), report
+    return compile_graph(
+        module, step(9), DYNAMIC, boundary_ops=BOUNDARY, config=config, report=report, passes=passes
+    ), report
 
 
 def fired(report: Report) -> dict[str, int]:
@@ -62,28 +64,28 @@ EXPECTED = {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_T7_fusions_fire_as_often_as_the_model_has_them_and_change_no_bit(name: str) -> None:
     """bfloat16 on a CPU, where every op is its reference: the same operations, so the same bits as in eager mode."""
-    module = load(zoo.specimen(name).config().to_dict(), torch.bfloat16, load_format="dummy").module
-    fused, report = woven(module)
+    module = load(zoo.zoo_model(name).config().to_dict(), torch.bfloat16, load_format="dummy").module
+    fused, report = compiled_graph(module)
     assert fired(report) == EXPECTED[name]
     for tokens in (1, 2, 7, 64):
         given = step(tokens).values()
-        assert fused(call_as_is, *given).equal(module(*given))
+        assert fused(call_op, *given).equal(module(*given))
     if name == "cohere2":  # its layer norm
         events = [event for event in report.select("pass") if event["name"] == "raise_rms_norm"]
         assert all("argument self of pow_1 is sub" in event["near_misses"][0] for event in events)
 
 
-def kernels(built: Woven) -> list[int]:
+def kernels(built: CompiledGraph) -> list[int]:
     """How many kernels each distinct piece has, in Inductor's code for a CPU."""
     return [piece.code.count("async_compile.") for piece in built.built.values()]
 
 
 def test_S4_a_build_by_inductor_gets_what_it_always_got() -> None:
-    config = zoo.specimen("llama").config().to_dict() | {"num_hidden_layers": 1}
+    config = zoo.zoo_model("llama").config().to_dict() | {"num_hidden_layers": 1}
     module = load(config, torch.float32, load_format="dummy").module
-    fused, report = woven(module, ("merge_linears", *ATEN), inductor=True)
+    fused, report = compiled_graph(module, ("merge_linears", *ATEN), inductor=True)
     assert fired(report) == {"raise_rms_norm": 3, "add_rms_norm": 2, "gated_activation": 1, "rope": 1, "expand": 5}
-    plain, _ = woven(module, ("merge_linears",), inductor=True)
+    plain, _ = compiled_graph(module, ("merge_linears",), inductor=True)
     assert kernels(fused) == kernels(plain) and min(kernels(plain)) > 0
     given = step(7).values()
-    torch.testing.assert_close(fused(call_as_is, *given), plain(call_as_is, *given), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fused(call_op, *given), plain(call_op, *given), rtol=1e-5, atol=1e-6)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.compiler.streams.stream_cases import accumulate, random_piece
-from torchweave.compiler import GraphPass, PassResult, weave
-from torchweave.compiler.codegen.lower import NotLowered, lower
+from torchweave.compiler import GraphPass, PassResult, compile_graph
+from torchweave.compiler.codegen.lower import LoweringError, lower
 from torchweave.compiler.partition.split import Piece
-from torchweave.compiler.passes.aten.reinplace import V1, V2, Prover, Reinplace
+from torchweave.compiler.passes.aten.reinplace import V1, V2, Reinplace, SafetyCheck
 from torchweave.compiler.passes.manager import default_passes
 from torchweave.compiler.passes.testing import T, check, graph_of
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -205,16 +205,16 @@ def test_T9_reinplace_refuses_what_could_be_seen(function: Any, why: str) -> Non
         assert torch.equal(got, expected)
 
 
-def differs(picks: list[Any], returned: list[int], prove: Prover | None) -> tuple[bool, int]:
+def differs(picks: list[Any], returned: list[int], safety_check: SafetyCheck | None) -> tuple[bool, int]:
     """Whether a random graph gives anything else, in results or inputs, once its ops write in place; and how many do."""
     piece = random_piece(picks, returned)
     try:
         functional, rewritten = lower(piece), lower(piece)
-    except NotLowered:
+    except LoweringError:
         return False, 0
     drop_clones(functional)
     drop_clones(rewritten)
-    matches = Reinplace(prove).run(rewritten).matches
+    matches = Reinplace(safety_check).run(rewritten).matches
     rewritten.module.graph.lint()
     rewritten.module.recompile()
     inputs, others = (
@@ -235,7 +235,7 @@ random_graphs = st.tuples(
 @settings(max_examples=80, deadline=None)
 @given(random_graphs)
 def test_T9_reinplace_is_never_seen(drawn: Any) -> None:
-    assert not differs(*drawn, prove=None)[0]
+    assert not differs(*drawn, safety_check=None)[0]
 
 
 def test_T9_reinplace_is_seen_when_the_proof_is_weakened() -> None:
@@ -244,8 +244,8 @@ def test_T9_reinplace_is_seen_when_the_proof_is_weakened() -> None:
     seen, matches = 0, 0
     while not (seen and matches):
         picks = [(draw.choice([0, 2, 10, 10, 10, 12]), draw.randrange(9), draw.randrange(9)) for _ in range(7)]
-        seen += differs(picks, [3, 4], prove=lambda *_: None)[0]
-        matches += differs(picks, [3, 4], prove=None)[1]
+        seen += differs(picks, [3, 4], safety_check=lambda *_: None)[0]
+        matches += differs(picks, [3, 4], safety_check=None)[1]
 
 
 class _Twice(GraphPass):
@@ -277,14 +277,14 @@ def test_T9_reinplace_runs_behind_passes_of_fx_pieces_and_of_no_others() -> None
     report.keep(texts.__setitem__)
     config = TorchCompileConfig(enable_inductor=False)
     passes = [_Twice(), *default_passes()]
-    woven = weave(_Module(), {"x": X}, {"x": {0: "T"}}, config=config, passes=passes, report=report)
-    assert torch.equal(woven(call_as_is, x), _Module()(x))
+    compiled_graph = compile_graph(_Module(), {"x": X}, {"x": {0: "T"}}, config=config, passes=passes, report=report)
+    assert torch.equal(compiled_graph(call_op, x), _Module()(x))
     found = {event["name"]: event for event in report.select("pass")}
     assert found["reinplace"]["matches"] == 1 and found["twice"]["matches"] == 1
     lowered = next(text for name, text in texts.items() if name.endswith("lowered.py"))
     assert "toy.accumulate.default" in lowered and "auto_functionalized" not in lowered
     plain = Report(show=False)
-    weave(_Module(), {"x": X}, {"x": {0: "T"}}, config=config, report=plain)
+    compile_graph(_Module(), {"x": X}, {"x": {0: "T"}}, config=config, report=plain)
     assert "reinplace" not in {event["name"] for event in plain.select("pass")}, (
         "a piece as it was traced writes in place"
     )

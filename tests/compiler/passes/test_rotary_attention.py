@@ -19,13 +19,13 @@ from tests.compiler.passes.written import (
     rotary_part,
     rotary_wide,
 )
-from torchweave.compiler import weave
+from torchweave.compiler import compile_graph
 from torchweave.compiler.cache.store import CompileCache
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.passes.base import PassResult
 from torchweave.compiler.passes.manager import run_pass
 from torchweave.compiler.passes.torch_ir.rotary_attention import ATTENTION, RotaryAttention
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import DynamicShapes, TorchCompileConfig
 from torchweave.models import load
 from torchweave.report import Report
@@ -96,10 +96,10 @@ def test_S10_rotary_attention_fires_once_and_is_exact(name: str) -> None:
     result, node = rewritten(layer)
     assert result.matches == 1 and result.rewritten >= 14 and not result.near_misses
     assert len(node.args) == 10 + rotary_arguments
-    woven = weave(layer, inputs(layer), DYNAMIC, boundary_ops={ATTENTION}, config=FX, passes=(PASS,))
+    compiled_graph = compile_graph(layer, inputs(layer), DYNAMIC, boundary_ops={ATTENTION}, config=FX, passes=(PASS,))
     for tokens in (1, 2, 7, 64):
         given = inputs(layer, tokens)
-        assert woven(call_as_is, *given.values()).equal(layer(**given))
+        assert compiled_graph(call_op, *given.values()).equal(layer(**given))
 
 
 def test_what_a_module_writes_in_place_and_the_contexts_it_opens_stay() -> None:
@@ -113,9 +113,11 @@ def test_what_a_module_writes_in_place_and_the_contexts_it_opens_stay() -> None:
 
     layer = Writes(rotary).requires_grad_(False)
     report, given = Report(show=False), inputs(layer)
-    woven = weave(layer, given, DYNAMIC, boundary_ops={ATTENTION}, config=FX, passes=(PASS,), report=report)
+    compiled_graph = compile_graph(
+        layer, given, DYNAMIC, boundary_ops={ATTENTION}, config=FX, passes=(PASS,), report=report
+    )
     assert report.select("pass")[0]["matches"] == 1
-    assert woven(call_as_is, *given.values()).equal(layer(**given))
+    assert compiled_graph(call_op, *given.values()).equal(layer(**given))
 
 
 @pytest.mark.parametrize("mode", ["backed", "unbacked"])
@@ -153,7 +155,7 @@ def test_rotary_attention_is_for_devices_whose_kernels_turn() -> None:
     [("llama", False), ("qwen3", True), ("gemma3", True), ("phi3", False), ("olmo2", False)],
 )
 def test_real_decoders_hand_attention_what_it_turns_cold_and_warm(name: str, norms: bool, tmp_path: Path) -> None:
-    module = load(zoo.specimen(name).config().to_dict(), torch.float32, load_format="dummy").module
+    module = load(zoo.zoo_model(name).config().to_dict(), torch.float32, load_format="dummy").module
     names = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
     ids, index = torch.arange(3, 14), torch.tensor([3, 10])
     given = dict(zip(names, (ids, torch.arange(11), index), strict=True))
@@ -168,11 +170,11 @@ def test_real_decoders_hand_attention_what_it_turns_cold_and_warm(name: str, nor
         report = Report(show=False)
         cache.report = report
         how = {"config": config, "passes": (PASS,), "cache": cache, "report": report}
-        woven = weave(module, given, names, boundary_ops={ATTENTION}, **how)
+        compiled_graph = compile_graph(module, given, names, boundary_ops={ATTENTION}, **how)
         assert [event["source"] for event in report.select("capture")] == [source]
         (event,) = report.select("pass")
         assert event["matches"] == len(module.attention_layers) and not event["near_misses"]
         seen.clear()
-        got = woven(boundary, *given.values())
+        got = compiled_graph(boundary, *given.values())
         assert all(args[10] is not None and (args[12] is not None) == norms for args in seen)
         assert got.equal(module(**given))

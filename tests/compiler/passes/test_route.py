@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchweave.compiler.ir.symbols import shapes_mode
+from torchweave.compiler.ir.symbols import dynamic_shapes_mode
 from torchweave.compiler.passes.aten.route import FUSION
 from torchweave.compiler.passes.testing import T, check, graph_of
 
@@ -108,7 +108,7 @@ def test_a_router_becomes_one_op(name: str) -> None:
     # Where the choice has no order, the sum of the weights runs in another one.
     check(FUSION, router, examples, matches=steps, rtol=3e-7 if biased else 0.0)
     graph = graph_of(router, examples)
-    with shapes_mode("backed_size_oblivious"):
+    with dynamic_shapes_mode("backed_size_oblivious"):
         while FUSION.run(graph).matches:
             pass
     computed = [str(n.target) for n in graph.graph.nodes if n.op == "call_function" and "getitem" not in str(n.target)]

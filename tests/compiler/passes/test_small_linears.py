@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compiler.toy import BOUNDARY, DYNAMIC, Toy, example, step
-from torchweave.compiler import CompileCache, Woven, weave
+from torchweave.compiler import CompileCache, CompiledGraph, compile_graph
 from torchweave.compiler.cache.keys import piece_factors
 from torchweave.compiler.cache.store import key_of
 from torchweave.compiler.capture.capture import capture
@@ -23,7 +23,7 @@ from torchweave.compiler.passes.base import PassResult
 from torchweave.compiler.passes.manager import default_passes
 from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR, MergeLinears
 from torchweave.compiler.passes.torch_ir.small_linears import SmallLinears
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import DynamicShapes, TorchCompileConfig
 from torchweave.ops.linear import linear
 from torchweave.report import Report
@@ -164,28 +164,30 @@ def test_by_default_only_gpus_count() -> None:
 
 
 @pytest.fixture(scope="module")
-def woven_with_and_without() -> tuple[Woven, Woven]:
+def woven_with_and_without() -> tuple[CompiledGraph, CompiledGraph]:
     module = decoder()
     make = [
-        weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=Report(show=False), passes=passes)
+        compile_graph(
+            module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=Report(show=False), passes=passes
+        )
         for passes in (PASSES, PASSES[:1])
     ]
     return make[0], make[1]
 
 
-def test_a_decoder_behind_merge_linears(woven_with_and_without: tuple[Woven, Woven]) -> None:
-    woven, plain = woven_with_and_without
-    event = woven.report.select("pass")[1]
+def test_a_decoder_behind_merge_linears(woven_with_and_without: tuple[CompiledGraph, CompiledGraph]) -> None:
+    compiled_graph, plain = woven_with_and_without
+    event = compiled_graph.report.select("pass")[1]
     assert (event["name"], event["numerics"]) == ("small_linears", "exact")
     assert (event["matches"], event["ops_after"]) == (9, event["ops_before"]), "three in each of three layers"
     assert len(event["near_misses"]) == 2 and "[96, 768]" in event["near_misses"][1], "o and the head are small"
     for tokens in SIZES:
         inputs = step(tokens, min(tokens, 3))
-        assert torch.equal(woven(call_as_is, *inputs), plain(call_as_is, *inputs)), "on a CPU the op is F.linear"
+        assert torch.equal(compiled_graph(call_op, *inputs), plain(call_op, *inputs)), "on a CPU the op is F.linear"
 
 
-def test_equal_layers_stay_equal_pieces(woven_with_and_without: tuple[Woven, Woven]) -> None:
-    with_op, without = ([piece.digest for piece in woven.pieces] for woven in woven_with_and_without)
+def test_equal_layers_stay_equal_pieces(woven_with_and_without: tuple[CompiledGraph, CompiledGraph]) -> None:
+    with_op, without = ([piece.digest for piece in compiled_graph.pieces] for compiled_graph in woven_with_and_without)
     assert (
         [with_op.index(digest) for digest in with_op] == [without.index(digest) for digest in without] == [0, 1, 1, 3]
     )
@@ -203,11 +205,11 @@ def test_the_lm_head_is_replaced() -> None:
 
     module = Head().requires_grad_(False)
     inputs = {"x": torch.zeros(5, 512, dtype=BF16), "logits_index": torch.zeros(3, dtype=torch.int64)}
-    woven = weave(module, inputs, {"x": {0: "T"}, "logits_index": {0: "N"}}, config=FX, passes=PASSES)
-    assert woven.report.select("pass")[1]["matches"] == 1
+    compiled_graph = compile_graph(module, inputs, {"x": {0: "T"}, "logits_index": {0: "N"}}, config=FX, passes=PASSES)
+    assert compiled_graph.report.select("pass")[1]["matches"] == 1
     for rows in SIZES:
         x, index = torch.randn(64, 512).to(BF16), torch.arange(rows)
-        assert torch.equal(woven(call_as_is, x, index), module(x, index))
+        assert torch.equal(compiled_graph(call_op, x, index), module(x, index))
 
 
 def test_pass_list_and_switch() -> None:
@@ -215,15 +217,15 @@ def test_pass_list_and_switch() -> None:
     assert (merge.name, small.name) == ("merge_linears", "small_linears"), "merged weights are larger"
     assert isinstance(small, SmallLinears) and small.devices == {"cuda"} and small.token_range == (None, None)
     config = TorchCompileConfig(enable_inductor=False, disabled_passes=("small_linears",))
-    woven = weave(
+    compiled_graph = compile_graph(
         One().requires_grad_(False),
         {"x": torch.zeros(5, 1024, dtype=BF16)},
         {"x": {0: "T"}},
         config=config,
         passes=PASSES,
     )
-    assert woven.report.select("pass")[1] == {
-        **woven.report.select("pass")[1],
+    assert compiled_graph.report.select("pass")[1] == {
+        **compiled_graph.report.select("pass")[1],
         "name": "small_linears",
         "enabled": False,
     }
@@ -238,8 +240,10 @@ def test_a_pass_list_changes_the_key_of_pieces_and_needs_no_part_in_that_of_grap
     for passes in (PASSES[:1], PASSES):
         report = cache.report = Report(show=False)
         module, inputs = One().requires_grad_(False), {"x": torch.zeros(5, 1024, dtype=BF16)}
-        woven = weave(module, inputs, {"x": {0: "T"}}, config=FX, cache=cache, report=report, passes=passes)
-        keys.append(key_of("piece", piece_factors(woven.pieces[0], FX, torch.device("cpu"))))
+        compiled_graph = compile_graph(
+            module, inputs, {"x": {0: "T"}}, config=FX, cache=cache, report=report, passes=passes
+        )
+        keys.append(key_of("piece", piece_factors(compiled_graph.pieces[0], FX, torch.device("cpu"))))
     assert report.select("capture")[0]["source"] == "cache" and report.select("pass")[1]["matches"] == 1
     assert keys[0] != keys[1]
 
@@ -281,13 +285,13 @@ def test_in_an_inductor_piece_it_is_a_call_that_reads_its_input_where_it_is(tmp_
     cache = CompileCache(tmp_path / "cache", Report(show=False))
     for built in ("inductor", "cache"):
         report = cache.report = Report(show=False)
-        woven = weave(module, inputs, dynamic, cache=cache, report=report, passes=PASSES)
+        compiled_graph = compile_graph(module, inputs, dynamic, cache=cache, report=report, passes=PASSES)
         assert report.select("pass")[1]["matches"] == 4
         assert [event["built"] for event in report.select("piece")] == [built]
         for tokens in SIZES:
             x, turned = torch.randn(tokens, 2048).to(BF16), torch.randn(1024, tokens).to(BF16)
             with Calls() as seen:
-                got = woven(call_as_is, x, turned)
+                got = compiled_graph(call_op, x, turned)
             torch.testing.assert_close(got, module(x, turned), rtol=2e-2, atol=2e-2)
             where = {(each.data_ptr(), each.stride()[-2:], each.shape[-1]) for each in seen.inputs}
             assert len(seen.inputs) == 4

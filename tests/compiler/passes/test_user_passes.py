@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import torchweave
-from torchweave.compiler import Fusion, GraphPass, PassResult, weave
+from torchweave.compiler import Fusion, GraphPass, PassResult, compile_graph
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.passes.cache_keys import stage_factors
+from torchweave.compiler.passes.cache_keys import aten_cache_keys
 from torchweave.compiler.passes.load import load_pass
 from torchweave.compiler.passes.manager import PassManager
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -57,11 +57,11 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_S1_a_pass_of_ones_own_by_config(own_module: str) -> None:
     report = Report(show=False)
     config = TorchCompileConfig(enable_inductor=False, passes=(f"{own_module}:SCALE_ONCE",), pass_numerics="tolerance")
-    woven = weave(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config=config, report=report)
+    compiled_graph = compile_graph(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config=config, report=report)
     (event,) = [each for each in report.select("pass") if each["name"] == "scale_once"]
     assert (event["matches"], event["diff"]) == (1, {"aten.mul.Tensor": -1})
     x = torch.randn(7)
-    torch.testing.assert_close(woven(call_as_is, x), Scaled()(x))
+    torch.testing.assert_close(compiled_graph(call_op, x), Scaled()(x))
 
 
 def test_S1_a_pass_of_ones_own_as_an_argument(own_module: str) -> None:
@@ -86,7 +86,7 @@ def test_S1_a_pass_of_ones_own_as_an_argument(own_module: str) -> None:
 )
 def test_S1_a_bad_name_is_one_sentence(own_module: str, name: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as raised:
-        weave(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config=TorchCompileConfig(passes=(name,)))
+        compile_graph(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config=TorchCompileConfig(passes=(name,)))
     assert str(raised.value).count("\n") == 0 and name in str(raised.value)
 
 
@@ -114,7 +114,7 @@ def made(by: float) -> Fusion:
 
 @pytest.mark.parametrize("kind", [Times, made])
 def test_V2_a_pass_set_otherwise_is_another_factor(kind: Any) -> None:
-    assert stage_factors([kind(2.0)]) == stage_factors([kind(2.0)]) != stage_factors([kind(3.0)])
+    assert aten_cache_keys([kind(2.0)]) == aten_cache_keys([kind(2.0)]) != aten_cache_keys([kind(3.0)])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_S1_a_pass_that_raises_or_returns_nothing_is_named(stage: Any, kind: Any
     each = kind(2.0)
     each.stage = stage
     with pytest.raises(ValueError, match=f"^pass times {why}") as raised:
-        weave(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config=FX, passes=[each])
+        compile_graph(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config=FX, passes=[each])
     assert isinstance(raised.value.__cause__, cause)
 
 
@@ -190,7 +190,7 @@ def _other_dtype(graph: Any) -> None:
     last = _output(graph).args[0][-1]
     with graph.graph.inserting_after(last):
         double = graph.graph.call_function(torch.ops.aten._to_copy.default, (last,), {"dtype": torch.float64})
-    with graph.faking():
+    with graph.enable_fake_mode():
         double.meta = {key: value(last).double() for key in ("val", "example_value")}
     _output(graph).replace_input_with(last, double)
 
@@ -231,4 +231,4 @@ def test_S1_a_pass_that_changes_what_others_see_of_a_graph_is_named(stage: Any, 
     each = Harm()
     each.stage = stage
     with pytest.raises(RuntimeError, match=f"pass harm left a graph that does not hold together: ({why})"):
-        weave(Two(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX, passes=[each])
+        compile_graph(Two(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX, passes=[each])

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.compiler.passes.rank_blocks import Block, D, inputs, part, weights, whole
 from tests.ops.collectives.collective_cases import mirrored
 from tests.ranks import run_ranks
-from torchweave.compiler import Woven, weave
+from torchweave.compiler import CompiledGraph, compile_graph
 from torchweave.compiler.explain.facts import as_json, explain, schema
 from torchweave.compiler.explain.page import page
 from torchweave.compiler.passes.aten import raise_rms_norm
@@ -26,14 +26,19 @@ from torchweave.compiler.passes.cache_keys import describe_pass
 from torchweave.compiler.passes.collectives import all_reduce_norm
 from torchweave.compiler.passes.collectives.all_reduce_norm_quant import FP4, FP8
 from torchweave.compiler.passes.collectives.sequence_parallel import SequenceParallel
-from torchweave.compiler.passes.collectives.user_buffers import Convert, Finalize, Prologue, slots
+from torchweave.compiler.passes.collectives.user_buffers import (
+    UserBuffersConvert,
+    UserBuffersFinalize,
+    UserBuffersPrologue,
+    slots,
+)
 from torchweave.compiler.passes.manager import PassManager, default_passes, run_pass
 from torchweave.compiler.passes.testing import T, check, graph_of
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.tuning.table import Entry, Table
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.distributed.process_groups import World
+from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.ops.collectives.op import register_communicator
 from torchweave.ops.quant.fp8 import GROUP, PER_TOKEN
 from torchweave.ops.quant.nvfp4 import dequantize_fp4
@@ -41,8 +46,8 @@ from torchweave.report import Report
 
 ops = torch.ops.torchweave
 FUSIONS = (raise_rms_norm.FUSION, all_reduce_norm.FUSION, FP8)
-CONVERT = Convert(devices=("cpu",))
-BUFFERS = (CONVERT, Prologue(), Finalize())
+CONVERT = UserBuffersConvert(devices=("cpu",))
+BUFFERS = (CONVERT, UserBuffersPrologue(), UserBuffersFinalize())
 FX = TorchCompileConfig(
     enable_inductor=False, compile_cache=False, enabled_passes=("userbuffers_finalize", "sequence_parallel")
 )
@@ -54,29 +59,29 @@ def ranks() -> Iterator[str]:
         yield group
 
 
-def woven(module: Block, passes: tuple[Pass, ...], config: TorchCompileConfig = FX) -> Woven:
+def compiled_graph(module: Block, passes: tuple[Pass, ...], config: TorchCompileConfig = FX) -> CompiledGraph:
     example = {"x": torch.zeros(T, module.parts[0].shape[1]), "residual": torch.zeros(T, D)}
     example = {name: each.to(module.dtype) for name, each in example.items()}
     dynamic = {name: {0: "T"} for name in example}
-    return weave(module, example, dynamic, config=config, passes=passes, report=Report(show=False))
+    return compile_graph(module, example, dynamic, config=config, passes=passes, report=Report(show=False))
 
 
-def counts(woven: Woven) -> dict[str, int]:
-    return {event["name"]: event["matches"] for event in woven.report.select("pass") if event["enabled"]}
+def counts(compiled_graph: CompiledGraph) -> dict[str, int]:
+    return {event["name"]: event["matches"] for event in compiled_graph.report.select("pass") if event["enabled"]}
 
 
-def same(one: Woven, other: Woven, rank: int, dtype: torch.dtype, rtol: float = 0.0) -> None:
+def same(one: CompiledGraph, other: CompiledGraph, rank: int, dtype: torch.dtype, rtol: float = 0.0) -> None:
     for tokens in (1, 2, 7, 33):
         x, residual = inputs(tokens)
         given = part(x, rank, 2, dtype), residual.to(dtype)
-        torch.testing.assert_close(one(call_as_is, *given), other(call_as_is, *given), rtol=rtol, atol=rtol)
+        torch.testing.assert_close(one(call_op, *given), other(call_op, *given), rtol=rtol, atol=rtol)
 
 
 # -- the block ---------------------------------------------------------------------------------------------------------
 
 
 def test_T8_a_block_of_five_linears_has_three_norms_two_quants_three_buffers_three_prologues_two_finalises() -> None:
-    found = woven(Block(0, 2, torch.bfloat16, quantized=True), (*FUSIONS, *BUFFERS))
+    found = compiled_graph(Block(0, 2, torch.bfloat16, quantized=True), (*FUSIONS, *BUFFERS))
     assert counts(found) == {
         "raise_rms_norm": 3,
         "all_reduce_norm": 3,
@@ -101,10 +106,10 @@ def test_T8_a_block_of_five_linears_has_three_norms_two_quants_three_buffers_thr
 def test_T8_buffers_change_no_bit_in_code_of_either_build(inductor: bool) -> None:
     module = Block(0, 2, torch.bfloat16, reads_sum=True)
     config = replace(FX, enable_inductor=inductor)
-    passes = (*FUSIONS, CONVERT, Prologue())
-    found = woven(module, passes, config)
+    passes = (*FUSIONS, CONVERT, UserBuffersPrologue())
+    found = compiled_graph(module, passes, config)
     assert counts(found)["userbuffers_prologue"] == 3
-    same(found, woven(module, ()), 0, torch.bfloat16)
+    same(found, compiled_graph(module, ()), 0, torch.bfloat16)
 
 
 # -- two ranks -----------------------------------------------------------------------------------------------------------
@@ -112,7 +117,7 @@ def test_T8_buffers_change_no_bit_in_code_of_either_build(inductor: bool) -> Non
 BY_ROWS = {"finalize": BUFFERS, "sequence": (SequenceParallel(),)}
 
 
-def quantized_on_two_ranks(world: World) -> dict[str, float]:
+def quantized_on_two_ranks(process_groups: ProcessGroups) -> dict[str, float]:
     """By scheme, how far a norm is from float64 that is quantised behind a sum; fused, and by rows, it has the same bits."""
     found = {}
     wide = [
@@ -127,7 +132,7 @@ def quantized_on_two_ranks(world: World) -> dict[str, float]:
             return ops.fp8_quant(y, GROUP if scheme == "groups" else PER_TOKEN, scale if scheme == "static" else None)
 
         scale = torch.full((1,), 0.002 if scheme == "fp4" else 0.01)
-        given = [wide[world.tensor_rank].bfloat16(), wide[2].bfloat16(), torch.ones(256).bfloat16(), scale]
+        given = [wide[process_groups.tensor_rank].bfloat16(), wide[2].bfloat16(), torch.ones(256).bfloat16(), scale]
         q, s = behind_a_sum(*given)
         for passes in ((all_reduce_norm.FUSION, FP8, FP4), (all_reduce_norm.FUSION, FP8, FP4, SequenceParallel())):
             graph = graph_of(behind_a_sum, given)
@@ -146,31 +151,31 @@ def dequantized(scheme: str, q: Tensor, s: Tensor, scale: Tensor) -> Tensor:
     return q.double() * (s.t().repeat_interleave(GROUP, 1) if scheme == "groups" else s)
 
 
-def on_two_ranks(world: World) -> dict[str, float]:
+def on_two_ranks(process_groups: ProcessGroups) -> dict[str, float]:
     """By case, how far each form is from float64; all forms of a case have equal bits on this rank."""
-    register_communicator("tp", ProcessGroupCommunicator(world.groups["tp"]))
-    found = quantized_on_two_ranks(world)
+    register_communicator("tp", ProcessGroupCommunicator(process_groups.groups["tp"]))
+    found = quantized_on_two_ranks(process_groups)
     for dtype, quantized, reads_sum in (
         (torch.float32, False, False),
         (torch.bfloat16, True, True),
     ):
-        module = Block(world.tensor_rank, 2, dtype, quantized, reads_sum)
-        plain = woven(module, ())
+        module = Block(process_groups.tensor_rank, 2, dtype, quantized, reads_sum)
+        plain = compiled_graph(module, ())
         for name, passes in {"buffers": BUFFERS[:2], **BY_ROWS}.items():
-            each = woven(module, (*FUSIONS, *passes))
+            each = compiled_graph(module, (*FUSIONS, *passes))
             links = sum(counts(each).get(of, 0) for of in ("userbuffers_finalize", "sequence_parallel"))
             assert links == {"finalize": 2, "sequence": 3}.get(name, 0)
-            same(each, plain, world.tensor_rank, dtype)
-            found[f"{name} {dtype} {quantized} {reads_sum}"] = distance(each, world.tensor_rank, dtype)
+            same(each, plain, process_groups.tensor_rank, dtype)
+            found[f"{name} {dtype} {quantized} {reads_sum}"] = distance(each, process_groups.tensor_rank, dtype)
     return found
 
 
-def distance(woven: Woven, rank: int, dtype: torch.dtype) -> float:
+def distance(compiled_graph: CompiledGraph, rank: int, dtype: torch.dtype) -> float:
     """Largest error, as a part of the largest number of the result."""
     worst = 0.0
     for tokens in (1, 5):
         x, residual = inputs(tokens)
-        got = woven(call_as_is, part(x, rank, 2, dtype), residual.to(dtype))
+        got = compiled_graph(call_op, part(x, rank, 2, dtype), residual.to(dtype))
         for one, other in zip(got, whole(x, residual, weights()), strict=False):
             worst = max(worst, float((one.double() - other).abs().max() / other.abs().max()))
     return worst
@@ -277,7 +282,7 @@ PRODUCED = [
 
 @pytest.mark.parametrize(("function", "why"), PRODUCED)
 def test_T8_prologue_takes_products_and_sums_and_names_near_misses(function: Any, why: str | None) -> None:
-    check(Prologue(), function, [A, R, W, N], near_miss=why)
+    check(UserBuffersPrologue(), function, [A, R, W, N], near_miss=why)
 
 
 def read_sum(a: Tensor, r: Tensor, w: Tensor, n: Tensor) -> Any:
@@ -319,7 +324,7 @@ def test_T8_a_sum_that_somebody_else_reads_is_not_left_in_rows(function: Any, wh
     with mirrored("ep"):
         graph = graph_of(function, [A, R, W, N])
         if run_pass(CONVERT, graph).matches:
-            result = run_pass(Finalize(), graph)
+            result = run_pass(UserBuffersFinalize(), graph)
             assert result.matches == 0 and any(why in miss.why for miss in result.near_misses), result
         result = run_pass(SequenceParallel(), graph_of(function, [A, R, W, N]))
         assert any(why in miss.why for miss in result.near_misses), result
@@ -330,7 +335,7 @@ def test_T8_a_sum_that_somebody_else_reads_is_not_left_in_rows(function: Any, wh
 
 def settings(config: TorchCompileConfig, ranks: int, table: Table | None = None) -> dict[str, tuple[bool, str]]:
     manager = PassManager(None, config, table, ranks)
-    return {setting.each.name: (setting.on, setting.why) for setting in manager.settings}
+    return {setting.each.name: (setting.enabled, setting.why) for setting in manager.settings}
 
 
 def test_T8_enable_userbuffers_and_the_number_of_ranks_switch_the_passes() -> None:
@@ -350,20 +355,20 @@ def test_T8_forms_by_rows_run_from_the_token_count_at_which_they_won_for_this_ma
         return Entry("sequence_parallel", f"{ranks} ranks", tokens, choice, 1.0, 2.0, 0.0)
 
     table = Table("cpu", (entry(256, "rows"), entry(512, ""), entry(1024, "rows"), entry(4096, "rows")))
-    on = {ranks: settings(TorchCompileConfig(), ranks, table)["sequence_parallel"] for ranks in (2, 4)}
-    assert on == {2: (True, ""), 4: (False, "no measurement says that it pays here")}
+    enabled = {ranks: settings(TorchCompileConfig(), ranks, table)["sequence_parallel"] for ranks in (2, 4)}
+    assert enabled == {2: (True, ""), 4: (False, "no measurement says that it pays here")}
     assert SequenceParallel(table, 2).token_range == (1024, None), "not from 256: it lost at 512"
     keys = {describe_pass(SequenceParallel(*each)) for each in ((None, 2), (None, 4), (table, 2))}
     assert len(keys) == 3, "both are in the keys of the compile cache"
     assert settings(TorchCompileConfig(), 2, table)["userbuffers_finalize"][0] is False
     module = Block(0, 2, torch.float32)
-    found = woven(module, (*FUSIONS, SequenceParallel(table, 2)))
+    found = compiled_graph(module, (*FUSIONS, SequenceParallel(table, 2)))
     spans = [event["tokens"] for event in found.report.select("pass") if event["name"] == "all_reduce_norm"]
     assert spans == [[1024, None], [1, 1023]], "a variant of its own, chosen by T when it is called"
 
 
 def test_T8_explain_says_what_ranks_exchange_and_what_fusions_made_of_it() -> None:
-    found = woven(Block(0, 2, torch.bfloat16), (*FUSIONS, CONVERT, Prologue()))
+    found = compiled_graph(Block(0, 2, torch.bfloat16), (*FUSIONS, CONVERT, UserBuffersPrologue()))
     facts = explain(None, found.report)["communication"]
     (piece,) = facts["pieces"]
     sums = {"op": "torchweave::all_reduce", "group": "tp", "per": "T", "bytes": 2 * D, "calls": 3, "at_most": None}

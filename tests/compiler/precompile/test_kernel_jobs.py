@@ -22,7 +22,7 @@ from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from tests.ops import hopper as hoppers  # noqa: E402
-from torchweave.compiler.precompile.kernel_jobs import missing, orders, wait_for  # noqa: E402
+from torchweave.compiler.precompile.kernel_jobs import kernel_specs, missing_kernels, wait_for_kernels  # noqa: E402
 from torchweave.compiler.precompile.workers import KernelWorkers  # noqa: E402
 from torchweave.ops.kernels import step_io as step  # noqa: E402
 from torchweave.ops.kernels.sampling import sample as sampling  # noqa: E402
@@ -61,35 +61,37 @@ def draw() -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_what_workers_built_is_found_by_launches_and_by_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = [*orders(both), *orders(scatter)]
-    assert [order.name for order in wanted] == ["scatter_kernel", "advance_kernel", "scatter_kernel"]
-    assert missing(wanted) == wanted
+    wanted = [*kernel_specs(both), *kernel_specs(scatter)]
+    assert [spec.name for spec in wanted] == ["scatter_kernel", "advance_kernel", "scatter_kernel"]
+    assert missing_kernels(wanted) == wanted
     with KernelWorkers(2) as workers:
         workers.begin(wanted)
         assert workers.finish() == []
-    assert orders(scatter) == orders(advance) == []  # they are in place
+    assert kernel_specs(scatter) == kernel_specs(advance) == []  # they are in place
     for kernel in (step.scatter_kernel, step.advance_kernel):
         kernel.device_caches.clear()
-    again = orders(scatter)
-    assert again == wanted[2:] and missing(again) == [] and orders(scatter) == []  # from the cache
+    again = kernel_specs(scatter)
+    assert again == wanted[2:] and missing_kernels(again) == [] and kernel_specs(scatter) == []  # from the cache
     loaded: list[str] = []
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(CompiledKernel, "run", property(lambda kernel: loaded.append(kernel.name)))
-    for order in wanted[:2]:
-        order.load()
+    for spec in wanted[:2]:
+        spec.load()
     assert loaded == ["scatter_kernel"], "what is not in place is left to its launch"
 
 
 @pytest.mark.usefixtures("hopper")
 def test_a_rank_waits_for_what_another_one_builds() -> None:
-    wanted = orders(both)
+    wanted = kernel_specs(both)
     begin = time.monotonic()
-    assert wait_for(wanted, patience=0.2) == wanted and time.monotonic() - begin < 5  # nobody builds them
-    another = threading.Thread(target=lambda: [order.build() for order in [*orders(scatter), *orders(advance)]])
+    assert wait_for_kernels(wanted, timeout=0.2) == wanted and time.monotonic() - begin < 5  # nobody builds them
+    another = threading.Thread(
+        target=lambda: [spec.build() for spec in [*kernel_specs(scatter), *kernel_specs(advance)]]
+    )
     another.start()
-    assert wait_for(wanted, patience=20.0) == []
+    assert wait_for_kernels(wanted, timeout=20.0) == []
     another.join()
-    assert orders(both) == []
+    assert kernel_specs(both) == []
 
 
 @pytest.mark.usefixtures("hopper")
@@ -106,7 +108,7 @@ def test_what_launches_a_kernel_is_built_with_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     with KernelWorkers(1) as workers:
-        workers.begin(orders(scatter))
+        workers.begin(kernel_specs(scatter))
         assert workers.finish() == []
     assert len([*tmp_path.glob("*/__triton_launcher*.so")]) == 1
 
@@ -117,7 +119,7 @@ def test_the_key_of_a_kernel_does_not_depend_on_what_was_hashed_before() -> None
     shared = [each for each in vars(sampling).values() if isinstance(each, JITFunction)]
     for kernel in shared:
         kernel.hash = None
-    *_, last = orders(draw)
+    *_, last = kernel_specs(draw)
     together = last.kernel().cache_key
     for kernel in shared:
         kernel.hash = None
@@ -126,13 +128,13 @@ def test_the_key_of_a_kernel_does_not_depend_on_what_was_hashed_before() -> None
 
 @pytest.mark.usefixtures("hopper")
 def test_what_cannot_be_built_is_told_and_the_rest_is_built() -> None:
-    good, bad = *orders(scatter), *orders(advance)
+    good, bad = *kernel_specs(scatter), *kernel_specs(advance)
     with KernelWorkers(2) as workers:
         workers.begin([replace(bad, signature={}), good])
         (told,) = workers.finish()
         assert workers.finish() == []
     assert told.startswith("advance_kernel: ")
-    assert orders(scatter) == [] and orders(advance) == [bad]
+    assert kernel_specs(scatter) == [] and kernel_specs(advance) == [bad]
 
 
 @pytest.mark.usefixtures("hopper")
@@ -143,5 +145,5 @@ def test_nothing_is_changed_once_launches_were_looked_at() -> None:
         raise ValueError("in the middle")
 
     with pytest.raises(ValueError, match="in the middle"):
-        orders(fail)
+        kernel_specs(fail)
     assert JITFunction.run is run and knobs.runtime.jit_cache_hook is hook

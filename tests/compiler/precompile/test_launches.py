@@ -16,22 +16,22 @@ from tests.ops.collectives.symmetric_cases import workspaces
 from tests.ops.hopper import Hopper, hopper
 from torchweave.compiler.partition.split import Piece
 from torchweave.compiler.passes.testing import T, graph_of
-from torchweave.compiler.precompile.kernel_jobs import Order, orders
-from torchweave.compiler.precompile.launches import Call, calls_of
-from torchweave.compiler.precompile.precompile import KernelsAhead, jobs_of
-from torchweave.distributed.fake_collectives import Nobody, alone
-from torchweave.distributed.symmetric_memory import Ranges, SymmetricCommunicator
-from torchweave.ops.collectives.op import register_communicator, registered
-from torchweave.ops.collectives.symmetric_memory import Layout
+from torchweave.compiler.precompile.kernel_jobs import KernelSpec, kernel_specs
+from torchweave.compiler.precompile.launches import OpCall, op_calls
+from torchweave.compiler.precompile.precompile import KernelPrecompiler, linear_kernels
+from torchweave.distributed.fake_collectives import FakeCommunicator, fake_collectives
+from torchweave.distributed.symmetric_memory import KernelSizeLimits, SymmetricCommunicator
+from torchweave.ops.collectives.op import find_communicator, register_communicator
+from torchweave.ops.collectives.symmetric_memory import SymmetricLayout
 from torchweave.ops.linear_config import LinearConfig
 
 BF16, D, VOCAB = torch.bfloat16, 1024, 512
 ROW = LinearConfig("row", 4, 1024, 4, 4)
-RANGES = Ranges(slots=64 * 1024, gather=64 * 1024, one_shot=256 * 1024, norm=128 * 1024, two_shot=1 << 20)
+RANGES = KernelSizeLimits(slots=64 * 1024, gather=64 * 1024, one_shot=256 * 1024, norm=128 * 1024, two_shot=1 << 20)
 ops = torch.ops.torchweave
 
 
-class Busy(Nobody):
+class Busy(FakeCommunicator):
     """torch.distributed, which must not be asked for anything."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def communicator(monkeypatch: pytest.MonkeyPatch) -> Iterator[SymmetricCommunica
     from triton.runtime import driver
 
     monkeypatch.setattr(driver, "_active", Hopper())
-    space = workspaces(Layout(2, RANGES.slots, RANGES.large))[1]
+    space = workspaces(SymmetricLayout(2, RANGES.slots, RANGES.large))[1]
     found = SymmetricCommunicator(space, Busy(1, 2), RANGES, torch.zeros(1, dtype=torch.int32))
     register_communicator("tp", found)
     yield found
@@ -68,8 +68,8 @@ def piece() -> Piece:
         return graph_of(layer, [x, *(each.to(BF16) for each in others)])
 
 
-def keys(found: list[Order]) -> set[tuple[str, str]]:
-    return {(order.name, order.key) for order in found}
+def keys(found: list[KernelSpec]) -> set[tuple[str, str]]:
+    return {(spec.name, spec.key) for spec in found}
 
 
 def calls(tokens: int) -> list[Callable[[], object]]:
@@ -87,7 +87,7 @@ def calls(tokens: int) -> list[Callable[[], object]]:
 def test_every_kernel_that_a_step_launches_is_seen_without_meeting_anyone(
     piece: Piece, communicator: SymmetricCommunicator
 ) -> None:
-    found_calls = list(calls_of(piece))
+    found_calls = list(op_calls(piece))
     assert [call.op._schema.name.partition("::")[2] for call in found_calls] == [
         "all_reduce_add_rms_norm",
         "buffered_all_reduce_add_rms_norm",
@@ -95,15 +95,15 @@ def test_every_kernel_that_a_step_launches_is_seen_without_meeting_anyone(
         "all_gather",
     ]
     found = keys(
-        [order for call in found_calls for order in orders(lambda call=call: call.launch(torch.device("cpu")))]
+        [spec for call in found_calls for spec in kernel_specs(lambda call=call: call.launch(torch.device("cpu")))]
     )
     names = [name for name, _ in found]
     assert set(names) == {"one_shot_kernel", "one_shot_norm_kernel", "two_shot_kernel", "gather_kernel"}
     assert names.count("one_shot_norm_kernel") >= 4, "with a residual and without one, in a slot and beyond"
-    assert registered("tp") is communicator
+    assert find_communicator("tp") is communicator
     for tokens in (1, 3, 8, 24, 40, 56, 96, 128, 200, 300, 512):
-        with alone("tp"):
-            wanted = [order for call in calls(tokens) for order in orders(call)]
+        with fake_collectives("tp"):
+            wanted = [spec for call in calls(tokens) for spec in kernel_specs(call)]
         assert wanted and keys(wanted) <= found, f"at {tokens} tokens"
 
 
@@ -118,11 +118,11 @@ def test_kernels_that_depend_on_operands_alone_are_seen_too() -> None:
     from torchweave.ops.kernels.norm import launch_norm
 
     x, residual, both = torch.randn(1, T, D), torch.randn(1, T, D), torch.randn(1, T, 2 * D)
-    found = list(calls_of(graph_of(block, [each.to(BF16) for each in (x, residual, torch.rand(D), both)])))
+    found = list(op_calls(graph_of(block, [each.to(BF16) for each in (x, residual, torch.rand(D), both)])))
     names = ["add_rms_norm", "rms_norm", "gated_activation"]
     assert [call.op._schema.name for call in found] == [f"torchweave::{name}" for name in names], "no products"
     with hopper():
-        seen = keys([order for call in found for order in orders(partial(call.launch, torch.device("cpu")))])
+        seen = keys([spec for call in found for spec in kernel_specs(partial(call.launch, torch.device("cpu")))])
         assert {name for name, _ in seen} == {"norm_kernel", "gated_kernel"}
         for tokens in (1, 2, 3, 16, 17, 100, 1000, 4096):
             x, both = torch.empty(1, tokens, D, dtype=BF16), torch.empty(1, tokens, 2 * D, dtype=BF16)
@@ -131,20 +131,20 @@ def test_kernels_that_depend_on_operands_alone_are_seen_too() -> None:
                 lambda x=x, both=both: launch_norm(both[..., :D], None, x[0, 0], 1e-5, 0.0, False),
                 lambda x=x: launch_gated(x[..., : D // 2], x[..., D // 2 :], "silu"),
             ]
-            wanted = [order for launch in launches for order in orders(launch)]
+            wanted = [spec for launch in launches for spec in kernel_specs(launch)]
             assert len(wanted) == 3 and keys(wanted) <= seen, f"at {tokens} tokens"
 
 
 def test_over_torch_distributed_there_is_nothing_to_see(piece: Piece) -> None:
-    (first, *_) = calls_of(piece)
+    (first, *_) = op_calls(piece)
     with mirrored() as group:
         first.launch(torch.device("cpu"))
-        with alone(group) as has_kernels:
-            assert not has_kernels and isinstance(registered(group), Mirror)
+        with fake_collectives(group) as has_kernels:
+            assert not has_kernels and isinstance(find_communicator(group), Mirror)
 
 
 def test_what_makes_an_operand_is_a_product_like_others(piece: Piece) -> None:
-    found = [job for node in piece.module.graph.nodes for job in jobs_of(node)]
+    found = [job for node in piece.module.graph.nodes for job in linear_kernels(node)]
     assert [(job.config, job.tokens, job.width, job.norm) for job in found] == [
         (ROW, each, D, False) for each in (1, 2, 4)
     ]
@@ -153,8 +153,8 @@ def test_what_makes_an_operand_is_a_product_like_others(piece: Piece) -> None:
 def test_they_are_built_once_and_loaded_without_a_launch(
     piece: Piece, communicator: SymmetricCommunicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[Order] = []
-    loaded: list[Order] = []
+    begun: list[KernelSpec] = []
+    loaded: list[KernelSpec] = []
 
     class Workers:
         def __enter__(self) -> Workers:
@@ -162,22 +162,22 @@ def test_they_are_built_once_and_loaded_without_a_launch(
 
         def __exit__(self, *_: object) -> None: ...
 
-        def begin(self, wanted: list[Order]) -> None:
+        def begin(self, wanted: list[KernelSpec]) -> None:
             begun.extend(wanted)
 
         def finish(self) -> list[str]:
             assert not loaded
             return []
 
-    launch = Call.launch
-    monkeypatch.setattr(Call, "launch", lambda self, device: launch(self, torch.device("cpu")))
-    monkeypatch.setattr("torchweave.compiler.precompile.precompile.jobs_of", lambda node: ())
+    launch = OpCall.launch
+    monkeypatch.setattr(OpCall, "launch", lambda self, device: launch(self, torch.device("cpu")))
+    monkeypatch.setattr("torchweave.compiler.precompile.precompile.linear_kernels", lambda node: ())
     monkeypatch.setattr("torchweave.compiler.precompile.precompile.KernelWorkers", Workers)
-    monkeypatch.setattr("torchweave.compiler.precompile.precompile.missing", lambda wanted: wanted)
-    monkeypatch.setattr(Order, "load", lambda self: loaded.append(self))
+    monkeypatch.setattr("torchweave.compiler.precompile.precompile.missing_kernels", lambda wanted: wanted)
+    monkeypatch.setattr(KernelSpec, "load", lambda self: loaded.append(self))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    with KernelsAhead(torch.device("cuda")) as ahead:
-        ahead.see(piece)
-        ahead.see(piece)
+    with KernelPrecompiler(torch.device("cuda")) as ahead:
+        ahead.submit_piece(piece)
+        ahead.submit_piece(piece)
     assert len(begun) == len(keys(begun)) and keys(loaded) == keys(begun)
-    assert "one_shot_norm_kernel" in {order.name for order in begun}
+    assert "one_shot_norm_kernel" in {spec.name for spec in begun}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchweave.compiler.partition.split import Piece
 from torchweave.compiler.passes.testing import T, graph_of
-from torchweave.compiler.precompile.precompile import Job, KernelsAhead, jobs_of
+from torchweave.compiler.precompile.precompile import KernelPrecompiler, LinearKernel, linear_kernels
 from torchweave.ops.linear import fused_linear, linear
 from torchweave.ops.linear_config import LinearConfig
 
@@ -30,7 +30,7 @@ def piece() -> Piece:
 
 
 def test_a_product_has_a_kernel_for_every_configuration_and_padded_number_of_tokens() -> None:
-    fused, plain = [list(jobs_of(node)) for node in piece().module.graph.nodes if list(jobs_of(node))]
+    fused, plain = [list(linear_kernels(node)) for node in piece().module.graph.nodes if list(linear_kernels(node))]
     assert [(job.config, job.tokens) for job in fused] == [(ROW, 1), (SPLIT, 8), (SPLIT, 16), (SPLIT, 32), (SPLIT, 48)]
     assert {(job.width, job.norm, job.wide, job.residual, job.activation) for job in fused} == {
         (64, True, True, False, "silu")
@@ -53,8 +53,8 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self.asked.append("ended")
 
-    def begin(self, orders: list[str]) -> None:
-        self.asked += orders
+    def begin(self, kernel_specs: list[str]) -> None:
+        self.asked += kernel_specs
 
     def finish(self) -> list[str]:
         self.asked.append("finished")
@@ -65,7 +65,7 @@ def test_each_is_built_by_the_workers_once_and_launched_when_it_is_there(monkeyp
     workers = Workers()
     told: list[str] = []
 
-    def launch(job: Job, device: torch.device) -> None:
+    def launch(job: LinearKernel, device: torch.device) -> None:
         workers.asked.append(f"launched {job.tokens} {job.norm}")
         if job.tokens == 8:
             raise RuntimeError("too much shared memory")
@@ -74,17 +74,17 @@ def test_each_is_built_by_the_workers_once_and_launched_when_it_is_there(monkeyp
         launching()
         return [f"built {workers.asked.pop().removeprefix('launched ')}"]
 
-    monkeypatch.setattr(Job, "launch", launch)
+    monkeypatch.setattr(LinearKernel, "launch", launch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr("torchweave.compiler.precompile.precompile.orders", look)
-    monkeypatch.setattr("torchweave.compiler.precompile.precompile.missing", lambda orders: orders)
+    monkeypatch.setattr("torchweave.compiler.precompile.precompile.kernel_specs", look)
+    monkeypatch.setattr("torchweave.compiler.precompile.precompile.missing_kernels", lambda kernel_specs: kernel_specs)
     monkeypatch.setattr("torchweave.compiler.precompile.precompile.KernelWorkers", lambda: workers)
     monkeypatch.setattr(
         "torchweave.compiler.precompile.precompile._log.warning", lambda text, *args: told.append(text % args)
     )
-    with KernelsAhead(torch.device("cuda")) as ahead:
-        ahead.see(piece())
-        ahead.see(piece())
+    with KernelPrecompiler(torch.device("cuda")) as ahead:
+        ahead.submit_piece(piece())
+        ahead.submit_piece(piece())
         workers.asked.remove("launched 8 True")  # what fails when it is looked at is left to the launch
     built, launched = workers.asked[:6], workers.asked[8:]
     assert workers.asked[6:8] == ["finished", "ended"] and len(launched) == 7
@@ -93,6 +93,6 @@ def test_each_is_built_by_the_workers_once_and_launched_when_it_is_there(monkeyp
 
 
 def test_without_a_gpu_nothing_is_built() -> None:
-    with KernelsAhead(torch.device("cpu")) as ahead:
-        ahead.see(piece())
-    assert not ahead._jobs
+    with KernelPrecompiler(torch.device("cpu")) as ahead:
+        ahead.submit_piece(piece())
+    assert not ahead._linear_kernels

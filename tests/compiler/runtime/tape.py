@@ -35,7 +35,8 @@ class _Tape(TorchDispatchMode):
 
 
 class TapePool:
-    """Implements `torchweave.compiler.runtime.cuda_graphs.Recorder` on tapes; `alive` counts tensors handed to `by_address`."""
+    """Implements `torchweave.compiler.runtime.cuda_graphs.Recorder` on tapes; `alive` counts tensors handed to
+    `weak_ref_tensor`."""
 
     def __init__(self) -> None:
         self.tape: _Tape | None = None
@@ -44,8 +45,8 @@ class TapePool:
         self.kept: list[weakref.ref[Tensor]] = []
 
     @contextlib.contextmanager
-    def recording(self, loading: bool = False) -> Iterator[None]:
-        self.events.append("enter, loading" if loading else "enter")
+    def recording(self, may_load_kernels: bool = False) -> Iterator[None]:
+        self.events.append("enter, loading" if may_load_kernels else "enter")
         try:
             yield
         finally:
@@ -69,7 +70,7 @@ class TapePool:
         self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in outputs)
         return tape.replay
 
-    def by_address(self, tensor: Tensor) -> Tensor:
+    def weak_ref_tensor(self, tensor: Tensor) -> Tensor:
         self.kept.append(weakref.ref(tensor))
         return tensor
 

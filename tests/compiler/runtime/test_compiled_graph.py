@@ -13,9 +13,9 @@ from torch._inductor.exc import InductorError, LoweringException
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.compiler.toy import BOUNDARY, DYNAMIC, SIZES, example, step, toy
-from torchweave.compiler import CompileCache, TraceError, broken, weave
-from torchweave.compiler.ir.size_ranges import HIGHEST
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler import CompileCache, TraceError, compile_graph, eager_forward
+from torchweave.compiler.ir.size_ranges import MAX_SIZE
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -24,7 +24,7 @@ from torchweave.report import Report
 def test_V5_fx_pieces_equal_the_module_bit_for_bit(mode: Any) -> None:
     module = toy()
     want = {size: module(*step(*size)) for size in SIZES}
-    woven = weave(
+    compiled_graph = compile_graph(
         module,
         example(),
         DYNAMIC,
@@ -34,9 +34,9 @@ def test_V5_fx_pieces_equal_the_module_bit_for_bit(mode: Any) -> None:
     for size in SIZES:
         if mode == "backed" and size[1] == 1:
             with pytest.raises(ValueError, match="2 <= sizes"):
-                woven(call_as_is, *step(*size))
+                compiled_graph(call_op, *step(*size))
         else:
-            assert torch.equal(woven(call_as_is, *step(*size)), want[size]), size
+            assert torch.equal(compiled_graph(call_op, *step(*size)), want[size]), size
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,13 @@ def compiled() -> Any:
     module = toy()
     want = {size: module(*step(*size)) for size in SIZES}
     report = Report(show=False)
-    return weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, report=report), want
+    return compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, report=report), want
 
 
 def test_inductor_pieces_equal_the_module(compiled: Any) -> None:
-    woven, want = compiled
+    compiled_graph, want = compiled
     for size in SIZES:
-        torch.testing.assert_close(woven(call_as_is, *step(*size)), want[size], rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(compiled_graph(call_op, *step(*size)), want[size], rtol=2e-5, atol=2e-5)
 
 
 def test_a_piece_that_inductor_has_no_code_for_runs_as_it_was_traced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,20 +61,20 @@ def test_a_piece_that_inductor_has_no_code_for_runs_as_it_was_traced(monkeypatch
 
     monkeypatch.setattr(torch._inductor, "standalone_compile", refuse)
     module, report = toy(), Report(show=False)
-    woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, report=report)
-    assert {each.built for each in woven.built.values()} == {"fx"}
+    compiled_graph = compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, report=report)
+    assert {each.built for each in compiled_graph.built.values()} == {"fx"}
     events = report.select("fallback")
-    assert len(events) == len(woven.built) and {event["why"] for event in events} == {"TypeError: no code"}
+    assert len(events) == len(compiled_graph.built) and {event["why"] for event in events} == {"TypeError: no code"}
     for size in SIZES:
-        torch.testing.assert_close(woven(call_as_is, *step(*size)), module(*step(*size)), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(compiled_graph(call_op, *step(*size)), module(*step(*size)), rtol=2e-5, atol=2e-5)
 
 
 def test_V7_each_distinct_piece_is_built_once(compiled: Any) -> None:
-    woven, _ = compiled
-    events = woven.report.select("piece")
+    compiled_graph, _ = compiled
+    events = compiled_graph.report.select("piece")
     assert [event["built"] for event in events] == ["inductor"] * 3 and sum(event["shared_by"] for event in events) == 4
-    assert woven.plan.count("boundary  toy::attention") == 3
-    assert "linear" in woven.piece_code(woven.pieces[1].digest)
+    assert compiled_graph.plan.count("boundary  toy::attention") == 3
+    assert "linear" in compiled_graph.piece_code(compiled_graph.pieces[1].digest)
 
 
 def test_every_decision_is_an_event(compiled: Any) -> None:
@@ -86,17 +86,29 @@ def test_every_decision_is_an_event(compiled: Any) -> None:
 def test_V3_a_weave_after_ready_is_reported() -> None:
     report = Report(show=False)
     report.event("ready")
-    weave(
+    compile_graph(
         nn.Linear(2, 2), {"input": torch.zeros(3, 2)}, config=TorchCompileConfig(enable_inductor=False), report=report
     )
     assert report.select("compile_after_ready")[0]["what"] == "Linear"
 
 
 def test_the_code_is_readable_and_drops_what_is_dead() -> None:
-    woven = weave(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False))
-    assert re.search(r"boundary\(attention, \(\w+, \w+, \w+, out, 0, 0.25, 0, \), {}\)", woven.code)
-    made = [name for line in woven.code.splitlines() if "= piece_" in line for name in line.split(" = ")[0].split(", ")]
-    dropped = [name for line in woven.code.splitlines() if "del " in line for name in line.split("del ")[1].split(", ")]
+    compiled_graph = compile_graph(
+        toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False)
+    )
+    assert re.search(r"boundary\(attention, \(\w+, \w+, \w+, out, 0, 0.25, 0, \), {}\)", compiled_graph.code)
+    made = [
+        name
+        for line in compiled_graph.code.splitlines()
+        if "= piece_" in line
+        for name in line.split(" = ")[0].split(", ")
+    ]
+    dropped = [
+        name
+        for line in compiled_graph.code.splitlines()
+        if "del " in line
+        for name in line.split("del ")[1].split(", ")
+    ]
     (kept,) = {name.strip(", ") for name in made} - set(dropped)
     assert kept.startswith("linear"), "the logits alone outlive the call"
 
@@ -112,9 +124,11 @@ def test_the_code_is_readable_and_drops_what_is_dead() -> None:
     ],
 )
 def test_inputs_of_another_kind_are_refused(change: Any, word: str) -> None:
-    woven = weave(toy(1), example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False))
+    compiled_graph = compile_graph(
+        toy(1), example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False)
+    )
     with pytest.raises(ValueError, match=word):
-        woven(call_as_is, *change(*step(9, 2)))
+        compiled_graph(call_op, *change(*step(9, 2)))
 
 
 @pytest.mark.parametrize("inductor", [False, True])
@@ -126,8 +140,8 @@ def test_a_forward_that_chooses_how_torch_attends_is_woven(inductor: bool) -> No
                 return nn.functional.scaled_dot_product_attention(q, q, q)
 
     config, x = TorchCompileConfig(enable_inductor=inductor), torch.randn(7, 8)
-    woven = weave(Attends(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=config)
-    torch.testing.assert_close(woven(call_as_is, x), Attends()(x))
+    compiled_graph = compile_graph(Attends(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=config)
+    torch.testing.assert_close(compiled_graph(call_op, x), Attends()(x))
 
 
 @pytest.mark.parametrize("inductor", [False, True])
@@ -139,22 +153,24 @@ def test_an_input_that_is_written_to_shares_no_memory_with_another(inductor: boo
 
     inputs, dynamic = {"x": torch.zeros(5), "y": torch.zeros(5)}, {"x": {0: "T"}, "y": {0: "T"}}
     config = TorchCompileConfig(enable_inductor=inductor)
-    woven, both = weave(Writes(), inputs, dynamic, config=config), torch.zeros(8)
-    assert torch.equal(woven(call_as_is, both[:4], both[4:]), torch.ones(4))
+    compiled_graph, both = compile_graph(Writes(), inputs, dynamic, config=config), torch.zeros(8)
+    assert torch.equal(compiled_graph(call_op, both[:4], both[4:]), torch.ones(4))
     for other in (both[:4], both[1:5]):
         with pytest.raises(ValueError, match=r"^forward writes to x, which shares its memory with another input"):
-            woven(call_as_is, both[:4], other)
+            compiled_graph(call_op, both[:4], other)
 
 
 def test_the_boundary_is_an_argument_of_every_call() -> None:
     module, calls = toy(), []
-    woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False))
+    compiled_graph = compile_graph(
+        module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False)
+    )
 
     def boundary(op: Any, args: tuple, kwargs: dict) -> None:
         calls.append((op._schema.name, args[4]))
         args[3].zero_()
 
-    for forward in (woven, broken(module, BOUNDARY)):
+    for forward in (compiled_graph, eager_forward(module, BOUNDARY)):
         calls.clear()
         forward(boundary, *step(5, 1))
         assert calls == [("toy::attention", 0), ("toy::attention", 1), ("toy::attention", 2)]
@@ -163,9 +179,9 @@ def test_the_boundary_is_an_argument_of_every_call() -> None:
 def test_broken_equals_the_module_and_intercepts_nothing_else() -> None:
     module = toy()
     for size in SIZES:
-        assert torch.equal(broken(module, BOUNDARY)(call_as_is, *step(*size)), module(*step(*size)))
+        assert torch.equal(eager_forward(module, BOUNDARY)(call_op, *step(*size)), module(*step(*size)))
     assert torch.equal(
-        broken(module, ())(lambda *call: pytest.fail("no boundary op"), *step(4, 1)), module(*step(4, 1))
+        eager_forward(module, ())(lambda *call: pytest.fail("no boundary op"), *step(4, 1)), module(*step(4, 1))
     )
 
 
@@ -181,9 +197,11 @@ def test_no_names_of_the_module_can_shadow_the_code() -> None:
 
     module = Names()
     config = TorchCompileConfig(enable_inductor=False)
-    woven = weave(module, {"x": torch.zeros(3, 2, 4)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=config)
+    compiled_graph = compile_graph(
+        module, {"x": torch.zeros(3, 2, 4)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=config
+    )
     x = torch.randn(6, 2, 4)
-    assert torch.equal(woven(call_as_is, x), module(x))
+    assert torch.equal(compiled_graph(call_op, x), module(x))
 
 
 def test_no_names_of_inputs_can_shadow_the_code() -> None:
@@ -193,12 +211,12 @@ def test_no_names_of_inputs_can_shadow_the_code() -> None:
 
     module, names = Names(), ("boundary", "refuse", "tree", "no_grad")
     config, dynamic = TorchCompileConfig(enable_inductor=False), {name: {0: "T"} for name in names}
-    woven = weave(module, {name: torch.zeros(3) for name in names}, dynamic, config=config)
+    compiled_graph = compile_graph(module, {name: torch.zeros(3) for name in names}, dynamic, config=config)
     inputs = [torch.randn(6) for _ in names]
-    result, same = woven(call_as_is, *inputs)
+    result, same = compiled_graph(call_op, *inputs)
     assert torch.equal(result, module(*inputs)[0]) and same is inputs[2]
     with pytest.raises(ValueError, match=r"^boundary is int64"):
-        woven(call_as_is, inputs[0].long(), *inputs[1:])
+        compiled_graph(call_op, inputs[0].long(), *inputs[1:])
 
 
 def test_V5_a_branch_on_the_size_is_never_silently_wrong() -> None:
@@ -209,7 +227,7 @@ def test_V5_a_branch_on_the_size_is_never_silently_wrong() -> None:
     module = Long()
     config = TorchCompileConfig(enable_inductor=False)
     with pytest.raises(TraceError, match="another path") as raised:
-        weave(module, {"x": torch.zeros(23)}, {"x": {0: "T"}}, config=config)
+        compile_graph(module, {"x": torch.zeros(23)}, {"x": {0: "T"}}, config=config)
     assert raised.value.where == f"{__file__}:{Long.forward.__code__.co_firstlineno + 1}"
     assert raised.value.cause.endswith("<= 40 in `return x * 2 if x.shape[0] > 40 else x`)")
 
@@ -236,7 +254,7 @@ def test_V5_a_branch_on_one_size_or_on_two_is_refused(choose: Any) -> None:
 
     inputs, dynamic = {"x": torch.zeros(23), "y": torch.zeros(11)}, {"x": {0: "T"}, "y": {0: "N"}}
     with pytest.raises(TraceError, match="another path"):
-        weave(Chooses(), inputs, dynamic, config=TorchCompileConfig(enable_inductor=False))
+        compile_graph(Chooses(), inputs, dynamic, config=TorchCompileConfig(enable_inductor=False))
 
 
 @pytest.mark.parametrize(
@@ -244,8 +262,8 @@ def test_V5_a_branch_on_one_size_or_on_two_is_refused(choose: Any) -> None:
     [
         (lambda x: x * 2 if x.shape[0] % 128 == 0 else x + 1, (1, 127)),
         (lambda x: x * 2 if x.shape[0] == 1000 else x + 1, (1, 999)),
-        (lambda x: x * 2 if x.shape[0] == 1 else x + 1, (2, HIGHEST)),
-        (lambda x: x.expand(2, -1).sum(0), (1, HIGHEST)),
+        (lambda x: x * 2 if x.shape[0] == 1 else x + 1, (2, MAX_SIZE)),
+        (lambda x: x.expand(2, -1).sum(0), (1, MAX_SIZE)),
     ],
 )
 def test_V5_a_branch_on_a_size_limits_what_a_call_takes(choose: Any, sizes: tuple[int, int]) -> None:
@@ -254,7 +272,7 @@ def test_V5_a_branch_on_a_size_limits_what_a_call_takes(choose: Any, sizes: tupl
             return choose(x)
 
     config = TorchCompileConfig(enable_inductor=False)
-    assert weave(Chooses(), {"x": torch.zeros(23)}, {"x": {0: "T"}}, config=config).sizes == sizes
+    assert compile_graph(Chooses(), {"x": torch.zeros(23)}, {"x": {0: "T"}}, config=config).sizes == sizes
 
 
 @pytest.mark.parametrize(
@@ -271,10 +289,10 @@ def test_an_input_that_no_operation_reads_is_checked_too(example: Tensor, other:
     cache = CompileCache(tmp_path / "cache", Report(show=False))
     for _ in range(2):
         inputs, config = {"x": torch.zeros(5), "y": example}, TorchCompileConfig(enable_inductor=False)
-        woven = weave(Looks(), inputs, {"x": {0: "T"}}, config=config, cache=cache)
-        assert torch.equal(woven(call_as_is, torch.ones(7), example), torch.full((7,), 2.0))
+        compiled_graph = compile_graph(Looks(), inputs, {"x": {0: "T"}}, config=config, cache=cache)
+        assert torch.equal(compiled_graph(call_op, torch.ones(7), example), torch.full((7,), 2.0))
         with pytest.raises(ValueError, match=r"^y is .* woven for float32\[3\]"):
-            woven(call_as_is, torch.ones(7), other)
+            compiled_graph(call_op, torch.ones(7), other)
 
 
 def test_a_branch_far_up_becomes_a_limit_that_is_checked() -> None:
@@ -283,8 +301,8 @@ def test_a_branch_far_up_becomes_a_limit_that_is_checked() -> None:
             return x * 2 if x.shape[0] > 4000 else x + 1
 
     config = TorchCompileConfig(enable_inductor=False)
-    woven = weave(VeryLong(), {"x": torch.zeros(23)}, {"x": {0: "T"}}, config=config)
-    assert woven.sizes == (1, 4000)
-    assert torch.equal(woven(call_as_is, torch.zeros(4000)), torch.ones(4000))
+    compiled_graph = compile_graph(VeryLong(), {"x": torch.zeros(23)}, {"x": {0: "T"}}, config=config)
+    assert compiled_graph.sizes == (1, 4000)
+    assert torch.equal(compiled_graph(call_op, torch.zeros(4000)), torch.ones(4000))
     with pytest.raises(ValueError, match="sizes <= 4000"):
-        woven(call_as_is, torch.zeros(4001))
+        compiled_graph(call_op, torch.zeros(4001))

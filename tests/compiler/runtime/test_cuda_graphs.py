@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tests.compiler.runtime.tape import TapePool
 from tests.compiler.toy import BOUNDARY, DYNAMIC, example, step, toy
-from torchweave.compiler import InvariantError, broken, weave
+from torchweave.compiler import InvariantError, compile_graph, eager_forward
 from torchweave.compiler.runtime.cuda_graphs import record
-from torchweave.compiler.runtime.forward import Boundary, Forward, call_as_is
+from torchweave.compiler.runtime.forward import BoundaryHandler, Forward, call_op
 from torchweave.config.options import TorchCompileConfig
 
 
@@ -21,8 +21,8 @@ def forwards() -> list[Any]:
     module = toy()
     config = TorchCompileConfig(enable_inductor=False)
     return [
-        (module, weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=config)),
-        (module, broken(module, BOUNDARY)),
+        (module, compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=config)),
+        (module, eager_forward(module, BOUNDARY)),
     ]
 
 
@@ -31,12 +31,14 @@ def model(request: Any) -> tuple[Any, Forward]:
     return forwards()[request.param]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_replay_computes_from_what_the_inputs_hold_now(model: Any, whole: bool) -> None:
+@pytest.mark.parametrize("capture_boundary_ops", [True, False])
+def test_a_replay_computes_from_what_the_inputs_hold_now(model: Any, capture_boundary_ops: bool) -> None:
     module, forward = model
     buffers, pool = step(8, 2), TapePool()
-    recording = record(lambda boundary: forward(boundary, *buffers), call_as_is, whole=whole, pool=pool)
-    assert recording.num_segments == (1 if whole else 4)
+    recording = record(
+        lambda boundary: forward(boundary, *buffers), call_op, capture_boundary_ops=capture_boundary_ops, pool=pool
+    )
+    assert recording.num_segments == (1 if capture_boundary_ops else 4)
     assert recording.bytes == pool.num_bytes() > 0 and recording.seconds > 0
     for seed in (1, 2):
         new = step(8, 2, seed)
@@ -53,7 +55,9 @@ def test_boundary_ops_run_at_replays_and_not_while_recording(model: Any) -> None
         calls.append(args[4])
         op(*args, **kwargs)
 
-    recording = record(lambda boundary: forward(boundary, *buffers), boundary, whole=False, pool=TapePool())
+    recording = record(
+        lambda boundary: forward(boundary, *buffers), boundary, capture_boundary_ops=False, pool=TapePool()
+    )
     assert calls == [0, 1, 2], "once, by the warm-up"
     recording.replay()
     assert calls == [0, 1, 2] * 2
@@ -66,12 +70,12 @@ def test_whatever_is_handed_to_the_boundary_breaks_the_recording() -> None:
     """An engine hands over more than ops: what it must do on the host once a step."""
     x, said = torch.zeros(4), []
 
-    def run(boundary: Boundary) -> Tensor:
+    def run(boundary: BoundaryHandler) -> Tensor:
         y = x + 1
         boundary("begin", (), {})
         return y * 2
 
-    recording = record(run, lambda op, args, kwargs: said.append(op), whole=False, pool=TapePool())
+    recording = record(run, lambda op, args, kwargs: said.append(op), capture_boundary_ops=False, pool=TapePool())
     said.clear()
     x.fill_(5)
     assert torch.equal(recording.replay(), torch.full((4,), 12.0)) and said == ["begin"]
@@ -82,14 +86,14 @@ def test_what_the_boundary_reads_stays_alive() -> None:
     x, pool = torch.arange(4.0), TapePool()
     result = torch.zeros(4)
 
-    def run(boundary: Boundary) -> Tensor:
+    def run(boundary: BoundaryHandler) -> Tensor:
         boundary("keep", (x + 1, torch.full((4,), 3.0)), {"more": torch.ones(4)})
         return result * 1
 
     def boundary(op: Any, args: tuple, kwargs: dict) -> None:
         result.copy_(args[0] * args[1] + kwargs["more"])
 
-    recording = record(run, boundary, whole=False, pool=pool)
+    recording = record(run, boundary, capture_boundary_ops=False, pool=pool)
     gc.collect()
     assert len(pool.kept) == 4 and all(kept() is not None for kept in pool.kept)
     x.add_(1)
@@ -98,7 +102,9 @@ def test_what_the_boundary_reads_stays_alive() -> None:
 
 def test_T5_debug_checks_the_addresses_of_the_inputs() -> None:
     x = torch.zeros(4)
-    recording = record(lambda boundary: x + 1, call_as_is, whole=True, pool=TapePool(), debug=True, inputs=[x])
+    recording = record(
+        lambda boundary: x + 1, call_op, capture_boundary_ops=True, pool=TapePool(), debug=True, inputs=[x]
+    )
     recording.replay()
     recording.replay(inputs=[x])
     with pytest.raises(InvariantError, match="input 0 is"):
@@ -113,13 +119,13 @@ def test_T5_debug_checks_the_addresses_of_the_inputs() -> None:
 def test_T5_debug_checks_the_arguments_of_boundary_ops() -> None:
     kept: list[Tensor] = []
 
-    def run(boundary: Boundary) -> Tensor:
+    def run(boundary: BoundaryHandler) -> Tensor:
         y = torch.zeros(4) + 1
         kept.append(y)
         boundary("op", (y,), {})
         return y * 1
 
-    recording = record(run, lambda *call: None, whole=False, pool=TapePool(), debug=True)
+    recording = record(run, lambda *call: None, capture_boundary_ops=False, pool=TapePool(), debug=True)
     recording.replay()
     kept[-1].set_(torch.zeros(4).untyped_storage(), 0, (4,))
     with pytest.raises(InvariantError, match="moved since it was recorded"):
@@ -129,36 +135,36 @@ def test_T5_debug_checks_the_arguments_of_boundary_ops() -> None:
 def test_an_error_while_recording_ends_the_recording() -> None:
     pool, runs = TapePool(), []
 
-    def run(boundary: Boundary) -> Tensor:
+    def run(boundary: BoundaryHandler) -> Tensor:
         runs.append(1)
         if len(runs) == 2:
             raise RuntimeError("out of memory")
         return torch.zeros(1) + 1
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        record(run, call_as_is, whole=True, pool=pool)
+        record(run, call_op, capture_boundary_ops=True, pool=pool)
     assert pool.events == ["enter", "begin", "exit"] and pool.tape is None
-    assert record(run, call_as_is, whole=True, pool=pool).num_segments == 1
+    assert record(run, call_op, capture_boundary_ops=True, pool=pool).num_segments == 1
 
 
 def test_a_step_that_has_run_before_is_only_recorded() -> None:
     pool, runs = TapePool(), []
 
-    def run(boundary: Boundary) -> Tensor:
+    def run(boundary: BoundaryHandler) -> Tensor:
         runs.append(pool.tape is not None)
         return torch.zeros(1) + 1
 
-    recording = record(run, call_as_is, whole=True, pool=pool, warm_up=False)
+    recording = record(run, call_op, capture_boundary_ops=True, pool=pool, warm_up=False)
     assert runs == [True] and pool.events == ["enter, loading", "begin", "end", "exit"]
     assert recording.replay().tolist() == [1]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_one_that_cannot_be_recorded_at_once_is_run_first(whole: bool) -> None:
+@pytest.mark.parametrize("capture_boundary_ops", [True, False])
+def test_one_that_cannot_be_recorded_at_once_is_run_first(capture_boundary_ops: bool) -> None:
     """As where a kernel must be loaded: what was recorded until then is forgotten."""
     pool, runs, attended = TapePool(), [], []
 
-    def run(boundary: Boundary) -> Tensor:
+    def run(boundary: BoundaryHandler) -> Tensor:
         runs.append(pool.tape is not None)
         y = torch.zeros(4) + 1
         boundary("attention", (y,), {})
@@ -167,21 +173,21 @@ def test_one_that_cannot_be_recorded_at_once_is_run_first(whole: bool) -> None:
         return y * 2
 
     boundary = lambda op, args, kwargs: attended.append(args[0].tolist())  # noqa: E731
-    recording = record(run, boundary, whole=whole, pool=pool, warm_up=False)
+    recording = record(run, boundary, capture_boundary_ops=capture_boundary_ops, pool=pool, warm_up=False)
     assert runs == [True, False, True] and pool.tape is None
     assert [event for event in pool.events if "enter" in event] == ["enter, loading", "enter"]
-    assert recording.num_segments == (1 if whole else 2)
+    assert recording.num_segments == (1 if capture_boundary_ops else 2)
     attended.clear()
-    assert recording.replay().tolist() == [2] * 4 and len(attended) == (0 if whole else 1)
+    assert recording.replay().tolist() == [2] * 4 and len(attended) == (0 if capture_boundary_ops else 1)
 
 
 def test_what_fails_after_a_run_too_is_an_error() -> None:
     runs: list[int] = []
 
-    def run(boundary: Boundary) -> Tensor:
+    def run(boundary: BoundaryHandler) -> Tensor:
         runs.append(1)
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        record(run, call_as_is, whole=True, pool=TapePool(), warm_up=False)
+        record(run, call_op, capture_boundary_ops=True, pool=TapePool(), warm_up=False)
     assert len(runs) == 2

@@ -20,14 +20,14 @@ from tests.compiler.toy import BOUNDARY, SIZES, step, toy
 from tests.compiler.toy import DYNAMIC as TOY_DYNAMIC
 from tests.compiler.toy import example as toy_example
 from tests.ops.collectives.collective_cases import mirrored
-from torchweave.compiler import CompileCache, weave
+from torchweave.compiler import CompileCache, compile_graph
 from torchweave.compiler.codegen.pieces import build_fx
-from torchweave.compiler.ir.aliasing import NotUnderstood, memory_of, op_name
-from torchweave.compiler.partition.collectives import group_of
+from torchweave.compiler.ir.aliasing import AliasAnalysisError, analyze_aliasing, op_name
+from torchweave.compiler.partition.collectives import collective_group
 from torchweave.compiler.partition.split import Piece
-from torchweave.compiler.runtime.forward import call_as_is
-from torchweave.compiler.streams.backends import CheckedLanes, Race
-from torchweave.compiler.streams.build import Split, StreamBuilder, join, plan
+from torchweave.compiler.runtime.forward import call_op
+from torchweave.compiler.streams.backends import CheckedStreams, DataRace
+from torchweave.compiler.streams.build import Split, StreamBuilder, join, plan_split
 from torchweave.compiler.streams.cost import Costs, key_of
 from torchweave.compiler.streams.hazards import hazards
 from torchweave.compiler.streams.program import program
@@ -45,7 +45,9 @@ FX2 = TorchCompileConfig(enable_inductor=False, max_num_streams=2)
 
 def order(piece: Piece) -> set[tuple[str, str, str]]:
     graph = piece.module.graph
-    return {(a.name, b.name, why) for (a, b), all_of in hazards(graph, memory_of(graph)).items() for why in all_of}
+    return {
+        (a.name, b.name, why) for (a, b), all_of in hazards(graph, analyze_aliasing(graph)).items() for why in all_of
+    }
 
 
 def test_T10_reads_and_writes_of_one_storage_are_ordered_through_its_views() -> None:
@@ -86,11 +88,11 @@ def test_T10_views_are_found_in_a_graph_that_forgot_them() -> None:
 
 
 def test_T10_the_longest_path_goes_first_and_a_free_stream_takes_the_rest() -> None:
-    costs, before = [1.0, 10.0, 2.0, 3.0, 1.0], [{}, {0: 0}, {0: 0}, {2: 0}, {1: 0, 3: 0}]
-    assert priorities(costs, before) == [12, 11, 6, 4, 1]
-    slots = {slot.task: slot for slot in schedule(costs, before, 2)}
-    assert [slots[task].stream for task in range(5)] == [0, 0, 1, 1, 0]
-    runs = program(list(slots.values()), before)
+    costs, dependencies = [1.0, 10.0, 2.0, 3.0, 1.0], [{}, {0: 0}, {0: 0}, {2: 0}, {1: 0, 3: 0}]
+    assert priorities(costs, dependencies) == [12, 11, 6, 4, 1]
+    scheduled_tasks = {slot.task: slot for slot in schedule(costs, dependencies, 2)}
+    assert [scheduled_tasks[task].stream for task in range(5)] == [0, 0, 1, 1, 0]
+    runs = program(list(scheduled_tasks.values()), dependencies)
     assert [(run.stream, run.tasks, run.waits, run.signals) for run in runs.runs] == [
         (0, (0,), (), True), (0, (1,), (), False), (1, (2, 3), (0,), True), (0, (4,), (2,), False)
     ]  # fmt: skip
@@ -99,11 +101,11 @@ def test_T10_the_longest_path_goes_first_and_a_free_stream_takes_the_rest() -> N
 
 
 def test_T10_an_event_is_recorded_once_and_only_for_another_stream() -> None:
-    before = [{}, {0: 0}, {0: 0}, {0: 0}, {1: 0, 2: 0, 3: 0}]
-    runs = program(schedule([1, 5, 5, 5, 1], before, 3), before)
+    dependencies = [{}, {0: 0}, {0: 0}, {0: 0}, {1: 0, 2: 0, 3: 0}]
+    runs = program(schedule([1, 5, 5, 5, 1], dependencies, 3), dependencies)
     assert runs.num_streams == 3 and not runs.joins
     assert sum(run.signals for run in runs.runs) == 3, "one for the fork, one for each of the other streams"
-    (only,) = program(schedule([1, 5, 5, 5, 1], before, 1), before).runs
+    (only,) = program(schedule([1, 5, 5, 5, 1], dependencies, 1), dependencies).runs
     assert only.tasks == (0, 1, 2, 3, 4) and not only.signals
 
 
@@ -120,13 +122,13 @@ graphs_of_tasks = st.integers(1, 14).flatmap(
 @given(graphs_of_tasks)
 def test_T10_a_program_keeps_every_order_and_waits_for_nothing_twice(drawn: Any) -> None:
     costs, sets, num_streams = drawn
-    before = [{earlier: 0 for earlier in found if earlier < index} for index, found in enumerate(sets)]
-    slots = schedule(costs, before, num_streams)
-    runs = program(slots, before)
+    dependencies = [{earlier: 0 for earlier in found if earlier < index} for index, found in enumerate(sets)]
+    scheduled_tasks = schedule(costs, dependencies, num_streams)
+    runs = program(scheduled_tasks, dependencies)
     assert sorted(task for run in runs.runs for task in run.tasks) == list(range(len(costs)))
     place = {task: (index, at) for index, run in enumerate(runs.runs) for at, task in enumerate(run.tasks)}
     over = _over(runs.runs)
-    for task, earlier in enumerate(before):
+    for task, earlier in enumerate(dependencies):
         for each in earlier:
             assert place[each][0] in over[place[task][0]] or (
                 place[each][0] == place[task][0] and place[each] < place[task]
@@ -137,7 +139,7 @@ def test_T10_a_program_keeps_every_order_and_waits_for_nothing_twice(drawn: Any)
             others = [fewer if each is run else each for each in runs.runs]
             assert wait not in _over(others)[index], "a wait that follows from others"
     assert simulate(runs, costs, event=0).makespan <= sum(costs) + 1e-6
-    assert simulate(runs, costs, event=0).makespan >= max(priorities(costs, before)) - 1e-6
+    assert simulate(runs, costs, event=0).makespan >= max(priorities(costs, dependencies)) - 1e-6
 
 
 def _over(runs: Sequence[Any]) -> list[set[int]]:
@@ -156,7 +158,7 @@ def _over(runs: Sequence[Any]) -> list[set[int]]:
 
 def test_X6_what_inductor_fuses_is_not_torn_apart() -> None:
     _, piece = captured_piece(shared_experts())
-    split = plan(piece, 2, Costs(fused=True))
+    split = plan_split(piece, 2, Costs(fused=True))
     chains = [[node.name for node in split.nodes(run)] for run in range(len(split.parts))]
     (routed,) = (chain for chain in chains if "routed" in chain)
     (shared,) = (chain for chain in chains if any("silu" in name for name in chain))
@@ -173,7 +175,7 @@ def test_T10_costs_are_measured_ones_where_there_are_some() -> None:
     assert Costs(measured={key_of(experts): 3.5}).of((experts,), frozenset()) == 3.5
     assert key_of(experts).startswith("torchweave::experts(float32[T,32], ")
     measured = {key_of(node): 0.1 for node in piece.module.graph.nodes if node.op.startswith("call")}
-    cheap = plan(piece, 2, Costs(fused=True, measured=measured))
+    cheap = plan_split(piece, 2, Costs(fused=True, measured=measured))
     assert not cheap.timeline.verdict()[0], "where everything is short, events cost more than they bring"
 
 
@@ -184,7 +186,7 @@ def placeholders(piece: Piece) -> list[fx.Node]:
     return [node for node in piece.module.graph.nodes if node.op == "placeholder"]
 
 
-def lane_by_lane(split: Split, inputs: Sequence[Tensor], choose: Iterator[int]) -> list[Tensor]:
+def run_interleaved(split: Split, inputs: Sequence[Tensor], choose: Iterator[int]) -> list[Tensor]:
     """Run the streams node by node, `choose` picking each time which of those that can go on does."""
     env: dict[fx.Node, Any] = dict(zip(placeholders(split.piece), inputs, strict=True))
     done: set[int] = set()
@@ -243,15 +245,17 @@ random_graphs = st.tuples(
 def test_T10_any_legal_interleaving_gives_the_serial_result(drawn: Any, num_streams: int, random: Any) -> None:
     piece = random_piece(*drawn)
     calls = [node for node in piece.module.graph.nodes if node.op.startswith("call")]
-    split = plan(piece, num_streams, Costs(measured={key_of(node): random.choice([0, 1, 5, 20]) for node in calls}))
+    split = plan_split(
+        piece, num_streams, Costs(measured={key_of(node): random.choice([0, 1, 5, 20]) for node in calls})
+    )
     plain, checked, mixed = fresh(0), fresh(0), fresh(0)
     want = piece.module(*plain)
-    call, _ = join(split, [build_fx(part).call for part in split.parts], CheckedLanes(num_streams))
+    call, _ = join(split, [build_fx(part).call for part in split.parts], CheckedStreams(num_streams))
     same(call(list(checked)), want)
     same(checked, plain)
     for _ in range(3):
         mixed = fresh(0)
-        same(lane_by_lane(split, mixed, iter(lambda: random.randrange(60), None)), want)
+        same(run_interleaved(split, mixed, iter(lambda: random.randrange(60), None)), want)
         same(mixed, plain)
 
 
@@ -273,14 +277,14 @@ IN_PLACE = random_piece(
 @pytest.mark.parametrize("case", ["experts", "in place"])
 def test_T10_a_missing_event_is_caught(case: str) -> None:
     graph, piece = captured_piece(shared_experts()) if case == "experts" else (None, IN_PLACE)
-    split = plan(piece, 2, Costs(fused=True))
+    split = plan_split(piece, 2, Costs(fused=True))
     inputs = fresh(0) if graph is None else [example()[node.name] for node in map(_source(graph), piece.inputs)]
     inputs += [] if graph is None else [graph.constant(node) for node in piece.constants]
     lesser = list(one_wait_less(split))
     assert len(lesser) >= 2
     for each in lesser:
-        call, _ = join(each, [build_fx(part).call for part in each.parts], CheckedLanes(2))
-        with pytest.raises(Race, match="lane"):
+        call, _ = join(each, [build_fx(part).call for part in each.parts], CheckedStreams(2))
+        with pytest.raises(DataRace, match="lane"):
             call(list(inputs))
 
 
@@ -292,7 +296,7 @@ def _source(graph: Any) -> Any:
 @given(st.randoms(use_true_random=False))
 def test_T10_interleavings_find_what_a_missing_event_allows(random: Any) -> None:
     """The simulated streams are no proof by luck: without its waits, some order of this piece gives something else."""
-    split = plan(IN_PLACE, 2, Costs())
+    split = plan_split(IN_PLACE, 2, Costs())
     bare = replace(
         split, program=replace(split.program, runs=tuple(replace(run, waits=()) for run in split.program.runs))
     )
@@ -300,7 +304,7 @@ def test_T10_interleavings_find_what_a_missing_event_allows(random: Any) -> None
     differs = 0
     for _ in range(20):
         try:
-            got = lane_by_lane(bare, fresh(0), iter(lambda: random.randrange(60), None))
+            got = run_interleaved(bare, fresh(0), iter(lambda: random.randrange(60), None))
         except KeyError:  # a value is read before it is made
             differs += 1
             continue
@@ -310,9 +314,9 @@ def test_T10_interleavings_find_what_a_missing_event_allows(random: Any) -> None
 
 def test_X6_the_code_is_readable_and_holds_what_crosses_streams() -> None:
     _, piece = captured_piece(shared_experts())
-    split = plan(piece, 2, Costs(fused=True))
-    _, code = join(split, [build_fx(part).call for part in split.parts], CheckedLanes(2))
-    assert code.count(".record()") == code.count(".wait()") == 2 and code.count("with lane_1:") == 1
+    split = plan_split(piece, 2, Costs(fused=True))
+    _, code = join(split, [build_fx(part).call for part in split.parts], CheckedStreams(2))
+    assert code.count(".record()") == code.count(".wait()") == 2 and code.count("with stream_1:") == 1
     crossing = next(line for line in code.splitlines() if "run_2(" in line).split("([")[1].split(",")[0]
     assert not re.search(rf"del .*\b{crossing}\b", code), "another lane may still read it"
     assert not re.search(r"del .*\binput_", code), "the piece before may have made it on another lane"
@@ -323,12 +327,12 @@ def test_X6_a_split_piece_computes_the_same_with_and_without_inductor(inductor: 
     module, report = shared_experts(), Report(show=False)
     cache = CompileCache(tmp_path / "cache", report) if inductor else None
     config = TorchCompileConfig(enable_inductor=inductor)
-    plain = weave(module, example(), DYNAMIC, config=TorchCompileConfig(enable_inductor=False))
+    plain = compile_graph(module, example(), DYNAMIC, config=TorchCompileConfig(enable_inductor=False))
     config = replace(config, max_num_streams=2)
-    woven = weave(module, example(), DYNAMIC, config=config, cache=cache, report=report)
+    compiled_graph = compile_graph(module, example(), DYNAMIC, config=config, cache=cache, report=report)
     for tokens in (1, 2, 7, 64):
         inputs = example(tokens, seed=tokens).values()
-        for got, want in zip(woven(call_as_is, *inputs), plain(call_as_is, *inputs), strict=True):
+        for got, want in zip(compiled_graph(call_op, *inputs), plain(call_op, *inputs), strict=True):
             torch.testing.assert_close(
                 got, want, **({"rtol": 1e-5, "atol": 1e-5} if inductor else {"rtol": 0, "atol": 0})
             )
@@ -338,35 +342,45 @@ def test_X6_a_split_piece_computes_the_same_with_and_without_inductor(inductor: 
     if inductor:
         again = Report(show=False)
         assert cache is not None
-        weave(module, example(), DYNAMIC, config=config, cache=CompileCache(cache.folder, again), report=again)
+        compile_graph(module, example(), DYNAMIC, config=config, cache=CompileCache(cache.folder, again), report=again)
         assert again.select("piece")[0]["built"] == "cache", "runs are kept as pieces are"
 
 
 def test_X6_pieces_without_room_are_built_as_they_are() -> None:
     module, report = toy(), Report(show=False)
-    woven = weave(module, toy_example(), TOY_DYNAMIC, boundary_ops=BOUNDARY, config=FX2, report=report)
+    compiled_graph = compile_graph(module, toy_example(), TOY_DYNAMIC, boundary_ops=BOUNDARY, config=FX2, report=report)
     *rest, last = report.select("streams")
     assert len(rest) == 2 and all(event["kept"] for event in rest), "q beside k, launch by launch"
     assert not last["kept"] and "waits for the one before" in last["why"]
-    assert torch.equal(woven(call_as_is, *step(*SIZES[2])), module(*step(*SIZES[2])))
+    assert torch.equal(compiled_graph(call_op, *step(*SIZES[2])), module(*step(*SIZES[2])))
 
 
 def test_X3_a_split_that_measured_slower_is_not_made() -> None:
     _, piece = captured_piece(shared_experts())
-    for saved, kept in ((-0.4, False), (1.5, True), (None, True)):
+    for measured_saving, kept in ((-0.4, False), (1.5, True), (None, True)):
         report = Report(show=False)
-        builder = StreamBuilder(CheckedLanes(2), 2, report, "fx", saved=lambda _, saved=saved: saved)
+        builder = StreamBuilder(
+            CheckedStreams(2),
+            2,
+            report,
+            "fx",
+            measured_saving=lambda _, measured_saving=measured_saving: measured_saving,
+        )
         builder.build(piece, build_fx)
         (event,) = report.select("streams")
         assert event["kept"] is kept
-        assert "not measured" in event["why"] if saved is None else f"measured to save {saved:.3g} us" in event["why"]
+        assert (
+            "not measured" in event["why"]
+            if measured_saving is None
+            else f"measured to save {measured_saving:.3g} us" in event["why"]
+        )
 
 
 def test_T10_a_graph_that_cannot_be_understood_is_left_alone() -> None:
     piece = random_piece([(ADD, 0, 1), (2, 2, 0)], [1])
     piece.module.graph.find_nodes(op="call_function", target=torch.tanh)[0].target = lambda x: object()
-    with pytest.raises(NotUnderstood, match="neither a tensor nor a size"):
-        plan(piece, 2, Costs())
+    with pytest.raises(AliasAnalysisError, match="neither a tensor nor a size"):
+        plan_split(piece, 2, Costs())
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
@@ -391,7 +405,7 @@ class TwoSums(torch.nn.Module):
 def test_T10_collectives_keep_one_order_on_the_callers_stream_whatever_costs_say() -> None:
     with mirrored():
         _, piece = captured_piece(TwoSums())
-        names = [node.name for node in piece.module.graph.nodes if group_of(node) is not None]
+        names = [node.name for node in piece.module.graph.nodes if collective_group(node) is not None]
         assert len(names) == 4
         found = order(piece)
         assert {(*pair, "WAW") for pair in pairwise(names)} <= found
@@ -399,12 +413,12 @@ def test_T10_collectives_keep_one_order_on_the_callers_stream_whatever_costs_say
         for seed in range(6):
             draw = Random(seed)
             costs = Costs(measured={key_of(node): draw.choice([0, 1, 5, 20]) for node in calls})
-            split = plan(piece, 3, costs)
+            split = plan_split(piece, 3, costs)
             launched = [
                 (node.name, run.stream) for index, run in enumerate(split.program.runs) for node in split.nodes(index)
             ]
             assert [(name, stream) for name, stream in launched if name in names] == [(name, 0) for name in names]
         assert split.program.num_streams > 1, "what is no collective may still run beside them"
-        call, _ = join(split, [build_fx(part).call for part in split.parts], CheckedLanes(3))
+        call, _ = join(split, [build_fx(part).call for part in split.parts], CheckedStreams(3))
         inputs = [example()[name] for name in ("attended", "residual")]
         same(call([*inputs, *TwoSums().weights]), piece.module(*inputs, *TwoSums().weights))

@@ -12,25 +12,25 @@ from torch import nn
 
 from tests.compiler.passes.test_small_linears import decoder
 from tests.compiler.toy import BOUNDARY, DYNAMIC, example, step
-from torchweave.compiler import CompileCache, Woven, weave
+from torchweave.compiler import CompileCache, CompiledGraph, compile_graph
 from torchweave.compiler.passes.aten import gated_activation, raise_rms_norm
 from torchweave.compiler.passes.aten.fused_linears import FusedLinears
 from torchweave.compiler.passes.base import GraphPass, Pass, PassResult
 from torchweave.compiler.passes.manager import PassManager
 from torchweave.compiler.passes.torch_ir.merge_linears import MergeLinears
 from torchweave.compiler.passes.torch_ir.small_linears import SmallLinears
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.tuning import pieces
 from torchweave.compiler.tuning import table_store as kept
 from torchweave.compiler.tuning.linears import LinearShape, candidates, letters
 from torchweave.compiler.tuning.measure import Call, Timing, copies_for, timing_of
-from torchweave.compiler.tuning.table import DamagedTable, Entry, Table, device_kind, merged, shipped
+from torchweave.compiler.tuning.table import DamagedTable, Entry, Table, device_kind, merge_tables, shipped_table
 from torchweave.compiler.tuning.tune import Module, tune_module
-from torchweave.compiler.tuning.tuner import Question, decide, tune
+from torchweave.compiler.tuning.tuner import TuningTask, measure_task, tune
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.startup.build import tune as tune_engine
-from torchweave.ops.linear import Around
-from torchweave.ops.linear_config import LinearConfig, pick, read_choices, rule
+from torchweave.ops.linear import LinearFusion
+from torchweave.ops.linear_config import LinearConfig, default_choices, parse_choices, select_config
 from torchweave.report import Report
 
 BF16 = torch.bfloat16
@@ -49,8 +49,8 @@ class FakeClock:
         return {name: Timing(*self.times[name]) for name in candidates if name in self.times}
 
 
-def question(*names: str, tokens: int = 1) -> Question:
-    return Question("linear", "64x64", tokens, lambda i: None, dict.fromkeys(names, lambda i: None), 4)
+def tuning_task(*names: str, tokens: int = 1) -> TuningTask:
+    return TuningTask("linear", "64x64", tokens, lambda i: None, dict.fromkeys(names, lambda i: None), 4)
 
 
 def entry(tokens: int, choice: str = "row,4,1024,4,4,1,0", shape: str = "2048x2048") -> Entry:
@@ -76,20 +76,20 @@ def cache_at(folder: Path) -> CompileCache:
     ids=["the best wins", "nothing is faster", "within the noise", "too little", "one cannot run"],
 )
 def test_X3_a_choice_is_kept_only_where_it_wins_by_more_than_the_noise(times: dict, choice: str) -> None:
-    found = decide(question("a", "b"), FakeClock(times))
+    found = measure_task(tuning_task("a", "b"), FakeClock(times))
     assert found is not None and found.choice == choice
     assert found.baseline == 10.0 and found.microseconds == times[choice][0]
     assert found.saved == (10.0 - times[choice][0] if choice else 0.0)
 
 
 def test_a_question_without_a_baseline_has_no_answer() -> None:
-    assert decide(question("a"), FakeClock({"a": (1.0, 0.0)})) is None
+    assert measure_task(tuning_task("a"), FakeClock({"a": (1.0, 0.0)})) is None
 
 
 def test_X3_the_table_says_what_each_choice_saves_at_each_bucket() -> None:
     report = Report(show=False)
     clock = FakeClock({"": (10.0, 0.1), "a": (7.5, 0.1)})
-    table = tune((question("a", tokens=tokens) for tokens in (1, 8)), clock, GPU, report, total=2)
+    table = tune((tuning_task("a", tokens=tokens) for tokens in (1, 8)), clock, GPU, report, total=2)
     assert [(e.tokens, e.choice, e.saved) for e in table] == [(1, "a", 2.5), (8, "a", 2.5)]
     events = report.select("tuned")
     told = [(e["subject"], e["shape"], e["tokens"], e["saved"]) for e in events]
@@ -108,18 +108,18 @@ def test_noise_is_half_the_distance_of_the_quartiles() -> None:
 
 def test_a_table_answers_for_the_tokens_up_to_those_it_measured() -> None:
     table = Table(GPU, (entry(8, "split,16,64,4,4,1,0"), entry(1), entry(2, "")))
-    assert [e.tokens for e in table.answers("small_linears", "2048x2048")] == [1, 2, 8]
-    found = [table.answer("small_linears", "2048x2048", tokens) for tokens in (1, 2, 3, 8, 9)]
+    assert [e.tokens for e in table.matching_entries("small_linears", "2048x2048")] == [1, 2, 8]
+    found = [table.entry_for("small_linears", "2048x2048", tokens) for tokens in (1, 2, 3, 8, 9)]
     assert [None if e is None else e.tokens for e in found] == [1, 2, 8, 8, None]
-    assert table.answer("rope", "2048x2048", 1) is None and table.answers("small_linears", "1x1") == ()
+    assert table.entry_for("rope", "2048x2048", 1) is None and table.matching_entries("small_linears", "1x1") == ()
 
 
 def test_a_linear_takes_the_table_before_the_rule() -> None:
     shape = LinearShape(2048, 2048)
-    assert shape.choices(Table(GPU), BF16) == rule(2048, 2048, BF16)
+    assert shape.choices(Table(GPU), BF16) == default_choices(2048, 2048, BF16)
     table = Table(GPU, (entry(1), entry(2, ""), entry(8, "split,16,64,4,4,1,0")))
     text = shape.choices(table, BF16)
-    assert [pick(text, n) for n in (1, 2, 5, 9)] == [
+    assert [select_config(text, n) for n in (1, 2, 5, 9)] == [
         LinearConfig("row", 4, 1024, 4, 4, 1),
         None,
         LinearConfig("split", 16, 64, 4, 4, 1),
@@ -127,14 +127,14 @@ def test_a_linear_takes_the_table_before_the_rule() -> None:
     ]
     assert shape.choices(table, torch.float32) == "" and LinearShape(2047, 2047).choices(table, BF16) == ""
     fused = LinearShape(2048, 2048, "r")
-    assert fused.key == "2048x2048/r" and fused.choices(table, BF16) == rule(2048, 2048, BF16)
+    assert fused.key == "2048x2048/r" and fused.choices(table, BF16) == default_choices(2048, 2048, BF16)
 
 
 def test_below_what_was_measured_the_rule_holds() -> None:
     table = Table(GPU, (Entry("small_linears", "2048x2048", 16, "", 9.0, 9.0, 0.1),))
-    ruled = read_choices(rule(2048, 2048, BF16))
+    ruled = parse_choices(default_choices(2048, 2048, BF16))
     assert [tokens for tokens, _ in ruled] == [1, 2, 16, 32]
-    assert read_choices(LinearShape(2048, 2048).choices(table, BF16)) == ruled[:2]
+    assert parse_choices(LinearShape(2048, 2048).choices(table, BF16)) == ruled[:2]
 
 
 def test_a_product_is_asked_about_where_it_runs() -> None:
@@ -144,21 +144,25 @@ def test_a_product_is_asked_about_where_it_runs() -> None:
         *(("1536x768/n", 8), ("4608x768/ng", 8), ("768x2304/r", 8)),
         *(("1536x768", 48), ("4608x768", 48), ("768x2304", 48)),
     }
-    assert letters(Around(norm=torch.ones(1), activation="silu", residual=torch.ones(1))) == "ngr"
+    assert letters(LinearFusion(norm=torch.ones(1), activation="silu", residual=torch.ones(1))) == "ngr"
 
 
 def test_what_was_tuned_here_goes_before_what_was_shipped() -> None:
     here, there = Table(GPU, (entry(1, ""),)), Table(GPU, (entry(1), entry(2)))
-    both = merged((here, there), GPU)
+    both = merge_tables((here, there), GPU)
     assert [(e.tokens, e.choice) for e in both] == [(1, ""), (2, entry(2).choice)]
 
 
 def test_X3_a_table_of_another_kind_of_device_is_not_used(tmp_path: Path) -> None:
-    assert merged((Table("nvidia-a100", (entry(1),)), Table(GPU, (entry(2),))), GPU).entries == (entry(2),)
+    assert merge_tables((Table("nvidia-a100", (entry(1),)), Table(GPU, (entry(2),))), GPU).entries == (entry(2),)
     cache = cache_at(tmp_path / "cache")
     kept.store(cache, Table("nvidia-a100", (entry(1),)))
     assert not kept.load(cache, GPU).entries and kept.load(cache, "nvidia-a100").entries == (entry(1),)
-    assert device_kind(torch.device("cpu")) == "cpu" and not shipped("cpu").entries and not shipped("../x").entries
+    assert (
+        device_kind(torch.device("cpu")) == "cpu"
+        and not shipped_table("cpu").entries
+        and not shipped_table("../x").entries
+    )
 
 
 # -- what is kept on disk ----------------------------------------------------------------------------------------------
@@ -169,7 +173,7 @@ def test_a_table_is_kept_in_the_cache_and_grows(tmp_path: Path) -> None:
     kept.store(cache, Table("cpu", (entry(1), entry(2))))
     kept.store(cache, Table("cpu", (entry(2, ""),)))
     report = Report(show=False)
-    table = kept.table_for(torch.device("cpu"), CompileCache(tmp_path / "cache", report), report)
+    table = kept.load_tables(torch.device("cpu"), CompileCache(tmp_path / "cache", report), report)
     assert sorted((e.tokens, e.choice) for e in table) == [(1, entry(1).choice), (2, "")], "what was asked last counts"
 
 
@@ -215,7 +219,7 @@ def test_shipped_tables_hold_together() -> None:
         for shape in {e.shape for e in table if e.subject in ("small_linears", "fused_linears")}:
             size, _, around = shape.partition("/")
             outputs, width = map(int, size.split("x"))
-            assert read_choices(LinearShape(outputs, width, around).choices(table, BF16)) is not None
+            assert parse_choices(LinearShape(outputs, width, around).choices(table, BF16)) is not None
 
 
 def test_candidates_are_distinct_and_fit_their_tokens() -> None:
@@ -242,8 +246,8 @@ def cpu_passes(table: Table | None = None) -> tuple[Pass, ...]:
     )
 
 
-def woven_by(config: TorchCompileConfig) -> Woven:
-    return weave(
+def woven_by(config: TorchCompileConfig) -> CompiledGraph:
+    return compile_graph(
         decoder(),
         example(),
         DYNAMIC,
@@ -254,7 +258,7 @@ def woven_by(config: TorchCompileConfig) -> Woven:
 
 
 FX = TorchCompileConfig(enable_inductor=False)
-MODULE = Module(woven_by, lambda woven, tokens: woven(call_as_is, *step(tokens, 1)), torch.device("cpu"))
+MODULE = Module(woven_by, lambda compiled_graph, tokens: compiled_graph(call_op, *step(tokens, 1)), torch.device("cpu"))
 
 
 def test_X3_every_product_of_a_module_is_asked_about_once() -> None:
@@ -272,12 +276,12 @@ def test_X3_every_product_of_a_module_is_asked_about_once() -> None:
 
 
 def test_a_piece_is_asked_about_in_two_builds_on_the_weights_of_every_layer() -> None:
-    def doubled(config: TorchCompileConfig) -> Woven:
+    def doubled(config: TorchCompileConfig) -> CompiledGraph:
         passes = cpu_passes()[:4] if "fused_linears" in config.disabled_passes else cpu_passes()
-        return weave(decoder(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, passes=passes)
+        return compile_graph(decoder(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, passes=passes)
 
     today, other = doubled(TorchCompileConfig(disabled_passes=("fused_linears",))), doubled(FX)
-    asked = list(pieces.questions("fused_linears", today, other, (1, 7)))
+    asked = list(pieces.tuning_tasks("fused_linears", today, other, (1, 7)))
     assert {each.subject for each in asked} == {"fused_linears"} and {each.tokens for each in asked} == {1, 7}
     assert {each.shape for each in asked} == {piece.digest for piece in today.pieces}
     last = next(each for each in asked if each.shape == today.pieces[-1].digest and each.tokens == 7)
@@ -294,20 +298,20 @@ def test_V8_a_size_is_built_for_unless_it_measured_no_faster(tmp_path: Path) -> 
     cache = cache_at(tmp_path / "cache")
     module = nn.Linear(8, 8).requires_grad_(False)
     inputs, dynamic = {"input": torch.zeros(5, 8)}, {"input": {0: "T"}}
-    first = weave(module, inputs, dynamic, config=config, cache=cache)
+    first = compile_graph(module, inputs, dynamic, config=config, cache=cache)
     (built,), digest = first.built.values(), first.pieces[0].digest
     assert [(each.low, each.high) for each in built.variants] == [(4, 4), (8, 8)], "nobody measured: as asked"
-    answers = (
+    matching_entries = (
         Entry("compile_sizes", digest, 4, "", 5.0, 5.0, 0.1),
         Entry("compile_sizes", digest, 8, "on", 4.0, 5.0, 0.1),
     )
-    kept.store(cache, Table("cpu", answers))
+    kept.store(cache, Table("cpu", matching_entries))
     report = Report(show=False)
-    second = weave(module, inputs, dynamic, config=config, cache=cache, report=report)
+    second = compile_graph(module, inputs, dynamic, config=config, cache=cache, report=report)
     (built,) = second.built.values()
     assert [(each.low, each.high) for each in built.variants] == [(8, 8)]
     assert "5.0 us as it is" in report.select("fallback")[0]["why"]
-    assert all(torch.equal(second(call_as_is, x), module(x)) for x in (torch.randn(4, 8), torch.randn(8, 8)))
+    assert all(torch.equal(second(call_op, x), module(x)) for x in (torch.randn(4, 8), torch.randn(8, 8)))
 
 
 def test_X3_a_gated_pass_runs_where_a_table_says_that_it_pays() -> None:
@@ -317,9 +321,9 @@ def test_X3_a_gated_pass_runs_where_a_table_says_that_it_pays() -> None:
         def run(self, graph: Any) -> PassResult:
             return PassResult()
 
-    answers = {choice: Table("cpu", (Entry("gated", "x", 1, choice, 4.0, 5.0, 0.1),)) for choice in ("on", "")}
-    managers = [PassManager([Gated()], table=table) for table in (None, answers[""], answers["on"])]
-    assert [manager.settings[0].on for manager in managers] == [False, False, True]
+    matching_entries = {choice: Table("cpu", (Entry("gated", "x", 1, choice, 4.0, 5.0, 0.1),)) for choice in ("on", "")}
+    managers = [PassManager([Gated()], table=table) for table in (None, matching_entries[""], matching_entries["on"])]
+    assert [manager.settings[0].enabled for manager in managers] == [False, False, True]
 
 
 def test_tuning_needs_a_gpu_and_says_so() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchweave.compiler.cache.store import CompileCache
-from torchweave.engine.startup.compile_model import Turns
+from torchweave.engine.startup.compile_model import CacheLock
 from torchweave.report import Report
 
 LIMIT = 20.0
@@ -24,11 +24,11 @@ class Rank:
     def __init__(self, folder: Path, first: bool, barrier: threading.Barrier) -> None:
         self.made: list[str] = []
         self.loaded: list[str] = []
-        self._turns = Turns(first, lambda: barrier.wait(LIMIT) and None)
-        self._cache = CompileCache(folder, Report(show=False), self._turns.wait)
+        self._cache_lock = CacheLock(first, lambda: barrier.wait(LIMIT) and None)
+        self._cache = CompileCache(folder, Report(show=False), self._cache_lock.wait)
 
-    def weave(self, making: Callable[[str], None]) -> None:
-        with self._turns.turn():
+    def compile_graph(self, making: Callable[[str], None]) -> None:
+        with self._cache_lock.lock_cache():
             for name in NAMES:
                 if self._cache.load("piece", {"piece": name}) is not None:
                     self.loaded.append(name)
@@ -53,20 +53,20 @@ def test_others_load_each_piece_while_the_next_one_is_made(ranks: tuple[Rank, Ra
                 time.sleep(0.01)
 
     with ThreadPoolExecutor(2) as pool:
-        for each in [pool.submit(first.weave, making), pool.submit(other.weave, pytest.fail)]:
+        for each in [pool.submit(first.compile_graph, making), pool.submit(other.compile_graph, pytest.fail)]:
             each.result(LIMIT)
     assert first.made == list(NAMES) and other.loaded == list(NAMES) and not other.made
 
 
-def test_at_a_warm_start_all_load_at_once(ranks: tuple[Rank, Rank]) -> None:
+def test_warm_start_loads_without_waiting_for_the_first_rank(ranks: tuple[Rank, Rank]) -> None:
     first, other = ranks
     with ThreadPoolExecutor(2) as pool:
-        for each in [pool.submit(rank.weave, lambda name: None) for rank in ranks]:
+        for each in [pool.submit(rank.compile_graph, lambda name: None) for rank in ranks]:
             each.result(LIMIT)
-        again = pool.submit(other.weave, pytest.fail)
+        again = pool.submit(other.compile_graph, pytest.fail)
         while len(other.loaded) < 6 and not again.done():  # before the first one has begun
             time.sleep(0.01)
-        pool.submit(first.weave, pytest.fail).result(LIMIT)
+        pool.submit(first.compile_graph, pytest.fail).result(LIMIT)
         again.result(LIMIT)
     assert first.made == list(NAMES) and first.loaded == list(NAMES) and other.loaded == [*NAMES, *NAMES]
 
@@ -75,7 +75,7 @@ def test_what_the_first_rank_could_not_keep_is_made_by_the_others(ranks: tuple[R
     first, other = ranks
     first._cache.store = lambda *_: ""  # type: ignore[method-assign]
     with ThreadPoolExecutor(2) as pool:
-        for each in [pool.submit(rank.weave, lambda name: None) for rank in ranks]:
+        for each in [pool.submit(rank.compile_graph, lambda name: None) for rank in ranks]:
             each.result(LIMIT)
     assert first.made == list(NAMES) == other.made and not other.loaded
 
@@ -87,7 +87,7 @@ def test_a_first_rank_that_fails_leaves_nobody_waiting(ranks: tuple[Rank, Rank])
         raise RuntimeError(f"no {name}")
 
     with ThreadPoolExecutor(2) as pool:
-        failing, waiting = pool.submit(first.weave, fail), pool.submit(other.weave, lambda name: None)
+        failing, waiting = pool.submit(first.compile_graph, fail), pool.submit(other.compile_graph, lambda name: None)
         with pytest.raises(RuntimeError, match="no embedding"):
             failing.result(LIMIT)
         waiting.result(LIMIT)

@@ -22,7 +22,7 @@ from torchweave.compiler.explain.facts import as_json, explain, schema
 from torchweave.config import DeviceFacts, ModelFacts, resolve
 from torchweave.config.options import EngineConfig
 from torchweave.config.validate import config_from
-from torchweave.distributed.process_groups import World
+from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.startup import compile_model as weaving
@@ -65,7 +65,7 @@ def test_E3_a_pipeline_answers_as_one_rank_and_a_killed_stage_ends_all():
 
 
 def test_a_pipeline_of_tensor_parallel_ranks_answers_as_one_rank(tmp_path: Path):
-    model = zoo.build(zoo.specimen("gpt2"))
+    model = zoo.build(zoo.zoo_model("gpt2"))
     zoo.save(model, tmp_path)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, zoo.VOCAB, (size,), generator=generator).tolist() for size in (3, 70, 21)]
@@ -112,12 +112,12 @@ def test_a_model_that_will_not_trace_is_no_pipeline(monkeypatch: pytest.MonkeyPa
     def refuse(*_: Any) -> None:
         raise TraceError("it reads its input on the host")
 
-    monkeypatch.setattr(weaving, "weave_model", refuse)
+    monkeypatch.setattr(weaving, "compile_model", refuse)
     config = EngineConfig("demo", device="cpu", torch_compile_config=weaving.TorchCompileConfig(compile_cache=False))
     plan: Any = type("Plan", (), {"fullgraph": True, "tune": False, "device": "cpu", "config": config})()
-    monkeypatch.setattr(weaving, "effective", lambda plan: plan.config.torch_compile_config)
+    monkeypatch.setattr(weaving, "effective_compile_config", lambda plan: plan.config.torch_compile_config)
     stage: Any = object()
     with pytest.raises(
         ValueError, match=r"cannot be divided into stages: it reads its input .*; use pipeline_parallel_size=1"
     ):
-        weaving.forward_of(torch.nn.Identity(), plan, Report(show=False), World.single(), stage)
+        weaving.build_forward(torch.nn.Identity(), plan, Report(show=False), ProcessGroups.single_rank(), stage)

@@ -12,11 +12,11 @@ import pytest
 
 from tests.ops.collectives.collective_cases import Mirror
 from torchweave.config.options import EngineConfig, TorchCompileConfig
-from torchweave.distributed.channel import Link
-from torchweave.distributed.process_groups import TENSOR, World
+from torchweave.distributed.channel import Channel
+from torchweave.distributed.process_groups import TENSOR, ProcessGroups
 from torchweave.distributed.worker_group import RankFailure
 from torchweave.engine.ranks import worker
-from torchweave.engine.ranks.leader_runner import LeadRunner
+from torchweave.engine.ranks.leader_runner import LeaderRunner
 from torchweave.ops.collectives.op import register_communicator
 
 
@@ -30,7 +30,7 @@ class GaveUp(Mirror):
         return "rank 0 gave up" if self.steps > 1 else None
 
 
-def fail_for(error: Exception) -> None:
+def fail_and_raise(error: Exception) -> None:
     raise error
 
 
@@ -41,30 +41,34 @@ def test_B9_a_kernel_that_gave_up_is_a_failure() -> None:
         ready=lambda handle: True,
         collect=lambda handle: handle,
     )
-    crew: Any = SimpleNamespace(check=lambda: None, fail_for=fail_for)
-    lead = LeadRunner(runner, crew, World(size=2, tensor_parallel_size=2))
+    worker_group: Any = SimpleNamespace(check=lambda: None, fail_and_raise=fail_and_raise)
+    runner_of_leader = LeaderRunner(runner, worker_group, ProcessGroups(size=2, tensor_parallel_size=2))
     register_communicator(TENSOR, GaveUp())
     try:
         step: Any = object()
-        assert lead.collect(step) is step
+        assert runner_of_leader.collect(step) is step
         with pytest.raises(RankFailure, match="gave up"):
-            lead.collect(step)
+            runner_of_leader.collect(step)
     finally:
         register_communicator(TENSOR, None)
-    assert World.single().fault() is None
+    assert ProcessGroups.single_rank().fault() is None
 
 
 def test_a_rank_whose_refusal_nobody_hears_any_more_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = Pipe()
-    link = Link(theirs)
+    peer_channel = Channel(theirs)
 
     def refuse(*_: object) -> None:
         ours.close()
         raise ValueError("cannot be divided")
 
-    monkeypatch.setattr(worker, "_work", refuse)
-    monkeypatch.setattr(worker, "Follower", lambda link, _: SimpleNamespace(failed=lambda *_: link.send(b"f")))
+    monkeypatch.setattr(worker, "_run_worker", refuse)
+    monkeypatch.setattr(
+        worker,
+        "LeaderConnection",
+        lambda peer_channel, _: SimpleNamespace(report_failure=lambda *_: peer_channel.send(b"f")),
+    )
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as ended:
-        worker.work(link, worker.Task(EngineConfig("demo"), 1, "cpu"))
+        worker.run_worker(peer_channel, worker.WorkerTask(EngineConfig("demo"), 1, "cpu"))
     assert ended.value.code == 1

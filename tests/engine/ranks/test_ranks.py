@@ -20,9 +20,9 @@ from tests.distributed.two_ranks import agreed
 from torchweave.config.options import EngineConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.ranks.step_message import decode, encode
-from torchweave.engine.ranks.worker import Task
+from torchweave.engine.ranks.worker import WorkerTask
 from torchweave.engine.request import SamplingParams
-from torchweave.engine.scheduler.step import Adjust, Chunk, Step
+from torchweave.engine.scheduler.step import Chunk, LogitsProcessorRows, Step
 from torchweave.engine.startup import open as opening
 
 OPTIONS: dict[str, Any] = {
@@ -108,11 +108,11 @@ def test_E3_a_rank_that_stops_answering_ends_all():
 
 
 def test_E3_what_a_rank_cannot_do_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
-    def with_less_memory(config: EngineConfig, *rest: Any) -> Task:
-        return Task(replace(config, num_kv_blocks=1), *rest)
+    def with_less_memory(config: EngineConfig, *rest: Any) -> WorkerTask:
+        return WorkerTask(replace(config, num_kv_blocks=1), *rest)
 
     options = OPTIONS | {"max_model_len": 512}
-    monkeypatch.setattr(opening, "Task", with_less_memory)
+    monkeypatch.setattr(opening, "WorkerTask", with_less_memory)
     with pytest.raises(ValueError, match=r"^The KV cache has room for \d+ tokens"):
         LLM("demo", tensor_parallel_size=2, **options)
 
@@ -129,7 +129,7 @@ def test_ranks_start_before_the_model_is_looked_for_and_are_not_left_behind(monk
         seen.append(children() - before)
         raise ValueError("no such model")
 
-    monkeypatch.setattr(opening, "planned", look)
+    monkeypatch.setattr(opening, "resolve_plan", look)
     with pytest.raises(ValueError, match="no such model"):
         LLM("demo", tensor_parallel_size=2, **OPTIONS)
     assert len(seen[0]) == 1 and children() == before
@@ -171,15 +171,15 @@ def test_other_steps_are_sent_whole():
         np.array([True, False]),
         None,
         12,
-        adjust=Adjust(np.zeros((3, 1), np.int32)),
+        logits_processors=LogitsProcessorRows(np.zeros((3, 1), np.int32)),
     )
     found = decode(encode(step))
     assert found.slots.tolist() == [4, 2] and found.emits.tolist() == [True, False]
-    assert found.chunks[0].tokens.tolist() == [5, 6] and found.adjust is not None
+    assert found.chunks[0].tokens.tolist() == [5, 6] and found.logits_processors is not None
 
 
 def test_every_part_of_a_step_is_accounted_for():
     sent = {"index", "slots", "emits", "updates", "max_seq_len", "copies"}  # of slots and emits, how many
-    whole = {"chunks", "adjust", "scored"}  # a step that has one of them is sent as it is
+    whole = {"chunks", "logits_processors", "prompt_targets"}  # a step that has one of them is sent as it is
     not_needed = {"starts", "logprobs", "extra_rows"}  # by a rank that carries out a decode step
     assert {field.name for field in fields(Step)} == sent | whole | not_needed

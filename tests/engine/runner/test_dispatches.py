@@ -39,9 +39,9 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 def step(engine: Engine) -> int:
     """Runs one step; returns how many of its rows read prompts."""
-    formed = engine.batch.next_step()
+    formed = engine.scheduler.schedule()
     assert formed is not None
-    engine.batch.absorb(formed, engine.runner.collect(engine.runner.launch(formed)))
+    engine.scheduler.update(formed, engine.runner.collect(engine.runner.launch(formed)))
     return len(formed.chunks)
 
 
@@ -50,15 +50,15 @@ def count(engine: Engine, rows: int, temperature: float) -> Counter[str]:
     for row in range(rows):
         prompt = np.arange(3, 10 + row, dtype=np.int32)
         params = SamplingParams(temperature=temperature, max_tokens=20, ignore_eos=True)
-        engine.batch.add(InferenceRequest(row, prompt, params), seed=row)
+        engine.scheduler.add(InferenceRequest(row, prompt, params), seed=row)
     with torch.inference_mode():
         while step(engine):
             pass
         with Counting() as counting:
             assert step(engine) == 0
     for row in range(rows):
-        engine.batch.cancel(row)
-    assert engine.batch.num_active == 0
+        engine.scheduler.cancel(row)
+    assert engine.scheduler.num_active == 0
     return counting.calls
 
 
@@ -70,7 +70,7 @@ def test_torch_calls_of_a_decode_step_do_not_grow_with_the_batch(engine: Engine,
     assert few == many
 
 
-def test_workers_of_the_builder_are_let_go() -> None:
+def test_openmp_workers_are_released() -> None:
     """A step runs on a thread of its own, whose workers would sleep between loops if these were still there."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -91,7 +91,7 @@ def test_steps_are_recorded_in_the_mode_in_which_they_run(engine: Engine) -> Non
         assert engine.runner.record_decode(2, TapePool()).output.is_inference()
         assert engine.runner.record_mixed(8, TapePool()).output.is_inference()
     finally:
-        engine.runner.forget_recordings()
+        engine.runner.release_graphs()
 
 
 def test_recordings_are_let_go_of_once_they_have_ended(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +99,9 @@ def test_recordings_are_let_go_of_once_they_have_ended(engine: Engine, monkeypat
     stream = SimpleNamespace(query=lambda: False)
     engine.runner.record_decode(2, TapePool())
     monkeypatch.setattr(engine.runner, "_stream", stream)
-    monkeypatch.setattr("torchweave.engine.runner.model_runner._PATIENCE", 0.02)
-    engine.runner.forget_recordings()
+    monkeypatch.setattr("torchweave.engine.runner.model_runner._DRAIN_SECONDS", 0.02)
+    engine.runner.release_graphs()
     assert engine.runner._decode_graphs, "it runs"
     stream.query = lambda: True
-    engine.runner.forget_recordings()
+    engine.runner.release_graphs()
     assert not engine.runner._decode_graphs

@@ -8,7 +8,7 @@ import torch
 from torchweave.config import AttentionFacts, DeviceFacts, ModelFacts, Plan, resolve
 from torchweave.config.options import EngineConfig
 from torchweave.engine.runner.memory import GIB, MemoryUse, blocks_that_fit, bytes_per_block
-from torchweave.engine.startup.build import _kept
+from torchweave.engine.startup.build import _with_cache_dtype
 from torchweave.ops.attention.op import LayerSpec
 
 LAYERS = [LayerSpec(num_kv_heads=8, head_dim=64, value_dim=64, num_heads=32)] * 16
@@ -27,7 +27,7 @@ def test_bytes_per_block_counts_keys_and_values_of_all_layers() -> None:
 
 def test_B11_an_fp8_cache_holds_twice_as_many_blocks() -> None:
     block = bytes_per_block(LAYERS, 64, torch.bfloat16)
-    kept = _kept(LAYERS, plan(kv_cache_dtype="fp8"))
+    kept = _with_cache_dtype(LAYERS, plan(kv_cache_dtype="fp8"))
     assert [layer.cache_dtype for layer in kept] == [torch.float8_e4m3fn] * 16
     assert bytes_per_block(kept, 64, torch.bfloat16) * 2 == block
     assert blocks_that_fit(plan(kv_cache_dtype="fp8"), block // 2, USE) // 2 == blocks_that_fit(plan(), block, USE)

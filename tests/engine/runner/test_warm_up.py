@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchweave.engine.runner.step_buffers import StepBuffers
-from torchweave.engine.runner.warm_up import _LENGTHS, _TOKENS, StandIn, draw_again
+from torchweave.engine.runner.warm_up import _LENGTHS, _TOKENS, PlaceholderForward, launch_resample
 from torchweave.models import load
 from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerSpec, Rotary
 from torchweave.ops.slot_state import SlotState
@@ -31,8 +31,8 @@ class _Ops(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss", "llama"])
 def test_experts_of_each_kind_are_run_once(name: str) -> None:
-    module = load(zoo.specimen(name).config().to_dict(), load_format="dummy").module
-    stand_in = StandIn(module, module.attention_layers, module.vocab_size, torch.float32)
+    module = load(zoo.zoo_model(name).config().to_dict(), load_format="dummy").module
+    stand_in = PlaceholderForward(module, module.attention_layers, module.vocab_size, torch.float32)
     attended: list[Any] = []
     ids = torch.zeros(5, dtype=torch.int64)
     with _Ops() as seen:
@@ -46,7 +46,7 @@ def test_experts_of_each_kind_are_run_once(name: str) -> None:
 def test_the_stand_in_runs_beside_who_traces_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.fx catches calls of every module while it traces, those of other threads too."""
     module = load("demo", load_format="dummy", quantization="fp8").module
-    stand_in = StandIn(module, module.attention_layers, module.vocab_size, torch.float32)
+    stand_in = PlaceholderForward(module, module.attention_layers, module.vocab_size, torch.float32)
     assert stand_in._fp8
 
     def caught(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -66,13 +66,13 @@ def test_no_step_needs_an_attention_kernel_that_was_not_built_ahead(
     `most` are in flight: building one stops all answers for a second."""
     pytest.importorskip("triton")
     from tests.ops.hopper import hopper
-    from torchweave.compiler.precompile.kernel_jobs import orders
+    from torchweave.compiler.precompile.kernel_jobs import kernel_specs
     from torchweave.ops.attention.backends import triton as attention_triton
     from torchweave.ops.kernels import rope
     from torchweave.ops.kernels.attention import paged_decode, paged_prefill
 
     for module in (attention_triton, rope):
-        monkeypatch.setattr(module, "takes_part", lambda device: True)
+        monkeypatch.setattr(module, "supports_pdl", lambda device: True)
     backend, buffers = attention_triton.TritonBackend(torch.device("cpu"), num_sms=132), StepBuffers(512, 8192, CPU)
     cache = backend.allocate(LayerSpec(kv_heads, 128, 128, 32), 2, 64, torch.bfloat16, CPU)
     table = torch.zeros(512, 2048, dtype=torch.int32)
@@ -85,10 +85,10 @@ def test_no_step_needs_an_attention_kernel_that_was_not_built_ahead(
         k, v = torch.zeros(2, tokens, kv_heads, 128, dtype=torch.bfloat16)
         angles = Rotary(*torch.zeros(2, tokens, 128, dtype=torch.bfloat16))
         meta = AttentionMetadata(packed.slots, starts, *place, rows, tokens, decode_only, longest)
-        backend.begin(meta).forward_turning(angles, q, k, v, torch.empty_like(q), cache, AttentionVariant(1.0))
+        backend.begin(meta).forward_with_rope(angles, q, k, v, torch.empty_like(q), cache, AttentionVariant(1.0))
 
     def kernels(steps: Iterable[tuple[Any, ...]]) -> set[tuple[str, str]]:
-        return {(order.name, order.key) for each in steps for order in orders(lambda each=each: step(*each))}
+        return {(spec.name, spec.key) for each in steps for spec in kernel_specs(lambda each=each: step(*each))}
 
     def of(sizes: Iterable[int]) -> list[tuple[Any, ...]]:
         return [step for size in sizes for step in ((min(size, most), size, False), (min(size, most),) * 2 + (True,))]
@@ -103,5 +103,5 @@ def test_no_step_needs_an_attention_kernel_that_was_not_built_ahead(
 
 def test_a_row_that_is_drawn_again_can_be_launched_ahead() -> None:
     state = SlotState(2, 4)
-    draw_again(state, torch.zeros(1, 40))
-    assert state.host["position"].tolist() == [0, 0]
+    launch_resample(state, torch.zeros(1, 40))
+    assert state.host_arrays["position"].tolist() == [0, 0]

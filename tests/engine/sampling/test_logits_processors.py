@@ -22,9 +22,9 @@ from transformers import (
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.request import InferenceRequest
-from torchweave.engine.sampling.logits_processors import Adjustments
-from torchweave.engine.scheduler.request_state import Active
-from torchweave.engine.scheduler.step import Adjust
+from torchweave.engine.sampling.logits_processors import LogitsProcessors
+from torchweave.engine.scheduler.request_state import RequestState
+from torchweave.engine.scheduler.step import LogitsProcessorRows
 from torchweave.models import load
 from torchweave.report import Report
 from torchweave.verify import zoo
@@ -95,7 +95,7 @@ def reference(model: PreTrainedModel, prompt: Sequence[int], params: SamplingPar
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
-    folder, made = tmp_path_factory.mktemp("llama"), zoo.build(zoo.specimen("llama"))
+    folder, made = tmp_path_factory.mktemp("llama"), zoo.build(zoo.zoo_model("llama"))
     zoo.save(made, folder)
     return made, folder
 
@@ -151,16 +151,16 @@ def test_D_others_in_the_batch_are_what_they_are_alone(llm: LLM, asked: list[tup
 
 
 def test_D_rows_that_did_not_ask_are_not_drawn_again(llm: LLM) -> None:
-    told: list[Adjust | None] = []
-    adjustments = llm.engine.batch._running.adjustments
-    inner = adjustments.of
+    told: list[LogitsProcessorRows | None] = []
+    logits_processors = llm.engine.scheduler._running.logits_processors
+    inner = logits_processors.of
     try:
-        adjustments.of = lambda slots, emits: told.append(inner(slots, emits)) or told[-1]  # type: ignore[method-assign]
+        logits_processors.of = lambda slots, emits: told.append(inner(slots, emits)) or told[-1]  # type: ignore[method-assign]
         tokens(llm, PROMPTS, [GREEDY] * 6)
         assert told and not any(told)
         tokens(llm, PROMPTS, [GREEDY] * 5 + [replace(GREEDY, repetition_penalty=1.1)])
     finally:
-        del adjustments.of
+        del logits_processors.of
     assert {adjust.rows.shape[1] for adjust in told if adjust} == {1}
 
 
@@ -180,9 +180,9 @@ def test_D_pauses_chunks_and_shared_blocks_change_no_token(
         for _ in range(2):  # the second time with blocks of the first
             assert tokens(llm, PROMPTS, [params for params, _ in asked]) == [expected for _, expected in asked]
         if "num_kv_blocks" in options:
-            assert llm.engine.batch.paused_total > 0
+            assert llm.engine.scheduler.paused_total > 0
         if options.get("enable_prefix_caching", True):
-            assert llm.engine.batch.kv.reused_total > 0
+            assert llm.engine.scheduler.kv.reused_total > 0
 
 
 def test_log_probabilities_are_of_the_logits_as_they_were(llm: LLM) -> None:
@@ -218,17 +218,17 @@ def test_bad_words_are_given_as_texts() -> None:
         assert several.startswith("4") and "42" not in several
 
 
-def test_places_are_given_back() -> None:
-    adjustments = Adjustments(4)
+def test_logits_processor_state_rows_are_reused() -> None:
+    logits_processors = LogitsProcessors(4)
     params = SamplingParams(repetition_penalty=1.1)
-    active = Active(InferenceRequest(0, np.array([1]), params), 0, 0, np.array([1], np.int32), (), frozenset(), -1)
+    state = RequestState(InferenceRequest(0, np.array([1]), params), 0, 0, np.array([1], np.int32), (), frozenset(), -1)
     for _ in range(10):
         for slot in range(4):
-            adjustments.start(slot, active)
+            logits_processors.start(slot, state)
         for slot in (2, 0, 3, 1):
-            adjustments.leave(slot)
-    adjustments.start(3, active)
-    step = adjustments.of(np.array([3]), np.array([True]))
+            logits_processors.release(slot)
+    logits_processors.start(3, state)
+    step = logits_processors.of(np.array([3]), np.array([True]))
     assert step is not None and step.rows[2].tolist() == [0], "the lowest place that is free"
 
 

@@ -26,7 +26,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_l
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
-    folder, made = tmp_path_factory.mktemp("llama"), zoo.build(zoo.specimen("llama"))
+    folder, made = tmp_path_factory.mktemp("llama"), zoo.build(zoo.zoo_model("llama"))
     zoo.save(made, folder)
     return made, folder
 
@@ -96,26 +96,26 @@ def test_D_beside_others_and_only_for_those_who_asked(llm: LLM, model: tuple[Pre
 def test_D_however_the_prompt_is_read(
     model: tuple[PreTrainedModel, Path], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "AT_ONCE", 10)
+    monkeypatch.setattr(scoring, "MAX_SCORED_TOKENS", 10)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, prompt_logprobs=3)
     with engine(model[1], **options) as llm:
         for output in llm.generate(PROMPTS, params):
             check(model[0], output)
         if "num_kv_blocks" in options:
-            assert llm.engine.batch.paused_total > 0
+            assert llm.engine.scheduler.paused_total > 0
 
 
 def test_a_prompt_of_one_token_has_nothing_to_score(llm: LLM) -> None:
     assert llm.generate([[5]], PARAMS)[0].prompt_logprobs == [None]
 
 
-def test_known_blocks_are_taken_up_to_what_is_still_to_be_scored() -> None:
-    batch, runner = fake.make()
+def test_prompt_logprobs_limit_prefix_reuse() -> None:
+    scheduler, runner = fake.make()
     prompt = np.arange(2, 30, dtype=np.int32)
-    batch.add(InferenceRequest(0, prompt, SamplingParams(max_tokens=2)), seed=0)
-    while (step := batch.next_step()) is not None:
-        batch.absorb(step, runner.collect(runner.launch(step)))
-    batch.add(InferenceRequest(1, prompt, SamplingParams(max_tokens=2, prompt_logprobs=1)), seed=0)
-    step = batch.next_step()
-    assert step is not None and step.chunks[0].start == 0 and step.scored is not None
-    assert step.scored.targets.tolist() == prompt[1:].tolist() and step.scored.slots[0][1] == 27
+    scheduler.add(InferenceRequest(0, prompt, SamplingParams(max_tokens=2)), seed=0)
+    while (step := scheduler.schedule()) is not None:
+        scheduler.update(step, runner.collect(runner.launch(step)))
+    scheduler.add(InferenceRequest(1, prompt, SamplingParams(max_tokens=2, prompt_logprobs=1)), seed=0)
+    step = scheduler.schedule()
+    assert step is not None and step.chunks[0].start == 0 and step.prompt_targets is not None
+    assert step.prompt_targets.targets.tolist() == prompt[1:].tolist() and step.prompt_targets.slots[0][1] == 27

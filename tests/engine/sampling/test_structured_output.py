@@ -19,7 +19,7 @@ from tests.engine import fake
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import TorchCompileConfig
 from torchweave.engine.request import InferenceRequest, StructuredOutputs
-from torchweave.engine.sampling.structured_output import why_not
+from torchweave.engine.sampling.structured_output import rejection_reason
 from torchweave.report import Report
 
 PLAIN = TorchCompileConfig(enable_fullgraph=False)  # starts at once; what is tested is behind the model
@@ -37,9 +37,9 @@ def engine(**options: Any) -> LLM:
 def llm() -> Iterator[LLM]:
     with engine() as found:
         yield found
-        batch = found.engine.batch
-        batch.kv.check()
-        assert batch.num_active == 0 and batch.kv.num_free == batch.kv.num_blocks
+        scheduler = found.engine.scheduler
+        scheduler.kv.check()
+        assert scheduler.num_active == 0 and scheduler.kv.num_free == scheduler.kv.num_blocks
 
 
 def form(params: SamplingParams = HOT, **how: Any) -> SamplingParams:
@@ -60,9 +60,11 @@ def test_a_form_that_goes_on_by_stop_tokens_alone_is_no_whole_answer_before_min_
         llm.generate(PROMPTS[:1], form(held, regex="[0-9]{2}x"))
 
 
-def test_a_form_is_looked_at_once_however_many_prompts_have_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_is_validated_once_for_many_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[StructuredOutputs] = []
-    monkeypatch.setattr("torchweave.engine.llm.why_not", lambda form: looked_at.append(form) or why_not(form))
+    monkeypatch.setattr(
+        "torchweave.engine.llm.rejection_reason", lambda form: looked_at.append(form) or rejection_reason(form)
+    )
     digits, word = form(regex="[0-9]"), form(choice=["word"])
     found = texts(llm, PROMPTS * 2, [digits] * 5 + [replace(word, n=2)])
     assert all(map(str.isdigit, found[:5])) and found[5] == "word"
@@ -146,7 +148,7 @@ def test_D_an_answer_is_one_of_the_choices(llm: LLM, choices: list[str]) -> None
 def test_D_choices_may_be_many_and_hold_any_character(llm: LLM) -> None:
     many = [f"{number}." for number in range(5000)]
     assert set(texts(llm, PROMPTS, [form(choice=many)] * 3)) <= set(many)
-    assert why_not(StructuredOutputs(choice=["a\x7fb", "\u2028", "(?i)[x]|\\d+"])) == ""
+    assert rejection_reason(StructuredOutputs(choice=["a\x7fb", "\u2028", "(?i)[x]|\\d+"])) == ""
 
 
 def test_D_an_answer_follows_a_lark_grammar(llm: LLM) -> None:
@@ -193,7 +195,7 @@ def test_stop_strings_and_limits_end_an_answer_before_its_form_is_complete(llm: 
     assert (at_token.text, at_token.finish_reason) == ('"a lon', "stop")
 
 
-def test_barred_words_yield_where_the_form_leaves_no_choice(llm: LLM) -> None:
+def test_grammar_overrides_bad_words(llm: LLM) -> None:
     barred = replace(HOT, bad_words=["y", "no"], logit_bias={llm.encode("m")[-1]: -100.0})
     assert set(texts(llm, PROMPTS, [form(barred, choice=["yes", "no!", "maybe"])] * 3)) <= {"maybe", "no!"}
     assert texts(llm, PROMPTS, [form(barred, choice=["yes"])] * 3) == ["yes"] * 3
@@ -245,7 +247,7 @@ def test_D_pauses_chunks_and_shared_blocks_change_no_token(expected: list[list[i
             found = llm.generate([*PROMPTS, *PROMPTS[:2]], [*params, *beside])
             assert [output.outputs[0].token_ids for output in found[:3]] == expected
         if "num_kv_blocks" in options:
-            assert llm.engine.batch.paused_total > 0
+            assert llm.engine.scheduler.paused_total > 0
 
 
 def test_streamed_text_is_the_whole_text(llm: LLM, expected: list[list[int]]) -> None:
@@ -254,7 +256,7 @@ def test_streamed_text_is_the_whole_text(llm: LLM, expected: list[list[int]]) ->
     assert pieces[-1].finish_reason == "stop" and len(json.loads("".join(piece.text for piece in pieces))) == 6
 
 
-def test_a_stream_that_is_left_gives_its_slot_back(llm: LLM) -> None:
+def test_an_abandoned_stream_frees_its_slot(llm: LLM) -> None:
     for _ in range(3):
         next(iter(llm.stream(PROMPTS[0], form(regex="[a-z]{300}"))))
     assert texts(llm, PROMPTS, [form(choice=["left"])] * 3) == ["left"] * 3
@@ -293,9 +295,9 @@ def test_two_ways_to_say_which_tokens_are_allowed_are_one_too_many(llm: LLM) -> 
 
 def test_without_llguidance_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "torchweave[structured]" in why_not(StructuredOutputs(regex="a"))
+    assert "torchweave[structured]" in rejection_reason(StructuredOutputs(regex="a"))
 
 
 def test_a_model_without_a_tokenizer_knows_no_forms() -> None:
-    batch, _ = fake.make()
-    assert "needs a tokenizer" in batch.why_not(InferenceRequest(0, np.arange(3), form(regex="a")))
+    scheduler, _ = fake.make()
+    assert "needs a tokenizer" in scheduler.rejection_reason(InferenceRequest(0, np.arange(3), form(regex="a")))

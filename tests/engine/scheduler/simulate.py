@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.engine.fake import VOCAB, FakeMover, expected, expected_beams, make
+from tests.engine.fake import VOCAB, FakeBlockCopier, expected, expected_beams, make
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.responses import Response
 from torchweave.engine.scheduler.policies import POLICIES
@@ -27,15 +27,15 @@ MOST_ACTIVE = 24
 
 
 @dataclass
-class Asked:
+class PendingRequest:
     """A request in flight, and what was said to it so far."""
 
     request: InferenceRequest
-    born: int
+    arrived_at: int
     tokens: list[int] = field(default_factory=list)
 
 
-class World:
+class Simulation:
     """One batch, its fake device, and everyone who waits for an answer.
 
     Args:
@@ -47,11 +47,11 @@ class World:
 
     def __init__(self, policy: str, seed: int = 0, run_ahead: int = 2, **options: Any) -> None:
         self.policy = policy
-        self.batch, self.runner = make(policy=policy, **options)
-        self.seen: Counter[str] = Counter()
+        self.scheduler, self.runner = make(policy=policy, **options)
+        self.counts: Counter[str] = Counter()
         self.pauses: Counter[int] = Counter()  # by request
-        self.asked: dict[int, Asked] = {}
-        self.flight: deque[tuple[Step, Any]] = deque()
+        self.pending: dict[int, PendingRequest] = {}
+        self.in_flight: deque[tuple[Step, Any]] = deque()
         self.clock = self.oldest = 0
         self.rng = np.random.default_rng(seed)
         self._run_ahead = run_ahead
@@ -62,7 +62,7 @@ class World:
 
     def arrive(self) -> None:
         """A random request; one that can never run is refused, and that is all."""
-        if len(self.asked) >= MOST_ACTIVE:
+        if len(self.pending) >= MOST_ACTIVE:
             return
         rng = self.rng
         params = random_beams(rng) if rng.random() < 0.2 else random_tokens(rng)
@@ -70,65 +70,65 @@ class World:
         prompt = np.concatenate([stem, rng.integers(0, VOCAB, rng.integers(1, 6))])
         streaming = params.beam_width == 1 and rng.random() < 0.5
         priority = int(rng.random() < 0.1)
-        self.ask(prompt, params, streaming=streaming, priority=priority, cache_salt=str(rng.integers(2)))
+        self.submit(prompt, params, streaming=streaming, priority=priority, cache_salt=str(rng.integers(2)))
 
-    def ask(self, prompt: Iterable[int], params: SamplingParams, **rest: Any) -> int | None:
+    def submit(self, prompt: Iterable[int], params: SamplingParams, **rest: Any) -> int | None:
         request = InferenceRequest(self._next_id, np.array(list(prompt)), params, **rest)
-        if self.batch.why_not(request):
-            self.seen["refused"] += 1
+        if self.scheduler.rejection_reason(request):
+            self.counts["refused"] += 1
             return None
         self._next_id += 1
-        self.asked[request.id] = Asked(request, self.clock)
-        self.batch.add(request, seed=0)
-        self.seen["searches" if params.beam_width > 1 else "requests"] += 1
+        self.pending[request.id] = PendingRequest(request, self.clock)
+        self.scheduler.add(request, seed=0)
+        self.counts["searches" if params.beam_width > 1 else "requests"] += 1
         return request.id
 
     def cancel(self) -> None:
         """Stop somebody at random, or somebody who is not there."""
-        ids = [*self.asked, self._next_id + 7]
-        self.hear(self.batch.cancel(int(self.rng.choice(ids))))
+        ids = [*self.pending, self._next_id + 7]
+        self.on_responses(self.scheduler.cancel(int(self.rng.choice(ids))))
 
     def step(self, eager: bool = False) -> bool:
         """Form a step, and take in an older one when enough are in flight; returns whether anything happened."""
         self.clock += 1
-        step = self.batch.next_step()
+        step = self.scheduler.schedule()
         if step is not None:
-            self._look_at(step)
-            self.flight.append((step, self.runner.launch(step)))
-        done = bool(self.flight) and (step is None or eager or len(self.flight) >= self._run_ahead)
+            self._check_step(step)
+            self.in_flight.append((step, self.runner.launch(step)))
+        done = bool(self.in_flight) and (step is None or eager or len(self.in_flight) >= self._run_ahead)
         if done:
-            oldest, handle = self.flight.popleft()
-            self.hear(self.batch.absorb(oldest, self.runner.collect(handle)))
-        self.pauses.update(request_id for request_id, what in self.batch.moves if what == "paused")
-        self.batch.moves.clear()
+            oldest, handle = self.in_flight.popleft()
+            self.on_responses(self.scheduler.update(oldest, self.runner.collect(handle)))
+        self.pauses.update(request_id for request_id, what in self.scheduler.state_changes if what == "paused")
+        self.scheduler.state_changes.clear()
         return step is not None or done
 
-    def _look_at(self, step: Step) -> None:
-        limits = self.batch.limits
+    def _check_step(self, step: Step) -> None:
+        limits = self.scheduler.limits
         assert step.num_tokens <= limits.max_num_tokens, "the budget is exceeded"
         assert step.num_rows <= limits.max_batch_size and len(set(step.slots.tolist())) == step.num_rows
-        self.seen["steps"] += 1
-        self.seen["chunks"] += len(step.chunks)
-        self.seen["copied"] += 0 if step.copies is None else len(step.copies[0])
+        self.counts["steps"] += 1
+        self.counts["chunks"] += len(step.chunks)
+        self.counts["copied"] += 0 if step.copies is None else len(step.copies[0])
 
-    def hear(self, responses: Iterable[Response]) -> None:
+    def on_responses(self, responses: Iterable[Response]) -> None:
         for response in responses:
-            asked = self.asked.get(response.id)
-            assert asked is not None, "a request is answered after its final response"
+            pending = self.pending.get(response.id)
+            assert pending is not None, "a request is answered after its final response"
             assert not response.error
-            asked.tokens += response.output.token_ids.tolist()
+            pending.tokens += response.output.token_ids.tolist()
             if response.final:
-                del self.asked[response.id]
-                self.oldest = max(self.oldest, self.clock - asked.born)
-                self._judge(asked, response)
+                del self.pending[response.id]
+                self.oldest = max(self.oldest, self.clock - pending.arrived_at)
+                self._verify_answer(pending, response)
 
-    def _judge(self, asked: Asked, response: Response) -> None:
-        params, prompt = asked.request.sampling, asked.request.input_ids.tolist()
+    def _verify_answer(self, pending: PendingRequest, response: Response) -> None:
+        params, prompt = pending.request.sampling, pending.request.input_ids.tolist()
         stops = tuple(params.stop_token_ids or ())
         assert params.max_tokens is not None
-        params = replace(params, max_tokens=min(params.max_tokens, self.batch.limits.max_model_len - len(prompt)))
+        params = replace(params, max_tokens=min(params.max_tokens, self.scheduler.limits.max_model_len - len(prompt)))
         reason = response.output.finish_reason
-        self.seen[str(reason)] += 1
+        self.counts[str(reason)] += 1
         if params.beam_width > 1:
             if reason != "cancelled":
                 found = [beam.token_ids.tolist() for beam in response.output.beams]
@@ -136,28 +136,28 @@ class World:
             return
         wanted = expected(prompt, params.max_tokens or 0, stops)
         if reason == "cancelled":
-            wanted = wanted[: len(asked.tokens)]
-        assert asked.tokens == wanted, "a request got other tokens than undisturbed"
+            wanted = wanted[: len(pending.tokens)]
+        assert pending.tokens == wanted, "a request got other tokens than undisturbed"
 
     # -- what holds ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        self.batch.check()
-        assert self.batch.num_active == len(self.asked), "a request was forgotten"
+        self.scheduler.check()
+        assert self.scheduler.num_active == len(self.pending), "a request was forgotten"
         if self.policy != "max_utilization":
-            assert self.batch.paused_total == 0
-        if self.asked:
-            born = min(asked.born for asked in self.asked.values())
-            assert self.clock - born <= MAX_AGE, "a request starves"
+            assert self.scheduler.paused_total == 0
+        if self.pending:
+            arrived_at = min(pending.arrived_at for pending in self.pending.values())
+            assert self.clock - arrived_at <= MAX_AGE, "a request starves"
 
     def drain(self) -> None:
         """Run until everyone is answered; then nothing is held by anybody."""
         for _ in range(MAX_AGE):
-            if not self.step() and not self.asked:
+            if not self.step() and not self.pending:
                 break
-        assert not self.asked and not self.flight, "the batch does not come to an end"
+        assert not self.pending and not self.in_flight, "the batch does not come to an end"
         self.check()
-        assert self.batch.kv.num_free == self.batch.kv.num_blocks, "a block leaked"
+        assert self.scheduler.kv.num_free == self.scheduler.kv.num_blocks, "a block leaked"
 
 
 def random_tokens(rng: np.random.Generator) -> SamplingParams:
@@ -194,7 +194,7 @@ def random_options(policy: str, rng: np.random.Generator) -> dict[str, Any]:
         "equal_progress": bool(rng.integers(2)),
         "mixed_step_sizes": ((), (3, 6, 9), (8, 12))[rng.integers(3)],
         "reuse": bool(rng.random() < 0.8),
-        "mover": FakeMover(int(rng.integers(4, 40))) if rng.random() < 0.3 else None,
+        "copier": FakeBlockCopier(int(rng.integers(4, 40))) if rng.random() < 0.3 else None,
         "batch_wait_timeout_iters": int(rng.choice([0, 0, 5])),
         "batch_wait_max_tokens_ratio": 0.5,
     }
@@ -202,31 +202,31 @@ def random_options(policy: str, rng: np.random.Generator) -> dict[str, Any]:
 
 def run(policy: str, steps: int, seed: int, check_every: int = 1, episode: int = 400) -> Counter[str]:
     """Worlds of random sizes, `episode` steps of each, until there were `steps`; returns what was seen."""
-    rng, seen, number = np.random.default_rng(seed), Counter(), 0
-    while seen["steps"] < steps:
+    rng, counts, number = np.random.default_rng(seed), Counter(), 0
+    while counts["steps"] < steps:
         options = random_options(policy, rng)
-        world = World(policy, seed=int(rng.integers(2**32)), **options)
+        simulation = Simulation(policy, seed=int(rng.integers(2**32)), **options)
         rate, cancels = rng.uniform(0.05, 0.6), rng.uniform(0, 0.1)
         try:
             for _ in range(episode):
-                if world.rng.random() < rate:
-                    world.arrive()
-                if world.rng.random() < cancels:
-                    world.cancel()
-                world.step(eager=bool(world.rng.random() < 0.1))
-                if world.clock % check_every == 0:
-                    world.check()
-            world.drain()
+                if simulation.rng.random() < rate:
+                    simulation.arrive()
+                if simulation.rng.random() < cancels:
+                    simulation.cancel()
+                simulation.step(eager=bool(simulation.rng.random() < 0.1))
+                if simulation.clock % check_every == 0:
+                    simulation.check()
+            simulation.drain()
         except AssertionError as error:
             raise AssertionError(
-                f"{policy}, seed {seed}, world {number}, step {world.clock}: {error} ({options})"
+                f"{policy}, seed {seed}, world {number}, step {simulation.clock}: {error} ({options})"
             ) from error
-        oldest = max(seen["oldest"], world.oldest)
-        seen += world.seen
-        seen["paused"] += world.pauses.total()
-        seen["most pauses"] = max(seen["most pauses"], *world.pauses.values(), 0)
-        seen["oldest"], number = oldest, number + 1
-    return seen
+        oldest = max(counts["oldest"], simulation.oldest)
+        counts += simulation.counts
+        counts["paused"] += simulation.pauses.total()
+        counts["most pauses"] = max(counts["most pauses"], *simulation.pauses.values(), 0)
+        counts["oldest"], number = oldest, number + 1
+    return counts
 
 
 def main() -> None:
@@ -238,8 +238,8 @@ def main() -> None:
     args = parser.parse_args()
     for policy in args.policy or sorted(POLICIES):
         begin = time.monotonic()
-        seen = run(policy, args.steps, args.seed, args.check_every)
-        facts = ", ".join(f"{count:,} {what}" for what, count in sorted(seen.items()))
+        counts = run(policy, args.steps, args.seed, args.check_every)
+        facts = ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items()))
         print(f"{policy}: {facts}; {time.monotonic() - begin:.0f} s", flush=True)
 
 

@@ -40,11 +40,11 @@ def random_params(rng: np.random.Generator, longest: int = 24) -> dict[str, obje
 @pytest.mark.parametrize("length", [3, 4, 5, 8])
 def test_B7_one_search_alone(length: int) -> None:
     params = {"beam_width": 3, "n": 3, "max_tokens": 17}
-    batch, runner = make()
-    batch.add(beam_request(0, list(range(length)), **params), 0)
-    responses = drive(batch, runner)
+    scheduler, runner = make()
+    scheduler.add(beam_request(0, list(range(length)), **params), 0)
+    responses = drive(scheduler, runner)
     assert found(responses[0]) == expected_beams(list(range(length)), SamplingParams(**params))
-    assert batch.kv.num_free == batch.kv.num_blocks
+    assert scheduler.kv.num_free == scheduler.kv.num_blocks
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -52,7 +52,7 @@ def test_B7_one_search_alone(length: int) -> None:
 @pytest.mark.parametrize("run_ahead", [1, 3])
 def test_B7_searches_among_others_under_every_policy(policy: str, reuse: bool, run_ahead: int) -> None:
     rng = np.random.default_rng(run_ahead)
-    batch, runner = make(policy=policy, reuse=reuse, max_batch_size=8, num_blocks=40, max_num_tokens=20)
+    scheduler, runner = make(policy=policy, reuse=reuse, max_batch_size=8, num_blocks=40, max_num_tokens=20)
     stems = [rng.integers(0, VOCAB, 20).tolist() for _ in range(3)]
     wanted, single, number = {}, {}, 0
     while number < 80:
@@ -60,35 +60,35 @@ def test_B7_searches_among_others_under_every_policy(policy: str, reuse: bool, r
         if rng.random() < 0.5:
             params = random_params(rng)
             one = beam_request(number, prompt, **params)
-            if batch.why_not(one):
+            if scheduler.rejection_reason(one):
                 continue
-            batch.add(one, 0)
+            scheduler.add(one, 0)
             wanted[number] = expected_beams(prompt, SamplingParams(**params), params["stop_token_ids"])  # type: ignore[arg-type]
         else:
-            batch.add(request(number, prompt, max_tokens=20, streaming=bool(number % 2)), 0)
+            scheduler.add(request(number, prompt, max_tokens=20, streaming=bool(number % 2)), 0)
             single[number] = expected(prompt, 20)
         number += 1
-    responses = drive(batch, runner, run_ahead)
+    responses = drive(scheduler, runner, run_ahead)
     assert {key: found(responses[key]) for key in wanted} == wanted
     assert {key: tokens_of(responses[key]) for key in single} == single
-    assert batch.kv.num_free == batch.kv.num_blocks and len(batch._slots.free) == 8
-    assert (batch.paused_total > 0) == (policy == "max_utilization")
+    assert scheduler.kv.num_free == scheduler.kv.num_blocks and len(scheduler._slots.free) == 8
+    assert (scheduler.paused_total > 0) == (policy == "max_utilization")
 
 
 def test_B7_searches_are_cancelled_at_any_moment() -> None:
     rng = np.random.default_rng(3)
-    batch, runner = make(policy="max_utilization", num_blocks=30)
+    scheduler, runner = make(policy="max_utilization", num_blocks=30)
     number = iter(range(120))
     asked: dict[int, tuple[list[int], dict]] = {}
 
     def arrivals_and_cancels(step: int) -> Iterator[Response]:
-        while batch.num_active < 3 and (new := next(number, None)) is not None:
+        while scheduler.num_active < 3 and (new := next(number, None)) is not None:
             asked[new] = rng.integers(0, VOCAB, rng.integers(1, 20)).tolist(), random_params(rng)
-            batch.add(beam_request(new, asked[new][0], **asked[new][1]), 0)
+            scheduler.add(beam_request(new, asked[new][0], **asked[new][1]), 0)
         if rng.random() < 0.2 and asked:
-            yield from batch.cancel(int(rng.choice(list(asked))))
+            yield from scheduler.cancel(int(rng.choice(list(asked))))
 
-    responses = drive(batch, runner, per_step=arrivals_and_cancels)
+    responses = drive(scheduler, runner, per_step=arrivals_and_cancels)
     assert sorted(responses) == list(range(120))
     reasons = {key: said[-1].output.finish_reason for key, said in responses.items()}
     for key, (prompt, params) in asked.items():
@@ -96,21 +96,21 @@ def test_B7_searches_are_cancelled_at_any_moment() -> None:
         if reasons[key] != "cancelled":
             assert found(responses[key]) == expected_beams(prompt, SamplingParams(**params), params["stop_token_ids"])
     assert {"cancelled", "length", "stop"} == set(reasons.values())
-    assert batch.kv.num_free == batch.kv.num_blocks
+    assert scheduler.kv.num_free == scheduler.kv.num_blocks
 
 
 def test_B7_beams_hold_in_common_what_they_have_in_common() -> None:
-    batch, runner = make(num_blocks=64)
-    batch.add(beam_request(0, list(range(40)), beam_width=4, max_tokens=8), 0)
+    scheduler, runner = make(num_blocks=64)
+    scheduler.add(beam_request(0, list(range(40)), beam_width=4, max_tokens=8), 0)
     used: list[int] = []
-    drive(batch, runner, per_step=lambda step: used.append(batch.kv.num_used) or ())
+    drive(scheduler, runner, per_step=lambda step: used.append(scheduler.kv.num_used) or ())
     assert max(used) <= 10 + 4 * 4, "the prompt's ten blocks once, and some of each beam's own"
 
 
 def test_B7_log_probabilities_and_scores_of_a_search() -> None:
-    batch, runner = make()
-    batch.add(beam_request(0, [1, 2], beam_width=2, n=2, max_tokens=5, logprobs=3), 0)
-    output = drive(batch, runner)[0][0].output
+    scheduler, runner = make()
+    scheduler.add(beam_request(0, [1, 2], beam_width=2, n=2, max_tokens=5, logprobs=3), 0)
+    output = drive(scheduler, runner)[0][0].output
     for beam in output.beams:
         assert [entry.token_id for entry in beam.logprobs] == beam.token_ids.tolist()
         assert all(len(entry.top) == 3 for entry in beam.logprobs)
@@ -135,8 +135,8 @@ def test_B7_what_a_search_cannot_do_is_said(params: dict, sentence: str) -> None
 
 
 def test_B7_a_search_that_cannot_run_is_refused() -> None:
-    batch, _ = make(max_batch_size=4, num_blocks=20)
-    assert "max_batch_size is 4" in batch.why_not(beam_request(0, [1], beam_width=5))
-    assert "beam_width" in batch.why_not(beam_request(0, [1], beam_width=4, max_tokens=60))
+    scheduler, _ = make(max_batch_size=4, num_blocks=20)
+    assert "max_batch_size is 4" in scheduler.rejection_reason(beam_request(0, [1], beam_width=5))
+    assert "beam_width" in scheduler.rejection_reason(beam_request(0, [1], beam_width=4, max_tokens=60))
     streaming = InferenceRequest(0, np.array([1]), SamplingParams(beam_width=2), streaming=True)
-    assert "streamed" in batch.why_not(streaming)
+    assert "streamed" in scheduler.rejection_reason(streaming)

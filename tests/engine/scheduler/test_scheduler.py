@@ -10,7 +10,7 @@ import pytest
 from tests.engine.fake import VOCAB, expected, make
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.responses import Response
-from torchweave.engine.scheduler.scheduler import Batch
+from torchweave.engine.scheduler.scheduler import Scheduler
 
 
 def request(number: int, prompt: list[int], **params: object) -> InferenceRequest:
@@ -18,22 +18,22 @@ def request(number: int, prompt: list[int], **params: object) -> InferenceReques
     return InferenceRequest(number, np.array(prompt), SamplingParams(temperature=0, **params), streaming)  # type: ignore[arg-type]
 
 
-def drive(batch: Batch, runner, run_ahead: int = 2, per_step=lambda step: ()) -> dict[int, list[Response]]:
+def drive(scheduler: Scheduler, runner, run_ahead: int = 2, per_step=lambda step: ()) -> dict[int, list[Response]]:
     """Run until nothing is left, `run_ahead` steps in flight; returns all responses by request."""
-    flight: deque = deque()
+    in_flight: deque = deque()
     responses: dict[int, list[Response]] = {}
     for number in range(100_000):
         said = list(per_step(number))
-        step = batch.next_step()
+        step = scheduler.schedule()
         if step is not None:
-            flight.append((step, runner.launch(step)))
-        if flight and (step is None or len(flight) >= run_ahead):
-            done, handle = flight.popleft()
-            said += batch.absorb(done, runner.collect(handle))
+            in_flight.append((step, runner.launch(step)))
+        if in_flight and (step is None or len(in_flight) >= run_ahead):
+            done, handle = in_flight.popleft()
+            said += scheduler.update(done, runner.collect(handle))
         for response in said:
             responses.setdefault(response.id, []).append(response)
-        batch.kv.check()
-        if step is None and not flight and not batch.num_active:
+        scheduler.kv.check()
+        if step is None and not in_flight and not scheduler.num_active:
             return responses
     raise AssertionError("the batch does not come to an end")
 
@@ -45,30 +45,30 @@ def tokens_of(responses: list[Response]) -> list[int]:
 @pytest.mark.parametrize("run_ahead", [1, 2, 3])
 def test_tokens_do_not_depend_on_the_batch(run_ahead: int) -> None:
     rng = np.random.default_rng(run_ahead)
-    batch, runner = make(max_batch_size=6, num_blocks=40)
+    scheduler, runner = make(max_batch_size=6, num_blocks=40)
     wanted = {}
     for number in range(60):
         prompt = rng.integers(0, VOCAB, rng.integers(1, 50)).tolist()
         max_tokens = int(rng.integers(1, 40))
         stops = tuple(rng.integers(0, VOCAB, rng.integers(0, 13)).tolist())
-        batch.add(
+        scheduler.add(
             request(number, prompt, max_tokens=max_tokens, stop_token_ids=stops, streaming=bool(number % 2)), seed=0
         )
         wanted[number] = expected(prompt, max_tokens, stops)
-    responses = drive(batch, runner, run_ahead)
+    responses = drive(scheduler, runner, run_ahead)
     assert {number: tokens_of(said) for number, said in responses.items()} == wanted
     for said in responses.values():
         assert [r.final for r in said] == [False] * (len(said) - 1) + [True]
-    assert batch.kv.num_free == batch.kv.num_blocks
+    assert scheduler.kv.num_free == scheduler.kv.num_blocks
 
 
 def test_finish_reasons_and_streaming() -> None:
-    batch, runner = make()
+    scheduler, runner = make()
     whole = expected([1, 2, 3], 9)
-    batch.add(request(0, [1, 2, 3], max_tokens=9), 0)
-    batch.add(request(1, [1, 2, 3], max_tokens=9, streaming=True), 0)
-    batch.add(request(2, [1, 2, 3], max_tokens=9, stop_token_ids=[whole[4]]), 0)
-    responses = drive(batch, runner)
+    scheduler.add(request(0, [1, 2, 3], max_tokens=9), 0)
+    scheduler.add(request(1, [1, 2, 3], max_tokens=9, streaming=True), 0)
+    scheduler.add(request(2, [1, 2, 3], max_tokens=9, stop_token_ids=[whole[4]]), 0)
+    responses = drive(scheduler, runner)
     assert len(responses[0]) == 1 and responses[0][0].output.finish_reason == "length"
     assert len(responses[1]) == 9 and tokens_of(responses[1]) == whole
     assert responses[2][0].output.finish_reason == "stop"
@@ -77,37 +77,37 @@ def test_finish_reasons_and_streaming() -> None:
 
 def test_min_tokens_holds_back_late_stops() -> None:
     """More stop tokens than the device holds: the host checks the rest, and honours min_tokens too."""
-    batch, runner = make()
+    scheduler, runner = make()
     whole = expected([5], 12)
     others = [token for token in range(VOCAB) if token not in whole][:9]
-    batch.add(request(0, [5], max_tokens=12, min_tokens=12, stop_token_ids=[*others, whole[2]]), 0)
-    assert tokens_of(drive(batch, runner)[0]) == whole
+    scheduler.add(request(0, [5], max_tokens=12, min_tokens=12, stop_token_ids=[*others, whole[2]]), 0)
+    assert tokens_of(drive(scheduler, runner)[0]) == whole
 
 
 def test_a_client_may_use_the_array_of_a_prompt_again() -> None:
-    batch, runner = make()
+    scheduler, runner = make()
     array = np.array([5, 6, 7, 8], np.int32)
-    batch.add(InferenceRequest(0, array, SamplingParams(temperature=0, max_tokens=5)), 0)
+    scheduler.add(InferenceRequest(0, array, SamplingParams(temperature=0, max_tokens=5)), 0)
     array[:] = 9
-    batch.add(InferenceRequest(1, array[1:], SamplingParams(temperature=0, max_tokens=5)), 0)
+    scheduler.add(InferenceRequest(1, array[1:], SamplingParams(temperature=0, max_tokens=5)), 0)
     array[:] = 11
-    responses = drive(batch, runner)
+    responses = drive(scheduler, runner)
     assert tokens_of(responses[0]) == expected([5, 6, 7, 8], 5) and tokens_of(responses[1]) == expected([9, 9, 9], 5)
 
 
 def test_eos_and_ignore_eos() -> None:
     whole = expected([9, 9], 6)
-    batch, runner = make(eos=[whole[2]])
-    batch.add(request(0, [9, 9], max_tokens=6), 0)
-    batch.add(request(1, [9, 9], max_tokens=6, ignore_eos=True), 0)
-    responses = drive(batch, runner)
+    scheduler, runner = make(eos=[whole[2]])
+    scheduler.add(request(0, [9, 9], max_tokens=6), 0)
+    scheduler.add(request(1, [9, 9], max_tokens=6, ignore_eos=True), 0)
+    responses = drive(scheduler, runner)
     assert tokens_of(responses[0]) == whole[: whole.index(whole[2]) + 1]
     assert tokens_of(responses[1]) == whole
 
 
 def test_random_cancels_leave_nothing_behind() -> None:
     rng = np.random.default_rng(1)
-    batch, runner = make(max_batch_size=5, num_blocks=30)
+    scheduler, runner = make(max_batch_size=5, num_blocks=30)
     number = iter(range(300))
     prompts: dict[int, list[int]] = {}
 
@@ -116,42 +116,42 @@ def test_random_cancels_leave_nothing_behind() -> None:
         for _ in range(rng.integers(0, 3)):
             if (new := next(number, None)) is not None:
                 prompts[new] = rng.integers(0, VOCAB, rng.integers(1, 40)).tolist()
-                batch.add(request(new, prompts[new], max_tokens=int(rng.integers(1, 30)), streaming=True), 0)
+                scheduler.add(request(new, prompts[new], max_tokens=int(rng.integers(1, 30)), streaming=True), 0)
         if rng.random() < 0.3 and prompts:
-            said += batch.cancel(int(rng.choice(list(prompts))))
+            said += scheduler.cancel(int(rng.choice(list(prompts))))
         return said
 
-    responses = drive(batch, runner, run_ahead=2, per_step=arrivals_and_cancels)
+    responses = drive(scheduler, runner, run_ahead=2, per_step=arrivals_and_cancels)
     assert sorted(responses) == sorted(prompts)
     for key, said in responses.items():
         got = tokens_of(said)
         assert got == expected(prompts[key], len(got)), "a request that was cancelled or not got wrong tokens"
         assert sum(response.final for response in said) == 1
-    assert batch.kv.num_free == batch.kv.num_blocks and batch.num_active == 0
+    assert scheduler.kv.num_free == scheduler.kv.num_blocks and scheduler.num_active == 0
 
 
 def test_guaranteed_no_evict_admits_only_what_fits_to_its_end() -> None:
-    batch, runner = make(num_blocks=10, block_size=4)
-    batch.add(request(0, [1] * 8, max_tokens=17), 0)  # 24 tokens are stored: 6 blocks
-    batch.add(request(1, [2] * 8, max_tokens=17), 0)  # does not fit beside the first
-    batch.add(request(2, [3], max_tokens=2), 0)  # would fit, but must not overtake
-    step = batch.next_step()
+    scheduler, runner = make(num_blocks=10, block_size=4)
+    scheduler.add(request(0, [1] * 8, max_tokens=17), 0)  # 24 tokens are stored: 6 blocks
+    scheduler.add(request(1, [2] * 8, max_tokens=17), 0)  # does not fit beside the first
+    scheduler.add(request(2, [3], max_tokens=2), 0)  # would fit, but must not overtake
+    step = scheduler.schedule()
     assert step is not None and step.num_rows == 1
     handle = runner.launch(step)
-    assert batch.num_waiting == 2
-    responses = batch.absorb(step, runner.collect(handle))
+    assert scheduler.num_waiting == 2
+    responses = scheduler.update(step, runner.collect(handle))
     assert not responses
-    assert set(drive(batch, runner)) == {0, 1, 2}
+    assert set(drive(scheduler, runner)) == {0, 1, 2}
 
 
 def test_a_step_never_exceeds_its_budget() -> None:
-    batch, runner = make(max_num_tokens=10)
+    scheduler, runner = make(max_num_tokens=10)
     for number in range(12):
-        batch.add(request(number, list(range(1, 30)), max_tokens=5), 0)
+        scheduler.add(request(number, list(range(1, 30)), max_tokens=5), 0)
     launch = runner.launch
     sizes = []
     runner.launch = lambda step: (sizes.append(step.num_tokens), launch(step))[1]  # type: ignore[method-assign]
-    drive(batch, runner)
+    drive(scheduler, runner)
     assert max(sizes) == 10
 
 
@@ -165,21 +165,21 @@ def test_a_step_never_exceeds_its_budget() -> None:
         ([1] * 80, {"max_tokens": None}, ""),
     ],
 )
-def test_what_can_never_run_is_said_in_one_sentence(prompt: list[int], params: dict, words: str) -> None:
-    batch, _ = make()
-    why = batch.why_not(request(0, prompt, **params))
+def test_impossible_requests_are_rejected_with_a_reason(prompt: list[int], params: dict, words: str) -> None:
+    scheduler, _ = make()
+    why = scheduler.rejection_reason(request(0, prompt, **params))
     assert (words in why) if words else not why
 
 
 def test_without_chunked_context_a_prompt_is_read_at_once_or_refused() -> None:
-    batch, runner = make(chunked=False, max_num_tokens=16)
-    assert "enable_chunked_context" in batch.why_not(request(0, [1] * 17))
-    batch.add(request(0, [1] * 12, max_tokens=3), 0)
-    batch.add(request(1, [2] * 12, max_tokens=3), 0)
-    responses = drive(batch, runner)
+    scheduler, runner = make(chunked=False, max_num_tokens=16)
+    assert "enable_chunked_context" in scheduler.rejection_reason(request(0, [1] * 17))
+    scheduler.add(request(0, [1] * 12, max_tokens=3), 0)
+    scheduler.add(request(1, [2] * 12, max_tokens=3), 0)
+    responses = drive(scheduler, runner)
     assert tokens_of(responses[1]) == expected([2] * 12, 3)
 
 
 def test_more_blocks_than_there_are_is_refused() -> None:
-    batch, _ = make(num_blocks=3, block_size=4)
-    assert "KV cache blocks" in batch.why_not(request(0, [1] * 8, max_tokens=20))
+    scheduler, _ = make(num_blocks=3, block_size=4)
+    assert "KV cache blocks" in scheduler.rejection_reason(request(0, [1] * 8, max_tokens=20))

@@ -31,9 +31,9 @@ def test_a_backend_that_cannot_do_the_layers_makes_way_when_nobody_asked_for_it(
 
     monkeypatch.setattr(build, "get_backend", picky)
     assert plan("auto").attention_backend == "fa3"
-    backend, settled = build._attention(plan("auto"), [LAYER], torch.bfloat16)
+    backend, settled = build._choose_attention(plan("auto"), [LAYER], torch.bfloat16)
     entry = next(entry for entry in settled.entries if entry.name == "attention_backend")
     assert backend.name == settled.attention_backend == entry.effective != "fa3"
     assert "sliding window" in entry.why
     with pytest.raises(ValueError, match="sliding window"):
-        build._attention(plan("fa3"), [LAYER], torch.bfloat16)
+        build._choose_attention(plan("fa3"), [LAYER], torch.bfloat16)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from torchweave.ops.attention.kv_cache_dtype import keep, raw, recall
+from torchweave.ops.attention.kv_cache_dtype import as_indexable, dequantize_kv, quantize_kv
 from torchweave.ops.attention.op import (
     AttentionMetadata,
     AttentionStep,
     AttentionVariant,
-    KVLayer,
+    FusedRopeStep,
+    LayerKVCache,
     LayerSpec,
-    TurningStep,
 )
 from torchweave.ops.rope import Rotary
 
@@ -50,10 +50,10 @@ class Built:
     k: Tensor
     v: Tensor
     out: Tensor
-    cache: KVLayer
+    cache: LayerKVCache
     variant: AttentionVariant
     expected: Tensor
-    expected_cache: KVLayer
+    expected_cache: LayerKVCache
     rotary: Rotary | None = None
 
     def run(self, step: AttentionStep) -> None:
@@ -61,14 +61,14 @@ class Built:
         if self.rotary is None:
             step.forward(self.q, self.k, self.v, self.out, self.cache, self.variant)
         else:
-            assert isinstance(step, TurningStep)
-            step.forward_turning(self.rotary, self.q, self.k, self.v, self.out, self.cache, self.variant)
+            assert isinstance(step, FusedRopeStep)
+            step.forward_with_rope(self.rotary, self.q, self.k, self.v, self.out, self.cache, self.variant)
 
     def check(self, tolerance: float) -> None:
         """`out` and the cache hold what they must, padding included, and nothing else was written."""
         torch.testing.assert_close(self.out.double().cpu(), self.expected, rtol=tolerance, atol=tolerance)
         for got, wanted in zip(self.cache.tensors, self.expected_cache.tensors, strict=True):
-            if raw(got) is not got:
+            if as_indexable(got) is not got:
                 self._check_kept(got.cpu(), wanted)
                 continue
             got, wanted = torch.nan_to_num(got.cpu(), 7.5), torch.nan_to_num(wanted, 7.5)
@@ -127,18 +127,18 @@ def build(case: Case, device: str = "cpu") -> Built:
     tokens = len(case.rows) if decode_only else sum(new) + case.padded_tokens
     nan = float("nan")
     kept, scales = spec.cache_dtype or case.dtype, (spec.k_scale, spec.v_scale)
-    cache = KVLayer(
+    cache = LayerKVCache(
         torch.full((num_blocks, size, spec.num_kv_heads, spec.head_dim), case.unused).to(kept),
         torch.full((num_blocks, size, spec.num_kv_heads, spec.value_dim), case.unused).to(kept),
         *scales,
     )
-    after = KVLayer(cache.k.clone(), cache.v.clone(), *scales)
+    after = LayerKVCache(cache.k.clone(), cache.v.clone(), *scales)
     q, k = draw(tokens, spec.num_heads, spec.head_dim), draw(tokens, spec.num_kv_heads, spec.head_dim)
     given_q, given_k, rotary = q, k, None
     if case.rotary:
         weights = (draw(spec.head_dim), draw(spec.head_dim)) if case.norm else ()
         rotary = Rotary(draw(1, tokens, case.rotary), draw(1, tokens, case.rotary), *weights, eps=1e-6)
-        q, k = rotary.turn(q, k)
+        q, k = rotary.apply_rotary(q, k)
         rotary = Rotary(*(item.to(device) if isinstance(item, Tensor) else item for item in rotary))
     v = draw(tokens, spec.num_kv_heads, spec.value_dim)
     mapping = torch.full((tokens,), -1, dtype=torch.int64)
@@ -153,12 +153,15 @@ def build(case: Case, device: str = "cpu") -> Built:
             place = blocks[place // size] * size + place % size
             keys = torch.cat([draw(cached, spec.num_kv_heads, spec.head_dim), k[start : start + count]])
             values = torch.cat([draw(cached, spec.num_kv_heads, spec.value_dim), v[start : start + count]])
-            keys, values = keep(keys, kept, spec.k_scale), keep(values, kept, spec.v_scale)
+            keys, values = quantize_kv(keys, kept, spec.k_scale), quantize_kv(values, kept, spec.v_scale)
             for store, content in ((cache, cached), (after, cached + count)):
-                raw(store.k).flatten(0, 1)[place[:content]] = raw(keys)[:content]
-                raw(store.v).flatten(0, 1)[place[:content]] = raw(values)[:content]
+                as_indexable(store.k).flatten(0, 1)[place[:content]] = as_indexable(keys)[:content]
+                as_indexable(store.v).flatten(0, 1)[place[:content]] = as_indexable(values)[:content]
             mapping[start : start + count] = place[cached:]
-            seen = (recall(keys, spec.k_scale, torch.float32), recall(values, spec.v_scale, torch.float32))
+            seen = (
+                dequantize_kv(keys, spec.k_scale, torch.float32),
+                dequantize_kv(values, spec.v_scale, torch.float32),
+            )
             expected[start : start + count] = reference(q[start : start + count], *seen, variant)
             start += count
         starts.append(start)
@@ -174,7 +177,7 @@ def build(case: Case, device: str = "cpu") -> Built:
         max_seq_len=max(lengths, default=1),
     )
     out = torch.full((tokens, spec.num_heads, spec.value_dim), nan, dtype=case.dtype, device=device)
-    cache = KVLayer(cache.k.to(device), cache.v.to(device), *scales)
+    cache = LayerKVCache(cache.k.to(device), cache.v.to(device), *scales)
     given = (given_q.to(device), given_k.to(device), v.to(device))
     return Built(meta, *given, out, cache, variant, expected, after, rotary)
 
@@ -210,7 +213,7 @@ CASES: dict[str, Case] = {
     "mixed_odd_head": Case(((1, 44), (20, 9)), LayerSpec(1, 80, 80, 5), block_size=32),
     "only_padding": Case((None, None), padded_tokens=4),
 }
-TURNING: dict[str, Case] = {
+ROTARY_CASES: dict[str, Case] = {
     "turned_decode": Case(((1, 5), (1, 0), (1, 40), None), rotary=32),
     "turned_decode_part": Case(((1, 5), (1, 33)), LayerSpec(1, 24, 16, 3), rotary=8),
     "turned_decode_norm": Case(((1, 5), (1, 40)), LayerSpec(2, 32, 32, 4, window=16), rotary=24, norm=True),

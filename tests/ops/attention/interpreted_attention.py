@@ -16,10 +16,10 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from tests.ops.attention.attention_cases import CASES, TURNING, Case, build, in_fp8
+from tests.ops.attention.attention_cases import CASES, ROTARY_CASES, Case, build, in_fp8
 from torchweave.ops.attention.backends.triton import DecodeConfig, PrefillConfig, TritonBackend
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
-from torchweave.ops.attention.op import LayerSpec, Quantized
+from torchweave.ops.attention.op import LayerSpec, QuantizedOutput
 from torchweave.ops.quant.fp8 import FP8, GROUP, fp8_quant
 
 DECODE = DecodeConfig(block_n=16, programs_per_sm=4, min_tiles=1)
@@ -67,7 +67,7 @@ def run_quantized(name: str, case: Case) -> None:
         written = None if given is not None else torch.full_like(scale, torch.nan)
         got = torch.full_like(built.out, torch.nan)
         step.forward_quantized(
-            Quantized(got, written, given), built.rotary, built.q, built.k, built.v, built.cache, built.variant
+            QuantizedOutput(got, written, given), built.rotary, built.q, built.k, built.v, built.cache, built.variant
         )
         assert torch.equal(got.to(FP8).float().view(tokens, -1), q.float()), group
         assert written is None or torch.equal(written, scale), group
@@ -92,8 +92,8 @@ def variants() -> dict[str, tuple]:
         "fp8_multiply_and_sum": (in_fp8(decode), dataclasses.replace(DECODE, dot=False)),
         **{f"decode_{form}": (in_fp8(CASES["decode_all"], dtype),) for form, dtype in FP8_DTYPES.items()},
         **{f"mixed_{form}": (in_fp8(CASES["mixed_value_dim"], dtype),) for form, dtype in FP8_DTYPES.items()},
-        "turned_decode_fp8": (in_fp8(TURNING["turned_decode_norm"]),),
-        "turned_mixed_fp8": (in_fp8(TURNING["turned_mixed"]),),
+        "turned_decode_fp8": (in_fp8(ROTARY_CASES["turned_decode_norm"]),),
+        "turned_mixed_fp8": (in_fp8(ROTARY_CASES["turned_mixed"]),),
         "many_rows": (Case(tuple((1 + i % 3, i % 5) for i in range(140)), LayerSpec(1, 16, 16, 1), padded_tokens=9),),
     }
 
@@ -101,10 +101,10 @@ def variants() -> dict[str, tuple]:
 if __name__ == "__main__":
     extra = variants()
     quantized = Case(((1, 0), (1, 33), None, (1, 70)), LayerSpec(2, 32, 128, 6), rotary=32)
-    for wanted in sys.argv[1:] or [*CASES, *TURNING, *extra, "quantized"]:
+    for wanted in sys.argv[1:] or [*CASES, *ROTARY_CASES, *extra, "quantized"]:
         if wanted == "quantized":
             run_quantized(wanted, quantized)
-        elif wanted in CASES or wanted in TURNING:
-            run(wanted, (CASES | TURNING)[wanted])
+        elif wanted in CASES or wanted in ROTARY_CASES:
+            run(wanted, (CASES | ROTARY_CASES)[wanted])
         else:
             run(wanted, *extra[wanted])

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.attention.attention_cases import CASES, Case, build, in_fp8, reference
-from torchweave.ops.attention.calls import carry_out
-from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES, keep, recall
+from torchweave.ops.attention.calls import run_attention
+from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES, dequantize_kv, quantize_kv
 from torchweave.ops.attention.op import (
     LayerSpec,
     attention,
@@ -48,10 +48,13 @@ def test_B11_torch_backend_over_an_fp8_cache(name: str, cache_dtype: torch.dtype
 def test_fp8_cache_keeps_within_half_a_step_and_saturates(dtype: torch.dtype) -> None:
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).exp()
     finfo = torch.finfo(dtype)
-    got = recall(keep(x, dtype, 0.25), 0.25, x.dtype)
+    got = dequantize_kv(quantize_kv(x, dtype, 0.25), 0.25, x.dtype)
     assert ((got - x).abs() <= x * finfo.eps / 2 + finfo.smallest_normal * finfo.eps / 2).all()
-    assert recall(keep(torch.tensor([-1e9, 1e9]), dtype, 0.5), 0.5, x.dtype).tolist() == [-finfo.max / 2, finfo.max / 2]
-    assert keep(torch.tensor([float("nan")]), dtype, 1.0).float().isnan().all()
+    assert dequantize_kv(quantize_kv(torch.tensor([-1e9, 1e9]), dtype, 0.5), 0.5, x.dtype).tolist() == [
+        -finfo.max / 2,
+        finfo.max / 2,
+    ]
+    assert quantize_kv(torch.tensor([float("nan")]), dtype, 1.0).float().isnan().all()
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -117,7 +120,7 @@ def test_op_accepts_the_strides_that_models_produce() -> None:
     q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (built.q, built.k, built.v))
     assert not q.is_contiguous()
     step = get_backend("torch", "cpu").begin(built.meta)
-    carry_out(step, [built.cache], q, k, v, built.out, 0, built.variant.scale)
+    run_attention(step, [built.cache], q, k, v, built.out, 0, built.variant.scale)
     built.check(1e-5)
 
 
@@ -153,7 +156,7 @@ def test_unknown_and_unavailable_backends_are_refused() -> None:
     assert available_backends("cuda")["cpp"] == "it is for a CPU"
 
 
-def test_auto_takes_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_selects_an_available_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_backend("auto", "cpu").name == "cpp"
     monkeypatch.setattr("torchweave.ops.attention.op.has_compiler", lambda: False)
     assert get_backend("auto", "cpu").name == "torch"

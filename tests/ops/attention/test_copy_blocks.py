@@ -10,7 +10,7 @@ from tests.ops.interpreted import run_interpreted
 pytest.importorskip("triton")
 
 from tests.ops.cross_compile import compile_for_hopper, recorded
-from torchweave.ops.kernels.attention import copy_blocks as move_blocks
+from torchweave.ops.kernels.attention import copy_blocks as kernels
 
 
 def test_interpreted_kernel_is_right() -> None:
@@ -19,8 +19,8 @@ def test_interpreted_kernel_is_right() -> None:
 
 @pytest.mark.parametrize("to_host", [True, False])
 def test_kernel_builds_for_hopper(to_host: bool) -> None:
-    with recorded(move_blocks, "move_blocks") as launches:
-        move_blocks.launch_move(torch.zeros(4, 2, dtype=torch.int64), torch.zeros(32, 3, dtype=torch.int64), to_host)
+    with recorded(kernels, "copy_blocks_kernel") as launches:
+        kernels.launch_copy_blocks(torch.zeros(4, 2, dtype=torch.int64), torch.zeros(32, 3, dtype=torch.int64), to_host)
     (launch,) = launches
-    assert launch.grid == (move_blocks.NUM_PROGRAMS,)
+    assert launch.grid == (kernels.NUM_PROGRAMS,)
     assert compile_for_hopper(launch).metadata.shared == 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.attention.attention_cases import CASES, Built, Case, build, in_fp8
-from torchweave.ops.attention.backends.cpp import LONG_CONTEXT
+from torchweave.ops.attention.backends.cpp import LONG_PREFILL_TOKENS
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
 from torchweave.ops.attention.op import LayerSpec, get_backend
 from torchweave.ops.kernels.cpp import has_compiler
@@ -57,7 +57,15 @@ def test_B11_cpp_backend_over_an_fp8_cache(name: str, cache_dtype: torch.dtype) 
 @pytest.mark.parametrize("padded_tokens", [0, 5])
 @pytest.mark.parametrize("window", [0, 40])
 def test_long_rows_beside_short_ones(window: int, padded_tokens: int) -> None:
-    rows = ((1, 30), (1, 0), (LONG_CONTEXT - 1, 3), (LONG_CONTEXT, 9), None, (LONG_CONTEXT + 30, 0), (7, 20))
+    rows = (
+        (1, 30),
+        (1, 0),
+        (LONG_PREFILL_TOKENS - 1, 3),
+        (LONG_PREFILL_TOKENS, 9),
+        None,
+        (LONG_PREFILL_TOKENS + 30, 0),
+        (7, 20),
+    )
     built = build(Case(rows, LayerSpec(2, 32, 32, 4, window=window), padded_tokens=padded_tokens))
     run(built)
     built.check(1e-5)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from tests.ops.cross_compile import compile_for_hopper, recorded
 from torchweave.ops.attention.backends import triton as attention_triton
-from torchweave.ops.attention.backends.fa3 import refusal
+from torchweave.ops.attention.backends.fa3 import unsupported_reason
 from torchweave.ops.attention.backends.triton import (
     MAX_SPLITS,
     DecodeConfig,
@@ -30,7 +30,7 @@ HOPPER_SMEM = 232448
 
 
 def test_interpreted_kernels_are_right() -> None:
-    """All of `attention_cases.CASES` and `TURNING`, and the variants of the program itself."""
+    """All of `attention_cases.CASES` and `ROTARY_CASES`, and the variants of the program itself."""
     run_interpreted("tests.ops.attention.interpreted_attention")
 
 
@@ -101,7 +101,7 @@ def test_a_decode_step_is_one_launch() -> None:
         LayerSpec(8, 64, 64, 32, cache_dtype=torch.float8_e5m2),
     ],
 )
-def test_turning_queries_and_keys_takes_no_launch_of_its_own(spec: LayerSpec, norm: bool) -> None:
+def test_rope_is_fused_into_attention_or_kv_write(spec: LayerSpec, norm: bool) -> None:
     rotary = {"rotary": spec.head_dim, "norm": norm, "dtype": torch.bfloat16, "block_size": 64}
     decode, mixed = launches(Case(DECODE, spec, **rotary)), launches(Case(MIXED, spec, **rotary))
     assert names(decode) == ["paged_decode"]
@@ -111,7 +111,7 @@ def test_turning_queries_and_keys_takes_no_launch_of_its_own(spec: LayerSpec, no
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_few_rows_turn_in_a_dependent_launch_of_their_own(norm: bool) -> None:
+def test_few_decode_rows_use_a_separate_rope_launch(norm: bool) -> None:
     spec, dependent = LayerSpec(8, 64, 64, 32), DecodeConfig(dependent=2)
     few, more = (((1, 200),) * count for count in (4, 5))
     found = launches(Case(few, spec, rotary=64, norm=norm), dependent)
@@ -134,7 +134,7 @@ def test_splits_fit_the_workspace(rows: int, kv_heads: int, max_len: int) -> Non
         assert rows * kv_heads <= len(work.counters)
 
 
-def test_tiles_are_smaller_where_they_are_few() -> None:
+def test_small_prefills_use_smaller_tiles() -> None:
     backend, bf16 = TritonBackend(torch.device("cpu"), num_sms=132), torch.bfloat16
     of_1b = [backend.prefill_config(64, 32, 8, bf16, tokens).block_m for tokens in (16, 1000, 1056, 1057, 8192)]
     assert of_1b == [64, 64, 64, 128, 128]
@@ -167,10 +167,10 @@ def test_block_size_that_is_no_power_of_two_is_refused() -> None:
         backend.allocate(LayerSpec(1, 16, 16, 1), 4, 24, torch.float32, torch.device("cpu"))
 
 
-def test_fa3_refuses_what_its_wheel_does_not_hold() -> None:
-    assert refusal(LayerSpec(8, 128, 128, 32), torch.bfloat16) is None
-    assert "bfloat16" in (refusal(LayerSpec(8, 128, 128, 32), torch.float16) or "")
-    assert "heads of 64 or 128" in (refusal(LayerSpec(8, 96, 96, 32), torch.bfloat16) or "")
+def test_fa3_refuses_unsupported_layers() -> None:
+    assert unsupported_reason(LayerSpec(8, 128, 128, 32), torch.bfloat16) is None
+    assert "bfloat16" in (unsupported_reason(LayerSpec(8, 128, 128, 32), torch.float16) or "")
+    assert "heads of 64 or 128" in (unsupported_reason(LayerSpec(8, 96, 96, 32), torch.bfloat16) or "")
     in_fp8 = LayerSpec(8, 128, 128, 32, cache_dtype=torch.float8_e4m3fn)
-    assert "queries in FP8" in (refusal(in_fp8, torch.bfloat16) or "")
-    assert "windows" in (refusal(LayerSpec(8, 64, 64, 64, window=128), torch.bfloat16) or "")
+    assert "queries in FP8" in (unsupported_reason(in_fp8, torch.bfloat16) or "")
+    assert "windows" in (unsupported_reason(LayerSpec(8, 64, 64, 64, window=128), torch.bfloat16) or "")

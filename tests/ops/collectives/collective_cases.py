@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from torchweave.ops.collectives.all_reduce_norm import Norm
+from torchweave.ops.collectives.all_reduce_norm import NormSpec
 from torchweave.ops.collectives.op import register_communicator
 
 
@@ -30,7 +30,7 @@ class Mirror:
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> None:
         """None."""
 
-    def reduced_norm(self, x: Tensor, norm: Norm) -> None:
+    def fused_all_reduce_norm(self, x: Tensor, norm: NormSpec) -> None:
         """None."""
 
     def abort(self) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from torchweave.ops.collectives.symmetric_memory import PROGRAMS, Layout, Workspace
+from torchweave.ops.collectives.symmetric_memory import PROGRAMS, SymmetricLayout, SymmetricWorkspace
 
 
-def workspaces(layout: Layout) -> list[Workspace]:
+def workspaces(layout: SymmetricLayout) -> list[SymmetricWorkspace]:
     """The ranks' views of memory that is full of NaN: what is read must have been written."""
     memories = [torch.full((layout.bytes,), 255, dtype=torch.uint8) for _ in range(layout.size)]
     table = torch.tensor([memory.data_ptr() for memory in memories] + [0, 0])
     return [
-        Workspace(rank, layout, memory, table, torch.zeros(2, max(PROGRAMS), dtype=torch.int32))
+        SymmetricWorkspace(rank, layout, memory, table, torch.zeros(2, max(PROGRAMS), dtype=torch.int32))
         for rank, memory in enumerate(memories)
     ]

@@ -54,6 +54,6 @@ def test_results_never_alias() -> None:
             assert y.data_ptr() != x.data_ptr()
 
 
-def test_a_group_that_there_is_not() -> None:
+def test_an_unknown_group_is_refused() -> None:
     with pytest.raises(ValueError, match="no group of ranks 'tq'"):
         all_reduce(torch.randn(2), "tq")

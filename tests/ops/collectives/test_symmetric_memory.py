@@ -13,11 +13,11 @@ import torch
 from tests.ops.collectives.collective_cases import Mirror
 from tests.ops.collectives.symmetric_cases import workspaces
 from tests.ops.interpreted import run_interpreted
-from torchweave.distributed.symmetric_memory import Ranges, SymmetricCommunicator, ranges_for
-from torchweave.ops.collectives.all_reduce_norm import Norm, Quant, empty_normed
-from torchweave.ops.collectives.symmetric_memory import SIZES, Layout, can_run
+from torchweave.distributed.symmetric_memory import KernelSizeLimits, SymmetricCommunicator, size_limits_for
+from torchweave.ops.collectives.all_reduce_norm import NormSpec, QuantSpec, empty_norm_output
+from torchweave.ops.collectives.symmetric_memory import SIZES, SymmetricLayout, kernels_can_run
 
-RANGES = Ranges(slots=4096, gather=8192, one_shot=16384, norm=8192, two_shot=65536)
+RANGES = KernelSizeLimits(slots=4096, gather=8192, one_shot=16384, norm=8192, two_shot=65536)
 
 
 def test_T7_kernels_in_the_interpreter() -> None:
@@ -31,23 +31,23 @@ def launches(size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from torchweave.ops.kernels.collectives import all_reduce_norm as symmetric_norm
 
     for module in (symmetric_norm, symmetric_reduce):
-        monkeypatch.setattr(module, "takes_part", lambda device: True)
-    space = workspaces(Layout(size, 1 << 20, 1 << 22))[1]
+        monkeypatch.setattr(module, "supports_pdl", lambda device: True)
+    space = workspaces(SymmetricLayout(size, 1 << 20, 1 << 22))[1]
     x = torch.empty(8, 4096, dtype=torch.bfloat16)
     with recorded(symmetric_reduce, "one_shot_kernel", "two_shot_kernel", "gather_kernel") as found:
-        for place in (space.place_of(x), space.data_of(x)):
+        for place in (space.locate_operand(x), space.locate_in_data(x)):
             symmetric_reduce.launch_one_shot(space, x, x, place)
-        symmetric_reduce.launch_two_shot(space, x, x, space.data_of(x))
+        symmetric_reduce.launch_two_shot(space, x, x, space.locate_in_data(x))
         words = torch.empty(64128, dtype=torch.int32)
         symmetric_reduce.launch_gather(space, words, words, 16032)
         words = torch.empty(641280, dtype=torch.int32)
         symmetric_reduce.launch_gather(space, words, words, 16032)
     yield from found
     with recorded(symmetric_norm, "one_shot_norm_kernel") as found:
-        for quant in (None, Quant("fp8", 0), Quant("fp8", 128), Quant("fp4", scale=torch.empty(1))):
-            norm = Norm(x, x[0], 1e-5, quant=quant, keep_norm=quant is None)
-            for place in (space.place_of(x), space.data_of(x)):
-                symmetric_norm.launch_one_shot_norm(space, x, norm, empty_normed(x, norm), place)
+        for quant in (None, QuantSpec("fp8", 0), QuantSpec("fp8", 128), QuantSpec("fp4", scale=torch.empty(1))):
+            norm = NormSpec(x, x[0], 1e-5, quant=quant, keep_norm=quant is None)
+            for place in (space.locate_operand(x), space.locate_in_data(x)):
+                symmetric_norm.launch_one_shot_norm(space, x, norm, empty_norm_output(x, norm), place)
     yield from found
 
 
@@ -58,7 +58,7 @@ def test_kernels_build_for_hopper(size: int, monkeypatch: pytest.MonkeyPatch) ->
 
     for launch in list(launches(size, monkeypatch))[: None if size == 2 else 7]:
         ptx = compile_for_hopper(launch).asm["ptx"]
-        meetings = 2 if "two_shot" in launch.kernel.fn.__name__ else launch.kwargs.get("MEETINGS", 1)
+        meetings = 2 if "two_shot" in launch.kernel.fn.__name__ else launch.kwargs.get("NUM_BARRIERS", 1)
         assert ptx.count("st.release.sys") == ptx.count("ld.acquire.sys") == meetings
         assert ptx.count("bar.sync") >= 2 * meetings
         assert len(re.findall(r"ld\.global\S*v4", ptx)) >= size + 1, "operands must be read 16 bytes at a time"
@@ -116,22 +116,22 @@ def interleavings(places: tuple[int, ...]) -> Iterator[list[tuple[int, int, int]
     "places",
     [(0, 1, 0, 1, 0), (0, 2, 1, 0, 2, 1), (0, 1, 2, 1, 0), (DATA, DATA, DATA), (0, DATA, 0, DATA), (0, 1, DATA, 1)],
 )
-def test_one_meeting_is_enough_where_neighbours_have_different_slots(places: tuple[int, ...]) -> None:
+def test_one_barrier_is_enough_when_consecutive_collectives_use_different_slots(places: tuple[int, ...]) -> None:
     orders = list(interleavings(places))
     assert orders and all(not wrong for wrong in orders)
 
 
-def test_one_meeting_is_not_enough_for_one_slot() -> None:
+def test_one_barrier_is_not_enough_for_one_slot() -> None:
     assert any(wrong for wrong in interleavings((0, 0))), "a rank overwrites what the other still reads"
     assert any(wrong for wrong in interleavings((0, 1, 1, 0)))
 
 
 def communicator(rank: int = 0) -> SymmetricCommunicator:
-    space = workspaces(Layout(2, 4096, 65536))[rank]
+    space = workspaces(SymmetricLayout(2, 4096, 65536))[rank]
     return SymmetricCommunicator(space, Mirror(2, rank), RANGES, torch.zeros(1, dtype=torch.int32))
 
 
-def test_ranges_pick_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operand_size_selects_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchweave.distributed import symmetric_memory as symmetric
 
     monkeypatch.setattr(symmetric, "gather", lambda workspace, x, dim: "gather")
@@ -148,34 +148,36 @@ def test_ranges_pick_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gathered == ["gather", "gather"]
     for shape, dim in (((17, 512), 0), ((8, 24), 1)):
         assert ranks.all_gather(torch.zeros(shape, dtype=torch.uint8), dim).shape[dim] == 2 * shape[dim]
-    norm = Norm(None, None, 1e-5)
-    assert ranks.reduced_norm(torch.zeros(8, 512, dtype=torch.bfloat16), norm) == "norm"
-    assert ranks.reduced_norm(torch.zeros(9, 512, dtype=torch.bfloat16), norm) is None
+    norm = NormSpec(None, None, 1e-5)
+    assert ranks.fused_all_reduce_norm(torch.zeros(8, 512, dtype=torch.bfloat16), norm) == "norm"
+    assert ranks.fused_all_reduce_norm(torch.zeros(9, 512, dtype=torch.bfloat16), norm) is None
 
 
-def test_T8_buffers_are_read_where_they_are() -> None:
+def test_T8_user_buffers_are_not_copied() -> None:
     ranks = communicator()
     space = ranks.workspace
     for slot, rows in product(range(3), (1, 4)):
         x = ranks.buffer((1, rows, 512), torch.bfloat16, slot)
-        assert x is not None and can_run(x) and x.shape == (1, rows, 512)
-        place = space.place_of(x)
+        assert x is not None and kernels_can_run(x) and x.shape == (1, rows, 512)
+        place = space.locate_operand(x)
         assert not place.staged and place.at == space.slot(slot)
     large = ranks.buffer((64, 512), torch.bfloat16, 0)
-    assert large is not None and not space.data_of(large).staged
-    assert space.place_of(large) == space.data_of(large), "what neighbours share is left only when all have met again"
+    assert large is not None and not space.locate_in_data(large).staged
+    assert space.locate_operand(large) == space.locate_in_data(large), (
+        "what neighbours share is left only when all have met again"
+    )
     assert ranks.buffer((65, 512), torch.bfloat16, 0) is None, "torch.distributed reads any memory"
     assert ranks.buffer((3, 9), torch.float32, 0) is None
     ordinary = torch.zeros(4, 512, dtype=torch.bfloat16)
-    assert space.place_of(ordinary).staged and space.data_of(ordinary).staged
-    assert space.place_of(torch.zeros(5, 512, dtype=torch.bfloat16)).channel == 1, "it fits into no slot"
+    assert space.locate_operand(ordinary).staged and space.locate_in_data(ordinary).staged
+    assert space.locate_operand(torch.zeros(5, 512, dtype=torch.bfloat16)).channel == 1, "it fits into no slot"
     places = {space.layout.slot(index) for index in range(5)}
     assert len(places) == 5 and max(places) + 4096 <= space.layout.data < space.layout.sums < space.layout.bytes
 
 
-def test_a_wait_that_was_given_up_is_told() -> None:
+def test_a_barrier_timeout_is_reported() -> None:
     status = torch.zeros(1, dtype=torch.int32)
-    ranks = SymmetricCommunicator(workspaces(Layout(2, 4096, 0))[1], Mirror(2, 1), RANGES, status)
+    ranks = SymmetricCommunicator(workspaces(SymmetricLayout(2, 4096, 0))[1], Mirror(2, 1), RANGES, status)
     assert ranks.fault() is None
     status[0] = 1  # as a kernel writes it
     assert "gave up" in (ranks.fault() or "")
@@ -183,6 +185,6 @@ def test_a_wait_that_was_given_up_is_told() -> None:
     assert int(status[0]) == 2 and ranks.fault() == "a rank died"
 
 
-def test_ranges_for_what_nobody_has_measured() -> None:
-    found = ranges_for("some GPU", 4)
-    assert found is not None and found.measured == "" and ranges_for("some GPU", 3) is None
+def test_default_ranges_for_unmeasured_gpus() -> None:
+    found = size_limits_for("some GPU", 4)
+    assert found is not None and found.measured == "" and size_limits_for("some GPU", 3) is None

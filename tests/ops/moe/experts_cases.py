@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchweave.ops.moe.reference import Call, Form
+from torchweave.ops.moe.reference import ExpertForm, ExpertsCall
 
 NUM_EXPERTS, WIDTH, INNER, TOP = 6, 32, 16, 2
 FORMS: dict[str, dict[str, Any]] = {
@@ -54,14 +54,14 @@ def cases(
     }
 
 
-def call_of(case: dict[str, Any]) -> Call:
+def call_of(case: dict[str, Any]) -> ExpertsCall:
     """The same as the op hands it on."""
     names = ("activation", "gated", "interleaved", "transposed", "alpha", "limit")
     tensors = [value for key, value in case.items() if key not in names]
-    return Call(*tensors, torch.empty_like(case["x"]), Form(**{name: case[name] for name in names}))
+    return ExpertsCall(*tensors, torch.empty_like(case["x"]), ExpertForm(**{name: case[name] for name in names}))
 
 
-def expected(call: Call) -> Tensor:
+def expected(call: ExpertsCall) -> Tensor:
     """The weighted sum, token by token, in float64."""
     rows = []
     for x, index, weight in zip(call.x.double(), call.index, call.weight.double(), strict=True):
@@ -73,7 +73,7 @@ def expected(call: Call) -> Tensor:
     return torch.stack(rows)
 
 
-def _one(call: Call, x: Tensor, e: int) -> Tensor:
+def _one(call: ExpertsCall, x: Tensor, e: int) -> Tensor:
     form, up, down = call.form, call.up[e].double(), call.down[e].double()
     h = x @ up if form.transposed else up @ x
     if call.up_bias is not None:

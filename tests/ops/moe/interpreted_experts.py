@@ -12,27 +12,27 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.moe.experts_cases import FORMS, call_of, cases, expected
-from torchweave.ops.moe.fused_experts import Grouped, Product, Rows, Tiles, Way, bytes_per_pair, run
-from torchweave.ops.moe.reference import Call
+from torchweave.ops.moe.fused_experts import GemmConfig, Grouped, Rows, Strategy, Tiles, bytes_per_pair, run
+from torchweave.ops.moe.reference import ExpertsCall
 
-ROWS = (Rows(Product(4, 32, 4, 2), Product(2, 16, 4, 1)), Rows(Product(8, 16, 4, 1), Product(16, 8, 4, 1)))
+ROWS = (Rows(GemmConfig(4, 32, 4, 2), GemmConfig(2, 16, 4, 1)), Rows(GemmConfig(8, 16, 4, 1), GemmConfig(16, 8, 4, 1)))
 TILES = (
-    Tiles(Product(8, 16, 4, 2), Product(16, 16, 4, 2)),
-    Tiles(Product(16, 32, 4, 2), Product(32, 32, 4, 2), block_m=32),
+    Tiles(GemmConfig(8, 16, 4, 2), GemmConfig(16, 16, 4, 2)),
+    Tiles(GemmConfig(16, 32, 4, 2), GemmConfig(32, 32, 4, 2), block_m=32),
 )
 
 
-def ways(call: Call) -> tuple[Way, ...]:
+def strategies(call: ExpertsCall) -> tuple[Strategy, ...]:
     """The ways that can run a call."""
     few = ROWS if call.num_tokens <= 2 and not call.form.transposed else ()
     return (*few, *TILES, Grouped())
 
 
-def check(call: Call, way: Way) -> torch.Tensor:
+def check(call: ExpertsCall, strategy: Strategy) -> torch.Tensor:
     out = torch.full_like(call.out, torch.nan)
-    run(replace(call, out=out), way)
+    run(replace(call, out=out), strategy)
     torch.testing.assert_close(
-        out.double(), expected(call), rtol=1e-4, atol=1e-4, msg=lambda text: f"{way} {call.form}: {text}"
+        out.double(), expected(call), rtol=1e-4, atol=1e-4, msg=lambda text: f"{strategy} {call.form}: {text}"
     )
     return out
 
@@ -40,9 +40,9 @@ def check(call: Call, way: Way) -> torch.Tensor:
 def agree() -> None:
     for form, tokens in itertools.product(FORMS.values(), (1, 2, 19)):
         call = call_of(cases(tokens, **form))
-        for way in ways(call):
-            if way is not TILES[1] and not (call.num_tokens == 2 and way in (TILES[0], Grouped())):
-                check(call, way)  # the others run in the other checks
+        for strategy in strategies(call):
+            if strategy is not TILES[1] and not (call.num_tokens == 2 and strategy in (TILES[0], Grouped())):
+                check(call, strategy)  # the others run in the other checks
 
 
 def follow_skewed_and_foreign_routing() -> None:
@@ -54,8 +54,8 @@ def follow_skewed_and_foreign_routing() -> None:
     alone = cases(2)
     alone["index"][0] = alone["up"].shape[0]
     for case in (crowded, foreign, alone):
-        for way in ways(call_of(case)):
-            check(call_of(case), way)
+        for strategy in strategies(call_of(case)):
+            check(call_of(case), strategy)
 
 
 class _Live(TorchDispatchMode):
@@ -83,19 +83,19 @@ class _Live(TorchDispatchMode):
 def stay_within_the_workspace() -> None:
     """Chunks change neither the result nor more than the temporaries of the largest chunk."""
     call = call_of(cases(64))
-    for way in (TILES[1], Grouped()):
-        whole = check(call, way)
+    for strategy in (TILES[1], Grouped()):
+        whole = check(call, strategy)
         needed = []
         for chunk in (64, 24, 8):
-            workspace = chunk * call.top_k * bytes_per_pair(call, way)
+            workspace = chunk * call.top_k * bytes_per_pair(call, strategy)
             out = torch.full_like(call.out, torch.nan)
             with _Live() as live:
-                run(replace(call, out=out), way, workspace=workspace)
+                run(replace(call, out=out), strategy, workspace=workspace)
             # Not to the bit: where a row stands in a tile is one more thing that the last bit of NumPy's product
             # depends on, on CPUs without AVX-512.
             torch.testing.assert_close(out, whole)
             fixed = 4 * call.num_experts
-            assert 0.8 * workspace < live.peak <= workspace + fixed, (way, chunk, live.peak, workspace)
+            assert 0.8 * workspace < live.peak <= workspace + fixed, (strategy, chunk, live.peak, workspace)
             needed.append(live.peak)
         assert needed[0] > needed[1] > needed[2], needed
 

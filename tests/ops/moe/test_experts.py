@@ -17,10 +17,10 @@ from torchweave.ops.moe.fused_experts import (
     Tiles,
     bytes_per_pair,
     choose,
-    chunk_tokens,
     run,
+    tokens_per_chunk,
 )
-from torchweave.ops.moe.reference import Call, dense
+from torchweave.ops.moe.reference import ExpertsCall, dense_experts
 
 QWEN3_30B = (128, 2048, 768)
 BF16 = torch.bfloat16
@@ -34,7 +34,7 @@ def test_on_a_cpu(form: dict[str, Any], tokens: int) -> None:
     got = torch.ops.torchweave.experts(*case.values())
     torch.testing.assert_close(got.double(), expected(call), atol=1e-4, rtol=1e-4)
     call.out.fill_(torch.nan)
-    dense(call)
+    dense_experts(call)
     torch.testing.assert_close(call.out.double(), expected(call), atol=1e-4, rtol=1e-4)
 
 
@@ -63,7 +63,7 @@ def test_choice() -> None:
     assert isinstance(choose(4096, 8, (128, 2048, 765), BF16), Tiles), "the grouped matmul takes rows of 16 bytes"
 
 
-def meta_call(tokens: int, form: dict[str, Any]) -> Call:
+def meta_call(tokens: int, form: dict[str, Any]) -> ExpertsCall:
     """A call of Qwen3-30B-A3B's sizes without memory."""
     small = call_of(cases(1, **form, dtype=BF16))
     experts, width, inner, top = *QWEN3_30B, 8
@@ -78,15 +78,15 @@ def meta_call(tokens: int, form: dict[str, Any]) -> Call:
     biases = (empty(experts, columns), empty(experts, width)) if small.up_bias is not None else (None, None)
     index = empty(tokens, top, dtype=torch.int64)
     x, out = empty(tokens, width), empty(tokens, width)
-    return Call(x, index, empty(tokens, top), empty(*up), empty(*down), *biases, out, small.form)
+    return ExpertsCall(x, index, empty(tokens, top), empty(*up), empty(*down), *biases, out, small.form)
 
 
 def test_T11_chunks_have_one_size_and_stay_within_the_workspace() -> None:
     for tokens in (1, 512, 8192, 20_000, 40_000):
         call = meta_call(tokens, FORMS["plain"])
-        way = choose(tokens, 8, QWEN3_30B, BF16)
-        size = chunk_tokens(call, way, WORKSPACE_BYTES)
-        assert size * 8 * bytes_per_pair(call, way) <= WORKSPACE_BYTES
+        strategy = choose(tokens, 8, QWEN3_30B, BF16)
+        size = tokens_per_chunk(call, strategy, WORKSPACE_BYTES)
+        assert size * 8 * bytes_per_pair(call, strategy) <= WORKSPACE_BYTES
         chunks = -(-tokens // size)
         assert (tokens > 9400) == (chunks > 1) and chunks * size - tokens < chunks
 
@@ -95,7 +95,7 @@ def test_T11_chunks_bound_the_memory_and_change_nothing() -> None:
     run_interpreted("tests.ops.moe.interpreted_experts", "stay_within_the_workspace")
 
 
-def test_every_way_in_the_interpreter() -> None:
+def test_every_strategy_in_the_interpreter() -> None:
     run_interpreted("tests.ops.moe.interpreted_experts", "agree")
 
 
@@ -111,7 +111,7 @@ def test_kernels_build_for_hopper(form: str, tokens: tuple[int, ...]) -> None:
     from torchweave.ops.kernels.moe import experts_gemv as experts_rows
     from torchweave.ops.kernels.moe import experts_grouped_gemm as experts_tiles
 
-    names = ("plan_kernel", "tiles_up_kernel", "tiles_down_kernel", "combine_kernel", "activate_kernel")
+    names = ("sort_pairs_kernel", "tiles_up_kernel", "tiles_down_kernel", "combine_kernel", "activate_kernel")
     for count in tokens:
         with (
             recorded(experts_rows, "rows_up_kernel", "rows_down_kernel") as rows,

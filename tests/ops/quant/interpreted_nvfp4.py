@@ -8,7 +8,7 @@ import torch
 
 from torchweave.ops.kernels.quant import nvfp4_quant
 from torchweave.ops.quant.fp8 import FP8
-from torchweave.ops.quant.nvfp4 import VALUES, empty_fp4, quantize_fp4, scale_for
+from torchweave.ops.quant.nvfp4 import VALUES, empty_fp4, fp4_scale_from_amax, quantize_fp4
 
 
 def kept_wide(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +24,7 @@ def main() -> None:
         x = torch.randn(4, 3, width) * 10.0 ** torch.arange(-4, 4).repeat(width)[:width]
         x[1] = 0
         x[2, 0, :16] = -ties
-        for scale in (scale_for(x.abs().max()), torch.tensor([1.0]), torch.tensor([1e-4])):
+        for scale in (fp4_scale_from_amax(x.abs().max()), torch.tensor([1.0]), torch.tensor([1e-4])):
             for form in (x, x[:, :2], x.transpose(0, 1)):
                 q, s = nvfp4_quant.launch_fp4_quant(form, scale)
                 right_q, right_s = quantize_fp4(form, scale)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreted import run_interpreted
-from torchweave.ops.quant.fp8 import FP8, GROUP, TINY, fp8_quant, scale_of, to_fp8
+from torchweave.ops.quant.fp8 import FP8, GROUP, MIN_AMAX, fp8_quant, scale_from_amax, to_fp8
 from torchweave.ops.quant.fp8_linear import MAX_TOKENS, Fp8Config, block_scales, choose, fp8_linear
 
 SCHEMES = [(0, None), (GROUP, None), (0, torch.tensor([0.02]))]
@@ -65,10 +65,10 @@ def test_a_token_of_zeros_has_a_scale_and_others_do_not_change_it() -> None:
         alone_q, alone_s = fp8_quant(x[2:], group)
         assert torch.equal(alone_q.float(), q[2:].float())
         assert torch.equal(alone_s, s[:, 2:] if group else s[2:])
-    assert scale_of(torch.zeros(())) == torch.tensor(TINY) / 448
+    assert scale_from_amax(torch.zeros(())) == torch.tensor(MIN_AMAX) / 448
 
 
-def test_a_scheme_that_there_is_not() -> None:
+def test_an_unknown_quantization_scheme_is_refused() -> None:
     for group, scale in ((64, None), (GROUP, torch.ones(1)), (0, torch.ones(3))):
         with pytest.raises(ValueError, match="expected 0"):
             fp8_quant(torch.zeros(2, 256), group, scale)
@@ -174,5 +174,7 @@ def test_activations_in_parts_build_for_hopper() -> None:
     assert [launch.grid for launch in launches] == [(1, 14), (1, 14)]
     first, second = (compile_for_hopper(launch).asm["ptx"] for launch in launches)
     assert "ld.global.v4" in first and "cvt.rn.satfinite.e4m3x2.f32" in second and "div.rn.f32" in second
-    assert fp8_parts.suits(gate_up, 0, None) and not fp8_parts.suits(gate_up, GROUP, None)
-    assert not fp8_parts.suits(gate_up.expand(65, 1, -1), 0, None), "with many tokens there are programs enough"
+    assert fp8_parts.prefers_two_kernels(gate_up, 0, None) and not fp8_parts.prefers_two_kernels(gate_up, GROUP, None)
+    assert not fp8_parts.prefers_two_kernels(gate_up.expand(65, 1, -1), 0, None), (
+        "with many tokens there are programs enough"
+    )

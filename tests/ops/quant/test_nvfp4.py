@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.interpreted import run_interpreted
 from torchweave.ops.quant.fp8 import FP8
-from torchweave.ops.quant.nvfp4 import BLOCK, VALUES, dequantize_fp4, fp4_linear, fp4_quant, scale_for
+from torchweave.ops.quant.nvfp4 import BLOCK, VALUES, dequantize_fp4, fp4_linear, fp4_quant, fp4_scale_from_amax
 
 WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 """opcheck's utilities but for `test_schema`, which compares tensors by operations that FP8 does not have."""
@@ -22,7 +22,7 @@ def test_codes_round_to_nearest_and_ties_to_even() -> None:
     assert q[0, 0].item() == 7 | (15 << 4), "the even channel lies in the low half"
 
 
-def test_what_fits_comes_back() -> None:
+def test_representable_values_round_trip() -> None:
     values = torch.tensor(VALUES + tuple(-value for value in VALUES))
     blocks = torch.stack([values * share for share in (1.0, 0.5, 448.0, 2.0**-9)]).reshape(2, 2 * BLOCK)
     q, s = fp4_quant(blocks * 0.375, torch.tensor([0.375]))
@@ -34,7 +34,7 @@ def test_what_fits_comes_back() -> None:
 def test_quantised_numbers_are_near() -> None:
     x = torch.randn(1, 5, 208)
     x[0, 2] = 0
-    scale = scale_for(x.abs().max())
+    scale = fp4_scale_from_amax(x.abs().max())
     q, s = fp4_quant(x, scale)
     stands_for = dequantize_fp4(q, s, torch.float64) * scale.double()
     blocks = x.double().unflatten(-1, (-1, BLOCK))
@@ -53,7 +53,7 @@ def test_the_product_is_that_of_what_the_operands_stand_for() -> None:
     x, w, bias = torch.randn(1, 5, 208), torch.randn(48, 208), torch.randn(48)
     operands = []
     for tensor in (x, w):
-        scale = scale_for(tensor.abs().max())
+        scale = fp4_scale_from_amax(tensor.abs().max())
         operands += [*fp4_quant(tensor, scale), scale]
     left, right = (dequantize_fp4(q, s, torch.float64) * scale.double() for q, s, scale in (operands[:3], operands[3:]))
     got = fp4_linear(*operands, bias, torch.float32)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from torchweave.ops.sampling.logits_processors import (
+    HAS_BAD_WORDS,
     HAS_BIAS,
     HAS_COUNTS,
-    HAS_WORDS,
     IN_PROMPT,
-    LONGEST_WORD,
+    MAX_BAD_WORD_TOKENS,
     NUM_FIELDS,
-    AdjustState,
-    Join,
+    LogitsProcessorState,
+    LogitsStateInit,
 )
 from torchweave.ops.slot_state import SlotState
 
@@ -29,15 +29,15 @@ class Case:
     rows: Tensor
     masks: Tensor
     state: SlotState
-    joins: list[Join]
+    joins: list[LogitsStateInit]
     tokens: Tensor
     out: Tensor
 
-    def places(self, device: str = "cpu") -> AdjustState:
-        places = AdjustState(self.logits.shape[1], torch.device(device))
+    def processor_state(self, device: str = "cpu") -> LogitsProcessorState:
+        processor_state = LogitsProcessorState(self.logits.shape[1], torch.device(device))
         for join in self.joins:
-            places.join(join)
-        return places
+            processor_state.join(join)
+        return processor_state
 
 
 def build(vocab_size: int, seed: int, dtype: torch.dtype = torch.float32) -> Case:
@@ -56,13 +56,13 @@ def build(vocab_size: int, seed: int, dtype: torch.dtype = torch.float32) -> Cas
     slots = generator.permutation(NUM_SLOTS)[:8].astype(np.int32)
     rows = np.zeros((NUM_FIELDS, 8), np.int32)
     masks = generator.integers(-(2**31), 2**31, (8, -(-vocab_size // 32))).astype(np.int32)
-    places = generator.permutation(12)[:8]
+    processor_state = generator.permutation(12)[:8]
     joins = []
     for i, slot in enumerate(slots):
         masked = i if generator.random() < 0.5 else -1
-        rows[:5, i] = (generator.permutation(12)[0], slot, places[i], i, masked)
-        at = int(state.host["position"][slot])
-        joins.append(_join(generator, int(places[i]), i, at, vocab_size))
+        rows[:5, i] = (generator.permutation(12)[0], slot, processor_state[i], i, masked)
+        at = int(state.host_arrays["position"][slot])
+        joins.append(_join(generator, int(processor_state[i]), i, at, vocab_size))
     rows[0] = generator.permutation(12)[:8]
     rows[5:] = (
         generator.uniform([[-2.0], [-2.0], [0.5]], [[2.0], [2.0], [2.0]], (3, 8)).astype(np.float32).view(np.int32)
@@ -72,8 +72,8 @@ def build(vocab_size: int, seed: int, dtype: torch.dtype = torch.float32) -> Cas
     return Case(logits, torch.from_numpy(rows), torch.from_numpy(masks), state, joins, tokens, out)
 
 
-def _join(generator: np.random.Generator, place: int, flags: int, at: int, vocab_size: int) -> Join:
-    counts = bias = words = tail = None
+def _join(generator: np.random.Generator, place: int, flags: int, at: int, vocab_size: int) -> LogitsStateInit:
+    counts = bias = words = recent_tokens = None
     if flags & HAS_COUNTS:
         ids = generator.permutation(vocab_size)[: vocab_size // 2].astype(np.int32)
         counts = (
@@ -83,13 +83,13 @@ def _join(generator: np.random.Generator, place: int, flags: int, at: int, vocab
     if flags & HAS_BIAS:
         ids = generator.permutation(vocab_size)[: vocab_size // 3].astype(np.int32)
         bias = float(generator.choice([0.0, -np.inf])), ids, generator.uniform(-3, 3, len(ids)).astype(np.float32)
-    if flags & HAS_WORDS:
-        tail = generator.integers(0, 3, LONGEST_WORD).astype(np.int32)
-        words = np.full((20, LONGEST_WORD), -1, np.int32)
+    if flags & HAS_BAD_WORDS:
+        recent_tokens = generator.integers(0, 3, MAX_BAD_WORD_TOKENS).astype(np.int32)
+        words = np.full((20, MAX_BAD_WORD_TOKENS), -1, np.int32)
         for word in words:
             length = int(generator.integers(1, 5))
             word[0] = generator.integers(0, vocab_size)
-            word[1:length] = tail[(at - np.arange(1, length)) % LONGEST_WORD]
+            word[1:length] = recent_tokens[(at - np.arange(1, length)) % MAX_BAD_WORD_TOKENS]
             if generator.random() < 0.5:
                 word[length - 1] = 4  # stands nowhere in the tail
-    return Join(place, counts, bias, words, tail)
+    return LogitsStateInit(place, counts, bias, words, recent_tokens)

@@ -9,7 +9,7 @@ import torch
 from tests.ops.interpreted import run_interpreted
 from tests.ops.sampling.sampling_cases import build
 from torchweave.ops.sampling.philox import gumbel, philox_4x32, random_words
-from torchweave.ops.sampling.sample import filtered, logprobs, sample
+from torchweave.ops.sampling.sample import filter_logits, logprobs, sample
 from torchweave.ops.slot_state import SlotState
 
 
@@ -98,7 +98,7 @@ def test_frequencies_fit_the_filtered_probabilities(filters: tuple[float, int, f
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_filters_keep_what_their_words_say(seed: int) -> None:
+def test_filters_keep_the_documented_tokens(seed: int) -> None:
     generator = np.random.default_rng(seed)
     rows = 40
     logits = torch.from_numpy(generator.integers(-8, 9, (rows, 30)) / 4)  # many ties
@@ -106,7 +106,7 @@ def test_filters_keep_what_their_words_say(seed: int) -> None:
     top_k, top_p = generator.integers(-1, 35, rows), generator.choice([1.0, 0.93, 0.51, 0.0], rows)
     min_p = generator.choice([0.0, 0.031, 0.27], rows)
     parameters = [torch.tensor(1 / temperature).float(), torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p)]
-    kept = filtered(logits.float(), *parameters)
+    kept = filter_logits(logits.float(), *parameters)
     for row in range(rows):
         expected = probabilities(logits[row].tolist(), temperature[row], top_k[row], top_p[row], min_p[row]) > 0
         assert (kept[row] > -torch.inf).tolist() == expected.tolist(), (top_k[row], top_p[row], min_p[row])
@@ -128,7 +128,7 @@ def test_greedy_is_the_first_largest_and_ignores_the_filters() -> None:
     assert sample(logits.bfloat16(), torch.tensor([0, 1], dtype=torch.int32), state_of(2)).tolist() == [1, 0]
 
 
-def test_padding_is_not_looked_at() -> None:
+def test_padding_rows_are_ignored() -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0], [float("nan")] * 3, [0.0, 1.0, 2.0]])
     assert sample(logits, torch.tensor([0, -1, 1], dtype=torch.int32), state_of(2)).tolist() == [1, 0, 2]
 

@@ -19,32 +19,32 @@ import pytest
 import torch
 
 from tests.serving.metrics.test_metrics import Values, values_of
-from tests.serving.running import SHORTER, Running, read_while_killed, serving, wait_until
-from tests.serving.watched import STATS, asking, some_traffic, watched_replicas
+from tests.serving.running import SHORTER, ServerProcess, read_while_killed, serving, wait_until
+from tests.serving.watched import STATS, asking, record_some_requests, watched_replicas
 from torchweave.config.options import EngineConfig, ServerConfig, TorchCompileConfig
 from torchweave.config.validate import check_server
 from torchweave.engine.request import SamplingParams
-from torchweave.engine.startup.replica import config_of_replica
-from torchweave.serving.engine_client.engine_supervisor import OwnEngine, own_engines
+from torchweave.engine.startup.replica import replica_config
+from torchweave.serving.engine_client.engine_supervisor import EngineSupervisor, create_replicas
 from torchweave.serving.engine_client.replicas import Replicas
-from torchweave.serving.engine_client.request_stream import EngineGone, Flight
+from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestStream
 from torchweave.serving.ipc import messages
 
 PROMPTS = [f"{left}+{right}=" for left in (11, 12, 13, 14) for right in range(20, 28)]
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Running]:
+def pair() -> Iterator[ServerProcess]:
     with serving("--dp", "2", "--api_server_count", "2", "--restart_engine", "--max_batch_size", "16") as running:
         yield running
 
 
-def engines(running: Running) -> list[int]:
+def engines(running: ServerProcess) -> list[int]:
     """The engine processes, the oldest first."""
     return running.pids("tw-engine-")
 
 
-def metrics(running: Running) -> Values:
+def metrics(running: ServerProcess) -> Values:
     return values_of(running.get("/metrics").text)
 
 
@@ -52,12 +52,12 @@ def by_replica(values: Values, name: str) -> list[float]:
     return [values[name, (("replica", number),)] for number in ("0", "1")]
 
 
-def answer(running: Running, prompt: Any, **options: Any) -> str:
+def answer(running: ServerProcess, prompt: Any, **options: Any) -> str:
     options = {"max_tokens": 8, "temperature": 0} | options
     return running.client().completions.create(model="demo", prompt=prompt, **options).choices[0].text
 
 
-def test_answers_are_those_of_one_and_both_work(server: Running, pair: Running) -> None:
+def test_answers_are_those_of_one_and_both_work(server: ServerProcess, pair: ServerProcess) -> None:
     before = metrics(pair)
     with ThreadPoolExecutor(32) as pool:
         found = list(pool.map(lambda prompt: answer(pair, prompt), PROMPTS))
@@ -72,7 +72,7 @@ def test_answers_are_those_of_one_and_both_work(server: Running, pair: Running) 
     assert [each.text for each in several.choices] == [each.text for each in alone.choices]
 
 
-def test_a_conversation_goes_where_its_beginning_is(pair: Running) -> None:
+def test_a_conversation_goes_where_its_beginning_is(pair: ServerProcess) -> None:
     before = metrics(pair)
     conversations = [[number + 5] * 200 for number in range(6)]
     for turn in range(4):
@@ -89,7 +89,7 @@ def test_a_conversation_goes_where_its_beginning_is(pair: Running) -> None:
     assert hits > 0.65, "all but the first turns find what came before; half of them would by chance"
 
 
-def test_metrics_add_up(pair: Running) -> None:
+def test_metrics_add_up(pair: ServerProcess) -> None:
     found = metrics(pair)
     live = pair.get("/live").json()
     assert sum(by_replica(found, "generation_tokens_total")) == live["tokens"]["generated"] > 0
@@ -103,7 +103,7 @@ def test_metrics_add_up(pair: Running) -> None:
     assert [each["state"] for each in live["replicas"]] == ["ready"] * 2 and live["model"]["max_batch_size"] == 32
 
 
-def test_the_death_of_one_is_told_to_its_own_clients_and_it_comes_back(pair: Running) -> None:
+def test_the_death_of_one_is_told_to_its_own_clients_and_it_comes_back(pair: ServerProcess) -> None:
     client = pair.client()
     streams = [iter(client.completions.create(model="demo", prompt="1+1=", stream=True, **SHORTER)) for _ in range(4)]
     for stream in streams:
@@ -129,7 +129,7 @@ def test_the_death_of_one_is_told_to_its_own_clients_and_it_comes_back(pair: Run
     assert all(new > old for new, old in zip(by_replica(metrics(pair), "generation_tokens_total"), before, strict=True))
 
 
-def test_sigterm_drains_both(pair: Running) -> None:
+def test_sigterm_drains_both(pair: ServerProcess) -> None:
     """The last test of this server."""
     client, pids = pair.client(), engines(pair)
     streams = [iter(client.completions.create(model="demo", prompt="1+1=", stream=True, **SHORTER)) for _ in range(4)]
@@ -189,38 +189,38 @@ def test_they_start_together_and_the_last_one_ends_the_server() -> None:
 def handed_in(replicas: Replicas) -> list[int]:
     """A request at each of the engines."""
     params = SamplingParams()
-    return [each.submit(Flight(replicas), np.array([1]), params, streaming=True) for each in replicas.engines]
+    return [each.submit(RequestStream(replicas), np.array([1]), params, streaming=True) for each in replicas.engines]
 
 
 def test_tokens_flow_as_long_as_somebody_waits_for_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    replicas, flow = own_engines(EngineConfig("demo"), count=2), list[bool]()
-    monkeypatch.setattr(replicas.turns, "tokens_passed", lambda more: flow.append(more))
+    replicas, flow = create_replicas(EngineConfig("demo"), count=2), list[bool]()
+    monkeypatch.setattr(replicas.admission_pacer, "on_step_tokens", lambda more: flow.append(more))
     for engine in replicas.engines:
         engine.state = "ready"
         monkeypatch.setattr(engine, "_send_bytes", lambda _: None)
     requests = handed_in(replicas)
     assert replicas.num_in_flight == 2
     for engine, request in zip(replicas.engines, requests, strict=True):
-        engine._hear(messages.Outputs(b"", b"", [messages.Said(request, b"", "length", True, "")]))
+        engine._on_message(messages.Outputs(b"", b"", [messages.EncodedResponse(request, b"", "length", True, "")]))
     assert flow == [True, False] and replicas.num_in_flight == 0
 
 
 def test_what_cannot_be_handed_to_an_engine_is_not_waited_for() -> None:
-    replicas = own_engines(EngineConfig("demo"), count=2)
+    replicas = create_replicas(EngineConfig("demo"), count=2)
     for engine in replicas.engines:
         engine.state = "ready"
-    with pytest.raises(EngineGone):
+    with pytest.raises(EngineUnavailable):
         handed_in(replicas)
-    assert replicas.num_in_flight == 0 and not replicas.engines[0].traffic.open
+    assert replicas.num_in_flight == 0 and not replicas.engines[0].request_metrics.open
 
 
 def test_the_page_sums_what_the_metrics_label() -> None:
     app, clients, clock = watched_replicas(2)
     for client in clients:
         client.state, client._stats = "ready", STATS
-    some_traffic(clients[0].traffic, clock)
-    some_traffic(clients[1].traffic, clock)
-    clients[1].traffic.submitted(5, num_prompt=7, streaming=True)
+    record_some_requests(clients[0].request_metrics, clock)
+    record_some_requests(clients[1].request_metrics, clock)
+    clients[1].request_metrics.submitted(5, num_prompt=7, streaming=True)
     clock.now += 1
     scraped, live = ask(app, "/metrics", "/live")
     found, shown = values_of(scraped.text), live.json()
@@ -238,12 +238,12 @@ def test_the_page_sums_what_the_metrics_label() -> None:
     assert labels == {"replica", "le", "finished_reason"}
 
 
-def test_a_dead_one_runs_and_holds_nothing_and_what_it_counted_stays() -> None:
+def test_a_dead_engine_keeps_its_counters_and_clears_its_gauges() -> None:
     app, engines, _ = watched_replicas(2)
     for engine in engines:
         engine.state = "ready"
-        engine._hear(messages.Stats(json.dumps(STATS), []))
-    cast(OwnEngine, engines[0])._end_life()
+        engine._on_message(messages.Stats(json.dumps(STATS), []))
+    cast(EngineSupervisor, engines[0])._on_process_exit()
     found = values_of(ask(app, "/metrics")[0].text)
     for name in ("num_requests_running", "num_requests_waiting", "num_requests_paused", "kv_cache_usage_perc"):
         dead, alive = by_replica(found, name)
@@ -257,18 +257,18 @@ def test_each_has_gpus_and_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    found = [config_of_replica(config, index, 4) for index in range(4)]
+    found = [replica_config(config, index, 4) for index in range(4)]
     assert [each.device for each in found] == ["cuda:0", "cuda:2", "cuda:4", "cuda:6"]
     assert [each.seed for each in found] == [7, 8, 9, 10]
     assert [each.torch_compile_config.dump_dir for each in found] == ["here", None, None, None]
-    assert config_of_replica(replace(config, device="cuda:4"), 1, 2).device == "cuda:6"
+    assert replica_config(replace(config, device="cuda:4"), 1, 2).device == "cuda:6"
     with pytest.raises(
         ValueError, match="=3 with tensor_parallel_size=2 needs 6 GPUs, but from cuda:4 on this machine has 4"
     ):
-        config_of_replica(replace(config, device="cuda:4"), 0, 3)
+        replica_config(replace(config, device="cuda:4"), 0, 3)
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_impossible_profile_options_are_refused() -> None:
     with pytest.raises(ValueError, match="data_parallel_size=0 must be at least 1"):
         check_server(EngineConfig("demo"), ServerConfig(data_parallel_size=0))
     with pytest.raises(ValueError, match="cannot be had with executor=ray"):

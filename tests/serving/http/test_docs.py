@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.running import Running
+from tests.serving.running import ServerProcess
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "serving.md"
@@ -19,7 +19,7 @@ SAYS = ("42", "apple fig pear", "completion_tokens=", "'sum':", "{")
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_E1_examples_of_the_guide_run(server: Running, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_E1_examples_of_the_guide_run(server: ServerProcess, number: int, capsys: pytest.CaptureFixture[str]) -> None:
     language, code = EXAMPLES[number]
     code = code.replace("http://127.0.0.1:8000", server.url)
     if language == "py":
@@ -38,6 +38,6 @@ def test_E1_every_field_is_in_the_guide() -> None:
     assert missing - {"stream_options"} == set() and "guided_*" in documented
 
 
-def test_E1_every_address_is_in_the_guide(server: Running) -> None:
+def test_E1_every_address_is_in_the_guide(server: ServerProcess) -> None:
     for path in server.get("/openapi.json").json()["paths"]:
         assert path.replace("{name}", "NAME") in TEXT, path

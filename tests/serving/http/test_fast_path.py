@@ -11,8 +11,8 @@ import httpx
 import pytest
 from fastapi import APIRouter, Request, Response
 
-from tests.serving.running import Running
-from torchweave.serving.http.fast_path import Direct
+from tests.serving.running import ServerProcess
+from torchweave.serving.http.fast_path import FastPathMiddleware
 from torchweave.serving.openai.protocol import CompletionRequest
 
 SMALL: dict[str, Any] = {"model": "demo", "prompt": "12+30=", "max_tokens": 4, "temperature": 0}
@@ -43,14 +43,14 @@ BODIES = {
 }
 
 
-def _ask(server: Running, path: str, body: str | bytes, kind: str) -> tuple[int, str, str]:
+def _ask(server: ServerProcess, path: str, body: str | bytes, kind: str) -> tuple[int, str, str]:
     answer = httpx.post(server.url + path, content=body, headers={"Content-Type": kind}, timeout=30)
     text = re.sub(r'"(id|created)":("[^"]*"|\d+)', r'"\1":0', answer.text)
     return answer.status_code, answer.headers["content-type"], text
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_both_ways_say_the_same(server: Running, name: str):
+def test_fast_path_and_fastapi_answer_alike(server: ServerProcess, name: str):
     direct = _ask(server, "/v1/completions", BODIES[name], "application/json; charset=utf-8")
     routed = _ask(server, "/v1/completions", BODIES[name], "application/vnd.api+json")  # JSON for FastAPI alone
     assert direct == routed
@@ -58,18 +58,18 @@ def test_both_ways_say_the_same(server: Running, name: str):
 
 
 @pytest.mark.parametrize("more", [{}, ONE, {"messages": []}, {"top_logprobs": 3}])
-def test_conversations_too(server: Running, more: dict[str, Any]):
+def test_conversations_too(server: ServerProcess, more: dict[str, Any]):
     body = json.dumps(TALK | more)
     direct = _ask(server, "/v1/chat/completions", body, "application/json")
     assert direct == _ask(server, "/v1/chat/completions", body, "application/vnd.api+json")
 
 
-def test_other_methods_and_kinds_are_left_to_fastapi(server: Running):
+def test_other_methods_and_kinds_are_left_to_fastapi(server: ServerProcess):
     assert httpx.get(f"{server.url}/v1/completions", timeout=30).status_code == 405
     assert _ask(server, "/v1/completions", BODIES["answer"], "text/plain")[0] == 400
 
 
-def test_they_are_counted_under_their_address(server: Running):
+def test_they_are_counted_under_their_address(server: ServerProcess):
     def count() -> float:
         lines = [line for line in server.get("/metrics").text.splitlines() if "requests_total" in line]
         return sum(float(line.split()[-1]) for line in lines if '"/v1/completions"' in line and '"200"' in line)
@@ -79,7 +79,7 @@ def test_they_are_counted_under_their_address(server: Running):
     assert count() == before + 1
 
 
-def test_what_is_meant_for_it_does_not_reach_fastapi():
+def test_fast_path_requests_bypass_fastapi():
     """Else both ways would be one, and the comparisons above would say nothing."""
     router, reached = APIRouter(), list[str]()
 
@@ -103,7 +103,7 @@ def test_what_is_meant_for_it_does_not_reach_fastapi():
 
         headers = [(b"content-type", b"application/json")]
         asyncio.run(
-            Direct(fastapi, [router])(
+            FastPathMiddleware(fastapi, [router])(
                 {"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send
             )
         )

@@ -23,10 +23,10 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.serving.http.malformed import attack
-from tests.serving.running import Running
+from tests.serving.running import ServerProcess
 from tests.serving.watched import watched
 from torchweave.engine.request import SamplingParams
-from torchweave.serving.engine_client.request_stream import Flight
+from torchweave.serving.engine_client.request_stream import RequestStream
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 SCHEMA = schemathesis.openapi.from_dict(watched()[0].openapi())
@@ -51,7 +51,7 @@ def conform(name: str, url: str, examples: int) -> Counter[int]:
 
 
 @pytest.mark.parametrize("name", sorted(OPERATIONS))
-def test_E_answers_are_those_of_the_document(name: str, server: Running):
+def test_E_answers_are_those_of_the_document(name: str, server: ServerProcess):
     statuses = conform(name, server.url, examples=12)
     assert sum(statuses.values()) >= 1 and 422 not in statuses
 
@@ -64,11 +64,11 @@ def test_E_what_cannot_be_sent_leaves_nothing_behind(field: dict[str, Any]):
     _, client, _ = watched(state="ready")
     salt, priority = field.pop("cache_salt", ""), field.pop("priority", 0)
     with pytest.raises(ValueError, match="surrogate pair, or a number"):
-        Flight(client).submit(np.array([5], np.int32), SamplingParams(**field), True, priority, salt)
-    assert client.num_in_flight == 0 and not client.traffic.open
+        RequestStream(client).submit(np.array([5], np.int32), SamplingParams(**field), True, priority, salt)
+    assert client.num_in_flight == 0 and not client.request_metrics.open
 
 
-def test_E_malformed_requests_cost_nothing(server: Running):
+def test_E_malformed_requests_cost_nothing(server: ServerProcess):
     found = asyncio.run(attack(server.url, count=120, seed=3))
     assert not found.faults, "\n".join(found.faults[:3])
     assert len(found.kinds) == 8 and found.statuses[400] > 20

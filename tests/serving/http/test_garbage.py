@@ -14,10 +14,10 @@ import pytest
 
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.models.resolve import resolve
-from torchweave.serving.engine_client.client import EngineClient, Side
+from torchweave.serving.engine_client.client import EngineClient, FrontendContext
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.http.app import create_app
-from torchweave.serving.http.listener import Uvicorn, listen
+from torchweave.serving.http.listener import UvicornServer, listen
 from torchweave.serving.ipc import messages
 
 TOKENS = np.arange(30, 32, dtype=np.int32)
@@ -39,7 +39,7 @@ class Parrot(EngineClient):
         request = messages.decode_to_engine(message)
         if isinstance(request, messages.Submit):
             ids = np.array([request.id], np.uint64).tobytes()
-            last = messages.Said(request.id, TOKENS[1:].tobytes(), "length", True, "")
+            last = messages.EncodedResponse(request.id, TOKENS[1:].tobytes(), "length", True, "")
             for at, said in enumerate(
                 (
                     messages.Accepted(request.id),
@@ -47,7 +47,7 @@ class Parrot(EngineClient):
                     messages.Outputs(b"", b"", [last]),
                 )
             ):
-                asyncio.get_running_loop().call_later(0.01 * at, self._hear, said)
+                asyncio.get_running_loop().call_later(0.01 * at, self._on_message, said)
 
 
 async def ask(
@@ -65,12 +65,14 @@ async def ask(
 
 async def garbage_of(path: str, body: dict[str, Any] | None) -> tuple[set[bytes], Counter[str]]:
     """What three requests were answered with, and the types of what only the collector of cycles finds of them."""
-    side = Side()
+    frontend_context = FrontendContext()
     app = create_app(
-        Replicas(EngineConfig(model="demo"), [Parrot(messages.Place(), side)], side), ServerConfig(), wait=True
+        Replicas(EngineConfig(model="demo"), [Parrot(messages.ReplicaInfo(), frontend_context)], frontend_context),
+        ServerConfig(),
+        wait=True,
     )
     door = listen("127.0.0.1", 0)
-    uvicorn = Uvicorn(app)
+    uvicorn = UvicornServer(app)
     serving = asyncio.create_task(uvicorn.serve(sockets=[door]))
     await uvicorn.listening.wait()
     reader, writer = await asyncio.open_connection(*door.getsockname())
@@ -110,7 +112,7 @@ CHAT = {"messages": [{"role": "user", "content": "12+30="}], "max_tokens": 2}
         ("/health", None, 200),
     ],
 )
-def test_nothing_of_a_request_waits_for_the_collector(path: str, body: dict[str, Any] | None, status: int) -> None:
+def test_a_finished_request_leaves_no_reference_cycles(path: str, body: dict[str, Any] | None, status: int) -> None:
     statuses, found = asyncio.run(garbage_of(path, body))
     assert {int(line.split()[1]) for line in statuses} == {status}
     assert found == Counter()

@@ -15,7 +15,7 @@ import pytest
 
 from tests.serving.running import free_port
 from torchweave.serving.http import listener as listening
-from torchweave.serving.http.listener import Uvicorn, join, listen
+from torchweave.serving.http.listener import UvicornServer, join, listen
 
 # -- the address -------------------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ def answers(sent: bytes, size: int) -> bytes:
     """All that a server says on one connection until it closes it, when it is sent so much at a time."""
 
     async def ask() -> bytes:
-        uvicorn = Uvicorn(echo)
+        uvicorn = UvicornServer(echo)
         with listen("127.0.0.1", 0) as door:
             serving = asyncio.create_task(uvicorn.serve(sockets=[door]))
             await uvicorn.listening.wait()
@@ -143,9 +143,7 @@ def answers(sent: bytes, size: int) -> bytes:
 
 @pytest.mark.parametrize("size", [1, 100, 10_000])
 @pytest.mark.parametrize("body", [BODY, CHUNKS])
-def test_an_offer_is_ignored_and_the_connection_goes_on(
-    body: bytes, size: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_upgrade_offer_is_ignored(body: bytes, size: int, capfd: pytest.CaptureFixture[str]) -> None:
     offers = [b"POST /%d HTTP/1.1\r\nHost: x\r\n" % number + OFFER + body for number in range(2)]
     plain = b"POST /plain HTTP/1.1\r\nHost: x\r\n" + body
     socket_offer = b"GET /socket HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"

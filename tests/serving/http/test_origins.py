@@ -10,7 +10,7 @@ import pytest
 from tests.serving.watched import asking
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.config.validate import check_server
-from torchweave.serving.engine_client.engine_supervisor import own_engines
+from torchweave.serving.engine_client.engine_supervisor import create_replicas
 from torchweave.serving.http.app import create_app
 
 PAGE, OTHER = "https://chat.example.com", "https://other.example.com"
@@ -20,7 +20,7 @@ ALLOWED = "access-control-allow-origin"
 def ask(method: str, path: str, origin: str, *allowed: str) -> httpx.Response:
     """As a browser does for a script of a page at `origin`; a preflight, where the method is OPTIONS."""
     settings = ServerConfig(allowed_origins=allowed, api_key=("sesame",))
-    app = create_app(own_engines(EngineConfig(model="demo")), settings)
+    app = create_app(create_replicas(EngineConfig(model="demo")), settings)
     headers = {"Origin": origin}
     if method == "OPTIONS":
         asked = {"Method": "POST", "Headers": "authorization,content-type,x-stainless-lang"}

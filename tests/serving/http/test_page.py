@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.serving.http.browser import CHROMIUM, Page, browsing
-from tests.serving.running import Running
+from tests.serving.running import ServerProcess
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 
 
 @pytest.fixture(scope="module")
-def page(server: Running) -> Iterator[Page]:
+def page(server: ServerProcess) -> Iterator[Page]:
     with browsing() as tab:
         yield tab
 
@@ -24,7 +24,7 @@ def text(page: Page, name: str) -> str:
     return page.run(f"document.getElementById('{name}').textContent")
 
 
-def test_E_the_page_shows_an_answer(server: Running, page: Page) -> None:
+def test_E_the_page_shows_an_answer(server: ServerProcess, page: Page) -> None:
     page.go(server.url)
     page.until("document.getElementById('state').textContent === 'ready'")
     assert text(page, "name") == "demo" and "2.2 M parameters · float32 on cpu" in text(page, "about")
@@ -37,7 +37,7 @@ def test_E_the_page_shows_an_answer(server: Running, page: Page) -> None:
     page.run("document.querySelector('[value=completion]').click()")
 
 
-def test_E_the_page_shows_what_ran(server: Running, page: Page) -> None:
+def test_E_the_page_shows_what_ran(server: ServerProcess, page: Page) -> None:
     server.client().completions.create(model="demo", prompt=[5] * 33, max_tokens=21, extra_body={"ignore_eos": True})
     cells = "[...document.querySelector('#requests tr')?.children ?? []].map(cell => cell.textContent)"
     # Requests of earlier tests stand there until the page has asked again.
@@ -49,7 +49,7 @@ def test_E_the_page_shows_what_ran(server: Running, page: Page) -> None:
     page.until("document.querySelector('#chart-steps .line.a').getAttribute('d') !== ''")
 
 
-def test_E_the_page_fits_a_phone_and_has_a_dark_side(page: Page, server: Running) -> None:
+def test_E_the_page_fits_a_phone_and_has_a_dark_side(page: Page, server: ServerProcess) -> None:
     for width in (360, 390, 768, 1280):
         page.size(width, 800)
         time.sleep(0.1)
@@ -88,7 +88,7 @@ def test_E_the_page_tells_of_faults(page: Page) -> None:
     assert "max_model_len" in text(page, "answer")
 
 
-def test_E_the_page_asks_nobody_else(server: Running, page: Page) -> None:
+def test_E_the_page_asks_nobody_else(server: ServerProcess, page: Page) -> None:
     assert page.requested and all(url.startswith((server.url, "data:")) for url in page.requested)
     assert not page.faults, page.faults
 

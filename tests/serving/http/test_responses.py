@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from torchweave.serving.http.errors import ApiError
-from torchweave.serving.http.responses import EventStream, answer_whole
+from torchweave.serving.http.responses import EventStream, full_response
 from torchweave.serving.http.sse import event
-from torchweave.serving.openai.generation import Delta, Run
-from torchweave.serving.openai.response_builders import ChatReply, CompletionReply
+from torchweave.serving.openai.generation import AnswerStream, Delta
+from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
 
 
 class SlowRun:
@@ -27,7 +27,7 @@ class SlowRun:
         self.began = True
         return [Delta(0, "a", [1], None, [])]
 
-    async def whole(self) -> list[Delta]:
+    async def full(self) -> list[Delta]:
         return [*await self.next(), *await self.next()]
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class PlainReply:
     def last_chunk(self) -> dict[str, Any]:
         return {"last": True}
 
-    def whole(self, answers: list[Delta]) -> dict[str, Any]:
+    def full(self, answers: list[Delta]) -> dict[str, Any]:
         return {"texts": [answer.text for answer in answers]}
 
 
@@ -63,7 +63,7 @@ def stream(run: SlowRun, seconds: float, receive: Any) -> list[str]:
         sent.append(message.get("body", b""))
 
     async def go() -> None:
-        await EventStream(cast(Run, run), PlainReply(), seconds, with_usage=True)(
+        await EventStream(cast(AnswerStream, run), PlainReply(), seconds, with_usage=True)(
             {"type": "http"}, receive, cast(Any, send)
         )
 
@@ -74,7 +74,7 @@ def stream(run: SlowRun, seconds: float, receive: Any) -> list[str]:
 def test_E1_an_answer_that_takes_too_long_is_504() -> None:
     run = SlowRun()
     with pytest.raises(ApiError, match=r"longer than the 0\.1 seconds") as refused:
-        asyncio.run(answer_whole(cast(Run, run), PlainReply(), stays, 0.1))
+        asyncio.run(full_response(cast(AnswerStream, run), PlainReply(), stays, 0.1))
     assert refused.value.status == 504 and run.closed
     assert refused.value.body["error"]["type"] == "server_error"
 
@@ -94,7 +94,7 @@ def test_E1_a_stream_that_takes_too_long_ends_though_nobody_reads_it() -> None:
             await asyncio.Event().wait()
 
     async def go() -> None:
-        reply = EventStream(cast(Run, run), PlainReply(), 0.05, with_usage=False)
+        reply = EventStream(cast(AnswerStream, run), PlainReply(), 0.05, with_usage=False)
         sending = asyncio.create_task(reply({"type": "http"}, stays, cast(Any, send)))
         await asyncio.sleep(0.2)
         assert run.closed and not sending.done()
@@ -103,17 +103,19 @@ def test_E1_a_stream_that_takes_too_long_ends_though_nobody_reads_it() -> None:
     asyncio.run(go())
 
 
-def test_E1_who_leaves_ends_the_run() -> None:
+def test_E1_a_disconnected_client_cancels_its_requests() -> None:
     run = SlowRun()
     assert stream(run, 0, leaves) == ['{"text":"a"}'] and run.closed
     run = SlowRun()
-    assert asyncio.run(answer_whole(cast(Run, run), PlainReply(), leaves, 0)).status_code == 499 and run.closed
+    assert (
+        asyncio.run(full_response(cast(AnswerStream, run), PlainReply(), leaves, 0)).status_code == 499 and run.closed
+    )
 
 
 def test_E1_events_with_text_alone_are_like_all_others() -> None:
     """They are written once with a gap for the text, which may hold anything."""
-    run = cast(Run, SlowRun())
-    completion = CompletionReply(
+    run = cast(AnswerStream, SlowRun())
+    completion = CompletionResponseBuilder(
         run,
         "1",
         "a \0 model",
@@ -122,23 +124,23 @@ def test_E1_events_with_text_alone_are_like_all_others() -> None:
         echoes=None,
         echoes_special=False,
         skip_special_tokens=True,
-        scores=False,
+        with_prompt_logprobs=False,
         num_drawn=2,
         num_kept=2,
-        counts=False,
+        continuous_usage=False,
     )
-    chat = ChatReply(
+    chat = ChatResponseBuilder(
         run,
         "1",
         "m",
         None,
         num_top=None,
-        scores=False,
+        with_prompt_logprobs=False,
         parser=None,
         first_call_only=False,
         calls_end=False,
         new_id=str,
-        counts=False,
+        continuous_usage=False,
     )
     for reply in (completion, chat):
         for index in (0, 1):

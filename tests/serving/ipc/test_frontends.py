@@ -27,7 +27,7 @@ from tests.serving.metrics.test_metrics import values_of
 from tests.serving.running import (
     LONG,
     SHORTER,
-    Running,
+    ServerProcess,
     free_port,
     read_while_killed,
     serve_command,
@@ -38,35 +38,35 @@ from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.config.validate import check_server
 from torchweave.engine.request import Output
 from torchweave.engine.responses import NO_TOKENS, Response, Responses
-from torchweave.serving.engine_client.engine_supervisor import own_engines
-from torchweave.serving.engine_client.request_metrics import Traffic
-from torchweave.serving.http.listener import processes_for
+from torchweave.serving.engine_client.engine_supervisor import create_replicas
+from torchweave.serving.engine_client.request_metrics import RequestMetrics
+from torchweave.serving.http.listener import num_http_processes
 from torchweave.serving.ipc import messages
-from torchweave.serving.ipc.shared_load import Ledger
+from torchweave.serving.ipc.shared_load import SharedLoad
 from torchweave.serving.service import Service
 
 SEVERAL = ("--api_server_count", "3")
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Running]:
+def three() -> Iterator[ServerProcess]:
     with serving(*SEVERAL, "--max_batch_size", "4", "--max_waiting_requests", "12", "--restart_engine") as running:
         yield running
 
 
-def answer(running: Running, prompt: str, **options: Any) -> str:
+def answer(running: ServerProcess, prompt: str, **options: Any) -> str:
     """On a connection of its own."""
     options = {"max_tokens": 8, "temperature": 0} | options
     with running.client().with_options(max_retries=8) as client:
         return client.completions.create(model="demo", prompt=prompt, **options).choices[0].text
 
 
-def recent(running: Running) -> set[int]:
+def recent(running: ServerProcess) -> set[int]:
     """The requests that the page shows; modulo 3, the HTTP processes by which they came in."""
     return {each["id"] for each in running.get("/live").json()["recent"]}
 
 
-def streams(running: Running, count: int) -> list[Any]:
+def streams(running: ServerProcess, count: int) -> list[Any]:
     """Long answers that have begun, each on a connection of its own."""
     found = [
         iter(running.client().completions.create(model="demo", prompt="1+1=", stream=True, **SHORTER))
@@ -80,7 +80,7 @@ def streams(running: Running, count: int) -> list[Any]:
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def test_all_of_them_answer_and_what_one_counts_all_count(server: Running, three: Running) -> None:
+def test_all_frontends_answer_and_metrics_are_summed(server: ServerProcess, three: ServerProcess) -> None:
     prompts = [f"{left}+{right}=" for left in range(11, 16) for right in range(20, 26)]
     before = values_of(three.get("/metrics").text)
     with ThreadPoolExecutor(4) as pool:
@@ -118,7 +118,7 @@ EVERYTHING: list[tuple[str, str, bytes | None]] = [
 
 
 @pytest.mark.parametrize(("method", "path", "body"), EVERYTHING)
-def test_whomever_one_asks_the_answer_is_the_same(three: Running, method: str, path: str, body: bytes | None) -> None:
+def test_every_frontend_answers_alike(three: ServerProcess, method: str, path: str, body: bytes | None) -> None:
     def seen() -> tuple[int, dict[str, str], bytes]:
         headers = {"X-Request-Id": "mine"} | ({} if body is None else {"Content-Type": "application/json"})
         found = httpx.request(method, three.url + path, content=body, headers=headers, timeout=30)
@@ -131,7 +131,7 @@ def test_whomever_one_asks_the_answer_is_the_same(three: Running, method: str, p
     assert method != "HEAD" or (answers[0][0], answers[0][2]) == (200, b"")
 
 
-def test_a_body_that_only_the_first_one_understands_is_streamed_by_it(three: Running) -> None:
+def test_a_body_that_only_the_first_one_understands_is_streamed_by_it(three: ServerProcess) -> None:
     body = (
         b'{"model": "demo", "prompt": "1+1=", "stream": true, "temperature": 0, "max_tokens": 40, "ignore_eos": true}'
     )
@@ -141,7 +141,7 @@ def test_a_body_that_only_the_first_one_understands_is_streamed_by_it(three: Run
         assert found.status_code == 200 and found.text.endswith("data: [DONE]\n\n"), found.text
 
 
-def test_malformed_requests_harm_nobody(three: Running) -> None:
+def test_malformed_requests_harm_nobody(three: ServerProcess) -> None:
     found = asyncio.run(attack(three.url, 150, 7))
     assert not found.faults and found.statuses[400] > 20, found
 
@@ -149,7 +149,7 @@ def test_malformed_requests_harm_nobody(three: Running) -> None:
 # -- limits, and clients that leave ------------------------------------------------------------------------------------
 
 
-def test_the_queue_is_that_of_all(three: Running) -> None:
+def test_the_queue_is_that_of_all(three: ServerProcess) -> None:
     """Four run and twelve wait, whoever was asked."""
     answering = [three.client().completions.create(model="demo", prompt="1+1=", stream=True, **LONG) for _ in range(16)]
     try:
@@ -163,12 +163,12 @@ def test_the_queue_is_that_of_all(three: Running) -> None:
     assert answer(three, "12+30=") == "42"
 
 
-def is_empty(running: Running) -> bool:
+def is_empty(running: ServerProcess) -> bool:
     stats, live = running.get("/statistics").json(), running.get("/live").json()
     return stats["Used KV cache blocks"] == 0 == stats["numRunningRequests"] == live["requests"]["open"]
 
 
-def test_none_of_them_loads_torch(three: Running) -> None:
+def test_none_of_them_loads_torch(three: ServerProcess) -> None:
     answer(three, "20+22=")
     pids = three.pids("tw-http-")
     assert len(pids) == 2
@@ -178,7 +178,7 @@ def test_none_of_them_loads_torch(three: Running) -> None:
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_death_of_the_engine_is_told_by_all_and_it_comes_back(three: Running) -> None:
+def test_the_death_of_the_engine_is_told_by_all_and_it_comes_back(three: ServerProcess) -> None:
     ends = read_while_killed(streams(three, 4), three.engine_pid())
     assert {why for why, _ in ends} == {"The engine process ended unexpectedly."}
     assert max(seconds for _, seconds in ends) < 2
@@ -195,7 +195,7 @@ def test_the_death_of_the_engine_is_told_by_all_and_it_comes_back(three: Running
     assert wait_until(all_answer, 60), able
 
 
-def test_sigterm_drains_all(three: Running) -> None:
+def test_sigterm_drains_all(three: ServerProcess) -> None:
     """The last test of this server."""
     pids = [*three.pids("tw-http-"), three.engine_pid()]
     answering = streams(three, 4)
@@ -211,20 +211,20 @@ def test_sigterm_drains_all(three: Running) -> None:
 
 
 @contextmanager
-def starting(*options: str) -> Iterator[Running]:
+def starting(*options: str) -> Iterator[ServerProcess]:
     """A server as it starts, and what it says on both streams."""
     port = free_port()
     command = serve_command("demo", *SEVERAL, "--port", str(port), *options)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        yield Running(f"http://127.0.0.1:{port}", process)
+        yield ServerProcess(f"http://127.0.0.1:{port}", process)
     finally:
         process.kill()
         process.communicate()
 
 
 @contextmanager
-def started(*options: str) -> Iterator[Running]:
+def started(*options: str) -> Iterator[ServerProcess]:
     with starting(*options) as running:
         assert running.process.stdout is not None and " serves " in running.process.stdout.readline()
         yield running
@@ -317,18 +317,18 @@ def test_an_address_is_not_shared_with_another_server() -> None:
 # -- in one process ----------------------------------------------------------------------------------------------------
 
 
-def test_the_ledger_sums_what_each_has_in_flight() -> None:
-    ledger = Ledger(engines=2, frontends=3)
-    ledger.write(1, 0, requests=4, unread=100)
-    ledger.write(1, 2, requests=5, unread=20)
-    ledger.write(0, 2, requests=7, unread=1)
-    assert [ledger.requests(each) for each in (0, 1)] == [7, 9] and ledger.unread(1) == 120
-    ledger.write(1, 2, requests=0, unread=0)
-    assert ledger.requests(1) == 4
+def test_shared_load_sums_over_http_processes() -> None:
+    shared_load = SharedLoad(engines=2, frontends=3)
+    shared_load.write(1, 0, requests=4, pending_prefill_tokens=100)
+    shared_load.write(1, 2, requests=5, pending_prefill_tokens=20)
+    shared_load.write(0, 2, requests=7, pending_prefill_tokens=1)
+    assert [shared_load.requests(each) for each in (0, 1)] == [7, 9] and shared_load.pending_prefill_tokens(1) == 120
+    shared_load.write(1, 2, requests=0, pending_prefill_tokens=0)
+    assert shared_load.requests(1) == 4
 
 
-def test_what_the_engine_says_goes_to_whom_it_is_for() -> None:
-    place = messages.Place(index=1, count=2, frontends=3)
+def test_engine_messages_reach_the_frontend_of_their_request() -> None:
+    place = messages.ReplicaInfo(index=1, count=2, frontends=3)
     firsts = [list(islice(place.ids(frontend), 3)) for frontend in range(3)]
     assert firsts == [[1, 7, 13], [3, 9, 15], [5, 11, 17]]
 
@@ -346,7 +346,7 @@ def test_what_the_engine_says_goes_to_whom_it_is_for() -> None:
     assert list(found[0].responses()) == [] and [each.id for each in found[2].responses()] == [11]
     assert said(Responses()) == {}
     assert {who: said.id for who, said in said(messages.Accepted(9, "no")).items()} == {1: 9}
-    moves = said(messages.Moved([(1, "started"), (17, "paused"), (5, "answering")]))
+    moves = said(messages.RequestStateChanges([(1, "started"), (17, "paused"), (5, "answering")]))
     assert {who: each.moves for who, each in moves.items()} == {
         0: [(1, "started")],
         2: [(17, "paused"), (5, "answering")],
@@ -355,28 +355,28 @@ def test_what_the_engine_says_goes_to_whom_it_is_for() -> None:
 
 
 def test_when_to_ask_again_is_by_the_answers_of_all() -> None:
-    service = Service(own_engines(EngineConfig("demo"), frontends=3), ServerConfig())
+    service = Service(create_replicas(EngineConfig("demo"), frontends=3), ServerConfig())
     now = time.monotonic()
-    service._finished.extend(now - 20 + each for each in range(21))
+    service._finish_times.extend(now - 20 + each for each in range(21))
     assert service._retry_after(30) == 10, "three of them give an answer a second each"
 
 
 def test_traffic_can_be_told() -> None:
-    traffic = Traffic()
-    traffic.submitted(3, num_prompt=10, streaming=True)
-    traffic.answered(3, 1, None)
-    told: Traffic = pickle.loads(pickle.dumps(traffic))
+    request_metrics = RequestMetrics()
+    request_metrics.submitted(3, num_prompt=10, streaming=True)
+    request_metrics.response_received(3, 1, None)
+    told: RequestMetrics = pickle.loads(pickle.dumps(request_metrics))
     assert told.counts.generation_tokens == 1 and told.open[3].state == "answering"
-    assert told.counts.first_token.count == 1 and told.clock() == pytest.approx(traffic.clock(), abs=1)
+    assert told.counts.first_token.count == 1 and told.clock() == pytest.approx(request_metrics.clock(), abs=1)
 
 
 def test_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, count in ((1, 1), (2, 1), (8, 2), (16, 4), (128, 4)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        assert processes_for(None) == count and processes_for(3) == 3
+        assert num_http_processes(None) == count and num_http_processes(3) == 3
     monkeypatch.setattr("sys.platform", "darwin")
-    assert processes_for(None) == 1
+    assert num_http_processes(None) == 1
     with pytest.raises(ValueError, match="api_server_count=3 can be had on Linux only"):
-        processes_for(3)
+        num_http_processes(3)
     with pytest.raises(ValueError, match="api_server_count=0 must be from 1 to 64"):
         check_server(EngineConfig("demo"), ServerConfig(api_server_count=0))

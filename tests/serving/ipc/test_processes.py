@@ -15,7 +15,7 @@ from tests.serving.running import serving, wait_until
 from torchweave.config.options import EngineConfig
 from torchweave.serving.engine_client import engine_supervisor as own_engine
 from torchweave.serving.ipc import messages
-from torchweave.serving.ipc.processes import spawn, vital
+from torchweave.serving.ipc.processes import critical_task, spawn
 
 
 def end_a_child() -> None:
@@ -38,7 +38,7 @@ def fail_behind() -> None:
         raise RuntimeError("nobody awaits this")
 
     async def wait() -> None:
-        task = vital(fail())
+        task = critical_task(fail())
         await asyncio.sleep(60)
         await task
 
@@ -53,7 +53,7 @@ def test_what_they_start_can_be_ended(number: int) -> None:
     assert process.exitcode == 0
 
 
-def test_a_fault_that_nobody_awaits_ends_one_and_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_critical_task_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
     process = spawn(fail_behind, name="tw-test")
     process.join(30)
     assert process.exitcode == 1
@@ -100,7 +100,7 @@ def test_an_engine_ends_with_its_server_while_it_still_imports(monkeypatch: pyte
         assert folder == str(tmp_path)
         raise SystemExit
 
-    monkeypatch.setattr(own_engine, "follow_parent", gone)
-    monkeypatch.setattr(own_engine, "waiting_ranks", lambda *_: pytest.fail("ranks were started first"))
+    monkeypatch.setattr(own_engine, "exit_with_parent", gone)
+    monkeypatch.setattr(own_engine, "prestart_workers", lambda *_: pytest.fail("ranks were started first"))
     with pytest.raises(SystemExit):
-        own_engine._run_engine(EngineConfig(model="demo"), messages.Addresses(str(tmp_path)), messages.Place())
+        own_engine._run_engine(EngineConfig(model="demo"), messages.Addresses(str(tmp_path)), messages.ReplicaInfo())

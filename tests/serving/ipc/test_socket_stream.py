@@ -52,7 +52,7 @@ def test_messages_arrive_whole_and_in_order_of_any_size(path: str) -> None:
     assert asyncio.run(hear()) == said
 
 
-def test_who_sends_does_not_wait_for_who_reads(path: str) -> None:
+def test_send_never_blocks_on_a_slow_reader(path: str) -> None:
     said = messages(200, 200_000)
 
     async def run() -> list[bytes]:
@@ -103,7 +103,7 @@ def test_messages_of_several_threads_are_not_mixed_up(path: str) -> None:
         assert lengths == [index * 37 % 5000 + 1 for index in range(200)]
 
 
-def test_what_nobody_understands_ends_the_reading(path: str) -> None:
+def test_an_undecodable_message_ends_the_reader(path: str) -> None:
     def hear(message: bytes) -> None:
         if message == b"bad":
             raise ValueError("no such message")
@@ -122,7 +122,7 @@ def test_what_nobody_understands_ends_the_reading(path: str) -> None:
     asyncio.run(run())
 
 
-def test_who_finds_no_reader_closes_all_the_same(path: str) -> None:
+def test_sender_closes_without_a_reader(path: str) -> None:
     sender = Sender(path)
     sender.send(b"in vain")
     begin = time.monotonic()

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
-from torchweave.serving.metrics.counters import FIRST_TOKEN_SECONDS, Distribution, History, Percentiles, percentile
+from torchweave.serving.metrics.counters import FIRST_TOKEN_SECONDS, BucketHistogram, History, Percentiles, percentile
 
 
 def test_a_distribution_counts_as_prometheus_does():
     values = np.random.default_rng(0).lognormal(-3, 3, size=500)
     theirs = Histogram("a", "b", buckets=FIRST_TOKEN_SECONDS, registry=CollectorRegistry())
-    ours = Distribution(FIRST_TOKEN_SECONDS, keep=10)
+    ours = BucketHistogram(FIRST_TOKEN_SECONDS, num_recent=10)
     for value in [*values.tolist(), *FIRST_TOKEN_SECONDS]:  # the bounds too: they belong to their own bucket
         theirs.observe(value)
         ours.observe(value)

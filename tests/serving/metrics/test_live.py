@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.watched import STATS, asking, some_traffic, watched
+from tests.serving.watched import STATS, asking, record_some_requests, watched
 from torchweave.serving.engine_client.request_metrics import HISTORY_SECONDS
 from torchweave.serving.http.routes.live import page
 
@@ -54,7 +54,7 @@ def test_E_live_has_all_that_the_page_reads(ready: bool):
     app, client, clock = watched(state="ready" if ready else "starting")
     if ready:
         client._stats, client.explanation = STATS, EXPLANATION
-        some_traffic(client.traffic, clock)
+        record_some_requests(client.request_metrics, clock)
     found, read = live(app), fields_that_the_page_reads()
     assert len(read) > 40
     optional = set() if ready else {name for name in read if name.startswith("model.")}  # not known before
@@ -71,7 +71,7 @@ def test_E_live_has_all_that_the_page_reads(ready: bool):
 def test_live_tells_what_happened():
     app, client, clock = watched(state="ready", explanation=EXPLANATION)
     client._stats = STATS
-    some_traffic(client.traffic, clock)
+    record_some_requests(client.request_metrics, clock)
     clock.now += 1.0
     found = live(app)
     assert found["requests"] == {
@@ -95,9 +95,9 @@ def test_live_tells_what_happened():
 
 def test_F_live_shows_how_far_the_start_is():
     app, client, _ = watched(state="starting")
-    client._note(0.5, "progress", {"title": "building pieces", "done": 1, "total": 3, "note": "0814"})
-    client._note(0.7, "stage", {"name": "weights", "seconds": 0.7})
-    client._note(0.8, "progress", {"title": "weights", "done": 3, "total": 3, "note": ""})
+    client._record_event(0.5, "progress", {"title": "building pieces", "done": 1, "total": 3, "note": "0814"})
+    client._record_event(0.7, "stage", {"name": "weights", "seconds": 0.7})
+    client._record_event(0.8, "progress", {"title": "weights", "done": 3, "total": 3, "note": ""})
     found = live(app)
     assert found["state"] == "starting"
     assert found["startup"] == {
@@ -132,7 +132,7 @@ def test_those_who_ask_at_once_get_the_same():
     app, _, clock = watched()
     service, made = counted(app.state.live)
 
-    async def look() -> None:
+    async def poll_metrics() -> None:
         await asyncio.sleep(0.01)
 
     async def ask() -> list[bytes]:
@@ -141,7 +141,7 @@ def test_those_who_ask_at_once_get_the_same():
         impatient.cancel()
         return await asyncio.gather(*(service.text() for _ in range(20)))
 
-    service._look = look
+    service._poll_metrics = poll_metrics
     assert len(set(asyncio.run(ask()))) == 1 == len(made)
     clock.now += 1
     assert asyncio.run(service.text()) and len(made) == 2

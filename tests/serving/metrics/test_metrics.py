@@ -10,10 +10,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families as families
 
-from tests.serving.running import Running, wait_until
-from tests.serving.watched import STATS, asking, some_traffic, watched
+from tests.serving.running import ServerProcess, wait_until
+from tests.serving.watched import STATS, asking, record_some_requests, watched
 from torchweave.config.options import EngineConfig, ServerConfig
-from torchweave.serving.engine_client.engine_supervisor import own_engines
+from torchweave.serving.engine_client.engine_supervisor import create_replicas
 from torchweave.serving.http.app import create_app
 from torchweave.serving.metrics.counters import FIRST_TOKEN_SECONDS
 
@@ -61,7 +61,7 @@ def get(path: str, app, **headers: str):
 def test_E1_metrics_have_vllms_meanings():
     app, client, clock = watched(state="ready")
     client._stats = STATS
-    some_traffic(client.traffic, clock)
+    record_some_requests(client.request_metrics, clock)
     answer = get("/metrics", app)
     assert answer.headers["content-type"].startswith("text/plain")
     kinds = {family.name.removeprefix("torchweave_"): family.type for family in families(answer.text)}
@@ -89,7 +89,7 @@ def test_E1_metrics_have_vllms_meanings():
 
 def test_reasons_and_buckets():
     app, client, clock = watched()
-    some_traffic(client.traffic, clock)
+    record_some_requests(client.request_metrics, clock)
     found = values_of(get("/metrics", app).text)
     assert reasons_of(found) == {"stop": 1, "length": 1, "cancelled": 1, "error": 0}
     buckets = {
@@ -104,14 +104,14 @@ def test_reasons_and_buckets():
 def test_an_answer_that_a_stop_string_ended_counts_as_stop():
     """The engine knows no text: it says what it did with the request."""
     _, client, _ = watched()
-    traffic, told = client.traffic, ("cancelled", "length", "error", "cancelled")
+    request_metrics, told = client.request_metrics, ("cancelled", "length", "error", "cancelled")
     for number in range(4):
-        traffic.submitted(number, num_prompt=5, streaming=True)
-    traffic.completed([0, 1, 2, 9])
+        request_metrics.submitted(number, num_prompt=5, streaming=True)
+    request_metrics.stopped_by_string([0, 1, 2, 9])
     for number, reason in enumerate(told):
-        traffic.answered(number, 1, reason)
-    assert traffic.counts.reasons == {"stop": 2, "length": 0, "cancelled": 1, "error": 1}
-    assert [record.reason for record in traffic.recent] == ["cancelled", "error", "stop", "stop"]
+        request_metrics.response_received(number, 1, reason)
+    assert request_metrics.counts.reasons == {"stop": 2, "length": 0, "cancelled": 1, "error": 1}
+    assert [record.reason for record in request_metrics.recent] == ["cancelled", "error", "stop", "stop"]
 
 
 def test_http_requests_are_counted_by_route_and_status():
@@ -128,9 +128,9 @@ def test_http_requests_are_counted_by_route_and_status():
     }  # fmt: skip
 
 
-def test_what_the_guard_refuses_is_counted_by_the_route_that_was_asked_for():
+def test_requests_refused_by_middleware_are_counted_by_route():
     settings = ServerConfig(api_key=("sesame",), max_body_bytes=10)
-    app = create_app(own_engines(EngineConfig(model="demo")), settings)
+    app = create_app(create_replicas(EngineConfig(model="demo")), settings)
     for path in ("/metrics", "/v1/models/demo", "/tokenize", "/nowhere/1", "/nowhere/2", "/docs"):
         get(path, app)
 
@@ -147,14 +147,14 @@ def test_what_the_guard_refuses_is_counted_by_the_route_that_was_asked_for():
 
 def test_two_servers_count_apart():
     (first, one, clock), (second, _, _) = watched(), watched()
-    some_traffic(one.traffic, clock)
+    record_some_requests(one.request_metrics, clock)
     assert values_of(get("/metrics", first).text)["generation_tokens_total", ()] == 13
     assert values_of(get("/metrics", second).text)["generation_tokens_total", ()] == 0
 
 
 def test_open_metrics_too():
     app, client, clock = watched()
-    some_traffic(client.traffic, clock)
+    record_some_requests(client.request_metrics, clock)
     answer = get("/metrics", app, accept="application/openmetrics-text; version=1.0.0")
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     assert {family.name for family in open_metrics(answer.text)} == {
@@ -167,7 +167,7 @@ STOP_STRING = {"max_tokens": 400, "ignore_eos": True, "stop": ["2"]}
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ends", [STOP_STRING, {"guided_regex": "[0-9]{3}"}], ids=["stop string", "form"])
-def test_metrics_count_the_reasons_that_clients_are_told(server: Running, ends: dict[str, object], stream: bool):
+def test_metrics_count_the_reasons_that_clients_are_told(server: ServerProcess, ends: dict[str, object], stream: bool):
     def ended() -> dict[str, float]:
         return reasons_of(values_of(server.get("/metrics").text))
 
@@ -179,7 +179,7 @@ def test_metrics_count_the_reasons_that_clients_are_told(server: Running, ends: 
     assert ended() == before | {"stop": before["stop"] + 3}
 
 
-def test_E1_metrics_count_what_was_asked(server: Running):
+def test_E1_metrics_count_what_was_asked(server: ServerProcess):
     """Known traffic through a real server, read back from its metrics."""
     before = values_of(httpx.get(f"{server.url}/metrics").text)
     client = server.client()

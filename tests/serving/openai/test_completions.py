@@ -10,13 +10,13 @@ import httpx
 import openai
 import pytest
 
-from tests.serving.running import Running
+from tests.serving.running import ServerProcess
 from torchweave.serving.ipc import messages
 from torchweave.serving.openai.protocol import CompletionRequest
 from torchweave.serving.openai.sampling_fields import completion_params
 
 
-def test_E1_completions_answer(server: Running) -> None:
+def test_E1_completions_answer(server: ServerProcess) -> None:
     answer = server.client().completions.create(model="demo", prompt="12+30=", temperature=0, max_tokens=8)
     assert [choice.text for choice in answer.choices] == ["42"]
     assert answer.choices[0].finish_reason == "stop"
@@ -31,13 +31,13 @@ def test_E1_the_penalty_of_the_checkpoint_holds_until_another_is_given() -> None
         assert completion_params(asked, card).repetition_penalty == penalty
 
 
-def test_E1_completions_take_several_prompts_and_token_ids(server: Running) -> None:
+def test_E1_completions_take_several_prompts_and_token_ids(server: ServerProcess) -> None:
     client = server.client()
     answer = client.completions.create(model="demo", prompt=["12+30=", "1+1="], n=2, temperature=0)
     assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "42"), (1, "42"), (2, "2"), (3, "2")]
 
 
-def test_E1_the_best_of_several_answers(server: Running) -> None:
+def test_E1_the_best_of_several_answers(server: ServerProcess) -> None:
     client = server.client()
     asked: Any = {"model": "demo", "prompt": "12+30=", "temperature": 3, "seed": 5, "max_tokens": 4, "logprobs": 1}
     drawn = client.completions.create(n=6, **asked).choices
@@ -50,7 +50,7 @@ def test_E1_the_best_of_several_answers(server: Running) -> None:
     assert best.usage is not None and best.usage.completion_tokens > sum(mean(c) < 0 for c in best.choices) * 2
 
 
-def test_E1_as_many_answers_as_the_best_are_chosen_from_can_be_streamed(server: Running) -> None:
+def test_E1_as_many_answers_as_the_best_are_chosen_from_can_be_streamed(server: ServerProcess) -> None:
     """`best_of: 1` beside `stream` is what some load generators send."""
     asked: Any = {"model": "demo", "prompt": "12+30=", "temperature": 0, "stream": True}
     for n in (1, 2):
@@ -63,7 +63,7 @@ def test_E1_as_many_answers_as_the_best_are_chosen_from_can_be_streamed(server: 
     assert refused.status_code == 400 and "best_of above n cannot be streamed" in refused.text
 
 
-def test_E1_echo_and_logprobs_of_the_prompt(server: Running) -> None:
+def test_E1_echo_and_logprobs_of_the_prompt(server: ServerProcess) -> None:
     client = server.client()
     asked: Any = {"model": "demo", "prompt": "12+30=", "temperature": 0, "echo": True, "logprobs": 2}
     choice = client.completions.create(**asked).choices[0]
@@ -93,7 +93,7 @@ def test_E1_echo_and_logprobs_of_the_prompt(server: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("also", [{}, {"n": 2}, {"stop": ["="]}])
-def test_E1_a_prompt_is_scored_alone(server: Running, stream: bool, also: dict[str, Any]) -> None:
+def test_E1_a_prompt_is_scored_alone(server: ServerProcess, stream: bool, also: dict[str, Any]) -> None:
     """As evaluation harnesses ask: `echo` without an answer, which would end at once behind the second prompt."""
     scores = {} if "n" in also else {"logprobs": 1}
     asked: dict[str, Any] = {
@@ -119,7 +119,7 @@ def test_E1_a_prompt_is_scored_alone(server: Running, stream: bool, also: dict[s
         assert found == {name: values[:-1] for name, values in expected.items()} and len(found["tokens"]) == 7
 
 
-def test_E1_tokens_of_a_stream_stand_where_they_do_in_the_whole_answer(server: Running) -> None:
+def test_E1_tokens_of_a_stream_stand_where_they_do_in_the_whole_answer(server: ServerProcess) -> None:
     """Text that may be the beginning of a stop string is told later than its tokens, and is counted all the same."""
     client = server.client()
     asked: Any = {"model": "demo", "prompt": ["1+1=", "12+30="], "temperature": 0, "logprobs": 1, "echo": True}
@@ -132,7 +132,7 @@ def test_E1_tokens_of_a_stream_stand_where_they_do_in_the_whole_answer(server: R
     assert offsets == [choice.logprobs.text_offset for choice in whole if choice.logprobs]
 
 
-def test_E1_a_beam_search_has_several_answers(server: Running) -> None:
+def test_E1_a_beam_search_has_several_answers(server: ServerProcess) -> None:
     client = server.client()
     asked: Any = {"model": "demo", "prompt": "12+30=", "max_tokens": 4}
     found = client.completions.create(n=2, extra_body={"beam_width": 4}, **asked).choices
@@ -152,7 +152,9 @@ def test_E1_a_search_of_one_beam_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize("how", [{"beam_width": 4}, {"use_beam_search": True}], ids=str)
-def test_E1_the_best_of_a_beam_search_are_those_with_the_best_scores(server: Running, how: dict[str, Any]) -> None:
+def test_E1_the_best_of_a_beam_search_are_those_with_the_best_scores(
+    server: ServerProcess, how: dict[str, Any]
+) -> None:
     """Which, without a penalty of the length, are not those with the best mean."""
     asked = {"prompt": "1+1=", "max_tokens": 12, "length_penalty": 0}
     every = server.post("/v1/completions", asked | {"beam_width": 4, "n": 4}).json()["choices"]
@@ -160,12 +162,12 @@ def test_E1_the_best_of_a_beam_search_are_those_with_the_best_scores(server: Run
     assert [each["text"] for each in best] == [each["text"] for each in every[:2]]
 
 
-def test_E1_a_search_is_as_wide_as_the_answers_that_it_is_the_best_of(server: Running) -> None:
+def test_E1_a_search_is_as_wide_as_the_answers_that_it_is_the_best_of(server: ServerProcess) -> None:
     answer = server.post("/v1/completions", {"prompt": "1+1=", "beam_width": 3, "n": 2, "best_of": 4})
     assert answer.status_code == 400 and "beam_width=3 has no best_of=4 answers" in answer.text
 
 
-def test_E1_no_number_ends_the_engine(server: Running) -> None:
+def test_E1_no_number_ends_the_engine(server: ServerProcess) -> None:
     engine, asked = server.engine_pid(), {"prompt": "12+30=", "max_tokens": 4}
     refused: list[dict[str, Any]] = [
         {"temperature": 1e39},
@@ -184,7 +186,7 @@ def test_E1_no_number_ends_the_engine(server: Running) -> None:
     assert server.engine_pid() == engine
 
 
-def test_E1_null_is_not_given_and_a_weight_is_a_number(server: Running) -> None:
+def test_E1_null_is_not_given_and_a_weight_is_a_number(server: ServerProcess) -> None:
     asked = {"prompt": "12+30=", "max_tokens": 4, "temperature": 0}
     nothing = dict.fromkeys(("priority", "add_special_tokens", "suffix", "reasoning_effort", "logit_bias", "stop"))
     answer = server.post(
@@ -210,14 +212,14 @@ def test_E1_null_is_not_given_and_a_weight_is_a_number(server: Running) -> None:
     ids=["gzip", "identity", "latin-1", "deep", "digits"],
 )
 def test_E1_bodies_that_cannot_be_read_say_why(
-    server: Running, body: bytes, headers: dict[str, str], status: int, said: str
+    server: ServerProcess, body: bytes, headers: dict[str, str], status: int, said: str
 ) -> None:
     headers = {"Content-Type": "application/json"} | headers
     answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=30)
     assert answer.status_code == status and said in answer.text, answer.text
 
 
-def test_E1_bad_requests_are_one_sentence(server: Running) -> None:
+def test_E1_bad_requests_are_one_sentence(server: ServerProcess) -> None:
     client = server.client()
     with pytest.raises(openai.BadRequestError, match=r"temperature must be 0 \(greedy\) or a positive number"):
         client.completions.create(model="demo", prompt="a", temperature=-1)

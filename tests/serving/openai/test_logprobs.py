@@ -12,22 +12,24 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.models.test_tokenizer import byte_level, sentence_piece
 from torchweave.engine.request import TokenLogprobs
-from torchweave.serving.openai.logprobs import Places, completion_logprobs
-from torchweave.serving.tokenization import Codec
+from torchweave.serving.openai.logprobs import TextOffsets, completion_logprobs
+from torchweave.serving.tokenization import AsyncTokenizer
 
 
 @pytest.mark.parametrize("make", [byte_level, sentence_piece])
 def test_E1_texts_and_places_of_tokens_are_those_of_the_text(make: Callable[[], Rust], tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=make(), bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path)
-    codec = asyncio.run(Codec.open(str(tmp_path)))
-    prompt = asyncio.run(codec.encode("Hello world"))
-    both = asyncio.run(codec.encode("Hello world, don't 🎉panic ."))
+    tokenizer = asyncio.run(AsyncTokenizer.open(str(tmp_path)))
+    prompt = asyncio.run(tokenizer.encode("Hello world"))
+    both = asyncio.run(tokenizer.encode("Hello world, don't 🎉panic ."))
     answer = both[len(prompt) :]
     assert both[: len(prompt)] == prompt
 
-    echoed = completion_logprobs(codec, [None, *map(entry, prompt[1:])], Places(codec, [], 0, True), prompt[0])
-    places = Places(codec, prompt, len("Hello world"), True)
-    found = completion_logprobs(codec, list(map(entry, answer)), places)
+    echoed = completion_logprobs(
+        tokenizer, [None, *map(entry, prompt[1:])], TextOffsets(tokenizer, [], 0, True), prompt[0]
+    )
+    text_offsets = TextOffsets(tokenizer, prompt, len("Hello world"), True)
+    found = completion_logprobs(tokenizer, list(map(entry, answer)), text_offsets)
     assert "".join(echoed["tokens"]).lstrip() == "Hello world"
     assert "".join(found["tokens"]).replace("\ufffd", "") == ", don't panic ."
     text = "Hello world, don't 🎉panic ."
@@ -36,7 +38,7 @@ def test_E1_texts_and_places_of_tokens_are_those_of_the_text(make: Callable[[], 
     for token, begin, end in zip([*echoed["tokens"], *found["tokens"]], offsets, ends, strict=True):
         whole = token.replace("\ufffd", "")  # a part of the character has no text
         assert (whole.lstrip() if begin == 0 else whole) == text[begin:end].replace("🎉", "")
-    codec.close()
+    tokenizer.close()
 
 
 def entry(token: int) -> TokenLogprobs:

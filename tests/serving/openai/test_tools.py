@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from torchweave.engine.request import StructuredOutputs
-from torchweave.engine.sampling.structured_output import why_not
+from torchweave.engine.sampling.structured_output import rejection_reason
 from torchweave.serving.openai.protocol import Function, Tool
 from torchweave.serving.openai.tools import (
-    Arguments,
+    ArgumentsDelta,
     Call,
-    CallParser,
-    Piece,
-    Text,
-    forced_parser,
+    ParserDelta,
+    TextDelta,
+    ToolCallParser,
+    detect_tool_format,
     forced_schema,
-    format_of,
-    parser_for,
+    make_forced_parser,
+    make_tool_parser,
 )
 
 Read = tuple[str, list[tuple[str, Any]]]
@@ -37,14 +37,16 @@ CALL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
 PYTHONIC = """[weather(city='Zürich {x}', days=[1, {'a': '"'}]), now()]"""
 
 
-def read(parser: CallParser, parts: Sequence[str]) -> Read:
+def read(parser: ToolCallParser, parts: Sequence[str]) -> Read:
     """The text and the calls that a parser finds."""
-    pieces: list[Piece] = [piece for part in parts for piece in parser.feed(part)] + parser.finish()
-    text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    pieces: list[ParserDelta] = [piece for part in parts for piece in parser.feed(part)] + parser.finish()
+    text = "".join(piece.text for piece in pieces if isinstance(piece, TextDelta))
     calls = []
     for index, call in enumerate(piece for piece in pieces if isinstance(piece, Call)):
         assert call.index == index
-        arguments = "".join(piece.text for piece in pieces if isinstance(piece, Arguments) and piece.index == index)
+        arguments = "".join(
+            piece.text for piece in pieces if isinstance(piece, ArgumentsDelta) and piece.index == index
+        )
         calls.append((call.name, json.loads(arguments)))
     return text, calls
 
@@ -107,27 +109,27 @@ def test_E1_calls_are_found_however_the_answer_is_cut(
     form: str, answer: str, text: str, calls: list[tuple[str, Any]]
 ) -> None:
     for parts in cuts(answer):
-        assert read(parser_for(form, TOOLS), parts) == (text, calls), parts
+        assert read(make_tool_parser(form, TOOLS), parts) == (text, calls), parts
 
 
 def test_E1_arguments_are_told_as_they_come() -> None:
     for make, head in (
-        (lambda: parser_for("hermes", TOOLS), '<tool_call>{"name": "weather", "arguments": '),
-        (lambda: parser_for("mistral", TOOLS), "[TOOL_CALLS]weather"),
-        (lambda: forced_parser(TOOLS, None), '[{"name": "weather", "parameters": '),
+        (lambda: make_tool_parser("hermes", TOOLS), '<tool_call>{"name": "weather", "arguments": '),
+        (lambda: make_tool_parser("mistral", TOOLS), "[TOOL_CALLS]weather"),
+        (lambda: make_forced_parser(TOOLS, None), '[{"name": "weather", "parameters": '),
     ):
-        parser: CallParser = make()
-        assert [piece for piece in parser.feed(head) if isinstance(piece, Text)] == []
+        parser: ToolCallParser = make()
+        assert [piece for piece in parser.feed(head) if isinstance(piece, TextDelta)] == []
         pieces = [piece for char in '{"city": "Bern' for piece in parser.feed(char)]
-        told = "".join(piece.text for piece in pieces if isinstance(piece, Arguments))
+        told = "".join(piece.text for piece in pieces if isinstance(piece, ArgumentsDelta))
         assert told == '{"city": "Bern'
 
 
 def test_E1_answers_that_were_held_to_a_call() -> None:
     several = f'[{CALL.replace("arguments", "parameters")}, {{"name": "now", "parameters": {{}}}}]'
-    makers: list[tuple[Callable[[], CallParser], str, list[tuple[str, Any]]]] = [
-        (lambda: forced_parser(TOOLS, None), several, [WEATHER, ("now", {})]),
-        (lambda: forced_parser(TOOLS, "weather"), ARGUMENTS, [WEATHER]),
+    makers: list[tuple[Callable[[], ToolCallParser], str, list[tuple[str, Any]]]] = [
+        (lambda: make_forced_parser(TOOLS, None), several, [WEATHER, ("now", {})]),
+        (lambda: make_forced_parser(TOOLS, "weather"), ARGUMENTS, [WEATHER]),
     ]
     for make, answer, calls in makers:
         for parts in cuts(answer):
@@ -138,7 +140,7 @@ def test_E1_what_is_left_of_a_forced_call_that_was_cut_off_is_no_text() -> None:
     whole = f"[{CALL.replace('arguments', 'parameters')}"
     for answer, calls in ((whole + ',{"na', [WEATHER]), (whole + ",", [WEATHER]), ('[{"name":"we', []), ("[", [])):
         for parts in cuts(answer):
-            assert read(forced_parser(TOOLS, None), parts) == ("", calls)
+            assert read(make_forced_parser(TOOLS, None), parts) == ("", calls)
 
 
 def test_E1_the_schema_of_a_forced_call() -> None:
@@ -176,7 +178,7 @@ def test_E1_references_of_a_tool_mean_the_same_in_the_schema_of_a_forced_call(
     other = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "string"}}}
     asked = [tool("one", other), tool("two", {"type": "object", "additionalProperties": False} | parameters)]
     schema = forced_schema(asked, None, parallel=True)
-    assert not why_not(StructuredOutputs(json=schema))
+    assert not rejection_reason(StructuredOutputs(json=schema))
     jsonschema.validate([{"name": "one", "parameters": {"a": "1"}}, {"name": "two", "parameters": right}], schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate([{"name": "two", "parameters": wrong}], schema)
@@ -204,4 +206,4 @@ def test_E1_parameters_that_are_no_schema_are_refused_and_no_fault() -> None:
     ],
 )
 def test_E1_the_form_is_known_by_the_template(template: str, form: str | None) -> None:
-    assert format_of(template) == form
+    assert detect_tool_format(template) == form

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from torchweave.bench.serving.request import Seen
-    from torchweave.bench.serving.stalls import Spell
+    from torchweave.bench.serving.request import RequestStats
+    from torchweave.bench.serving.stalls import SlowPeriod
 
 METRICS = {
     "ttft": "time to first token",
@@ -22,24 +22,24 @@ GOODPUT = ("ttft", "tpot", "e2el")
 
 
 def figures(
-    seen: Sequence[Seen], duration: float, percentiles: Sequence[float], goodput: Mapping[str, float]
+    stats: Sequence[RequestStats], duration: float, percentiles: Sequence[float], goodput: Mapping[str, float]
 ) -> dict[str, Any]:
     """All figures of a run of `duration` seconds; `goodput` gives limits in milliseconds by metric."""
-    good = [each for each in seen if each.success]
+    good = [each for each in stats if each.success]
     tokens_in, tokens_out = sum(each.input_tokens for each in good), sum(each.output_tokens for each in good)
     values = _values(good)
     result: dict[str, Any] = {
         "duration": duration,
         "completed": len(good),
-        "failed": len(seen) - len(good),
+        "failed": len(stats) - len(good),
         "total_input_tokens": tokens_in,
         "total_output_tokens": tokens_out,
         "request_throughput": len(good) / duration,
-        "request_goodput": _num_within(values, goodput) / duration if goodput else None,
+        "request_goodput": _num_within_slo(values, goodput) / duration if goodput else None,
         "output_throughput": tokens_out / duration,
         "total_token_throughput": (tokens_in + tokens_out) / duration,
-        "max_output_tokens_per_s": _most_tokens_in_a_second(good),
-        "max_concurrent_requests": _most_at_once(good),
+        "max_output_tokens_per_s": _peak_tokens_per_second(good),
+        "max_concurrent_requests": _peak_concurrency(good),
     }
     spent = {**values, "tpot": [value for value, each in zip(values["tpot"], good, strict=True) if _has_tpot(each)]}
     for name in METRICS:
@@ -52,13 +52,15 @@ def figures(
     return result
 
 
-def outside(seen: Sequence[Seen], spells: Sequence[Spell], percentiles: Sequence[float]) -> dict[str, float]:
+def itl_outside_slow_periods(
+    stats: Sequence[RequestStats], slow_periods: Sequence[SlowPeriod], percentiles: Sequence[float]
+) -> dict[str, float]:
     """Inter-token latencies of which no part lies in a slow spell of the machine; empty where there was none."""
-    if not spells:
+    if not slow_periods:
         return {}
-    begins, ends = np.asarray(spells).T
+    begins, ends = np.asarray(slow_periods).T
     found = [np.empty(0)]
-    for each in seen:
+    for each in stats:
         if each.success and each.itl:
             gaps = np.asarray(each.itl)
             until = each.start + each.ttft + np.cumsum(gaps)
@@ -73,26 +75,26 @@ def outside(seen: Sequence[Seen], spells: Sequence[Spell], percentiles: Sequence
     }
 
 
-def details(seen: Sequence[Seen]) -> dict[str, Any]:
+def details(stats: Sequence[RequestStats]) -> dict[str, Any]:
     """What was seen of each request, in the order in which they were sent; times in seconds."""
     return {
-        "input_lens": [each.input_tokens for each in seen],
-        "output_lens": [each.output_tokens for each in seen],
-        "ttfts": [each.ttft for each in seen],
-        "itls": [each.itl for each in seen],
-        "latencies": [each.latency for each in seen],
-        "start_times": [each.start for each in seen],
-        "queue_times": [each.queued for each in seen],
-        "generated_texts": [each.text for each in seen],
-        "errors": [each.error for each in seen],
+        "input_lens": [each.input_tokens for each in stats],
+        "output_lens": [each.output_tokens for each in stats],
+        "ttfts": [each.ttft for each in stats],
+        "itls": [each.itl for each in stats],
+        "latencies": [each.latency for each in stats],
+        "start_times": [each.start for each in stats],
+        "queue_times": [each.queued for each in stats],
+        "generated_texts": [each.text for each in stats],
+        "errors": [each.error for each in stats],
     }
 
 
-def _has_tpot(each: Seen) -> bool:
+def _has_tpot(each: RequestStats) -> bool:
     return each.output_tokens > 1
 
 
-def _values(good: Sequence[Seen]) -> dict[str, list[float]]:
+def _values(good: Sequence[RequestStats]) -> dict[str, list[float]]:
     """Seconds by metric; `tpot` of an answer of one token is 0, for goodput."""
     return {
         "ttft": [each.ttft for each in good],
@@ -104,12 +106,12 @@ def _values(good: Sequence[Seen]) -> dict[str, list[float]]:
     }
 
 
-def _num_within(values: Mapping[str, list[float]], goodput: Mapping[str, float]) -> int:
+def _num_within_slo(values: Mapping[str, list[float]], goodput: Mapping[str, float]) -> int:
     kept = [[value * 1e3 <= limit for value in values[name]] for name, limit in goodput.items()]
     return sum(map(all, zip(*kept, strict=True)))
 
 
-def _most_tokens_in_a_second(good: Sequence[Seen]) -> float:
+def _peak_tokens_per_second(good: Sequence[RequestStats]) -> float:
     if not good:
         return 0.0
     begin = min(each.start for each in good)
@@ -121,7 +123,7 @@ def _most_tokens_in_a_second(good: Sequence[Seen]) -> float:
     return float(counts.max())
 
 
-def _most_at_once(good: Sequence[Seen]) -> int:
+def _peak_concurrency(good: Sequence[RequestStats]) -> int:
     changes = sorted([(each.start, 1) for each in good] + [(each.start + each.latency, -1) for each in good])
     running = most = 0
     for _, change in changes:
@@ -161,7 +163,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         often = f"of a process that only sleeps; {stalls['over_2_ms']} were longer than 2 ms"
         found.append(("This machine itself", "longest stall", f"{stalls['longest_ms']:,.2f} ms", often))
         slow = f"{stalls['slow_s']:.2f} s in all in which the same sum took at least 3 times as long"
-        found.append(("This machine itself", "slow spells", f"{stalls['slow_spells']}", slow))
+        found.append(("This machine itself", "slow spells", f"{stalls['find_slow_periods']}", slow))
     if calm := result.get("outside_slow_spells"):
         others = ", ".join(f"{key.split('_')[0]} {value:,.2f}" for key, value in calm.items() if key[0] == "p")
         what = "inter-token latency outside of these, median"

@@ -26,9 +26,9 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
         self._parser: Any = None
-        self._answered: asyncio.Future[int] | None = None
+        self._status: asyncio.Future[int] | None = None
         self._on_body: OnBody | None = None
-        self._arrived: list[tuple[bytes, float]] = []
+        self._received: list[tuple[bytes, float]] = []
         self._at = 0.0  # when what is being parsed came
         self.reusable = True
 
@@ -42,26 +42,26 @@ class Connection(asyncio.Protocol):
 
     async def exchange(self, request: bytes, on_body: OnBody) -> int:
         """Send a request; returns the status once the answer is whole. `on_body` gets each part of it as it arrives."""
-        assert self.transport is not None and self._answered is None
+        assert self.transport is not None and self._status is None
         self._parser = httptools.HttpResponseParser(self)
-        self._answered, self._on_body = asyncio.get_running_loop().create_future(), on_body
+        self._status, self._on_body = asyncio.get_running_loop().create_future(), on_body
         self.transport.write(request)
         try:
-            return await self._answered
+            return await self._status
         finally:
-            if not self._answered.done() or self._answered.cancelled():
+            if not self._status.done() or self._status.cancelled():
                 self.reusable = False  # the rest of the answer is still to come
-            self._answered = self._on_body = None
+            self._status = self._on_body = None
 
     def data_received(self, data: bytes) -> None:
-        if not self._arrived:
+        if not self._received:
             asyncio.get_running_loop().call_soon(self._parse)  # behind all that has arrived
-        self._arrived.append((data, time.perf_counter()))
+        self._received.append((data, time.perf_counter()))
 
     def _parse(self) -> None:
-        arrived, self._arrived = self._arrived, []
+        received, self._received = self._received, []
         try:
-            for data, self._at in arrived:
+            for data, self._at in received:
                 self._parser.feed_data(data)
         except (httptools.HttpParserError, ValueError) as error:
             self.reusable = False
@@ -73,15 +73,15 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self.reusable = self.reusable and self._parser.should_keep_alive()
-        if self._answered is not None and not self._answered.done():
-            self._answered.set_result(self._parser.get_status_code())
+        if self._status is not None and not self._status.done():
+            self._status.set_result(self._parser.get_status_code())
 
     def _fail(self, error: Exception) -> None:
-        if self._answered is not None and not self._answered.done():
-            self._answered.set_exception(error)
+        if self._status is not None and not self._status.done():
+            self._status.set_exception(error)
 
 
-class Http:
+class HttpClient:
     """Requests to one server.
 
     Args:

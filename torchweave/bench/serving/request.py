@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from torchweave.bench.serving.http import Http
+from torchweave.bench.serving.http import HttpClient
 
 _ERROR_BYTES = 2000
 
 
 @dataclass
-class Seen:
+class RequestStats:
     """What a client saw of one request; times in seconds, `start` and those that follow from it by `time.perf_counter`.
 
     Attributes:
@@ -65,11 +65,11 @@ class _Chunk(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Chunk).decode
 
 
-class Stream:
+class EventStream:
     """Reads the events of one answer as their bytes arrive."""
 
-    def __init__(self, seen: Seen) -> None:
-        self._seen = seen
+    def __init__(self, stats: RequestStats) -> None:
+        self._seen = stats
         self._rest = b""
         self._last = 0.0
         self._texts: list[str] = []
@@ -103,36 +103,36 @@ class Stream:
                 self._seen.input_tokens = chunk.usage.prompt_tokens
 
     def _token(self, choice: _Choice, now: float) -> None:
-        seen = self._seen
+        stats = self._seen
         if self._last:
-            seen.itl.append(now - self._last)
+            stats.itl.append(now - self._last)
         else:
-            seen.ttft = now - seen.start
+            stats.ttft = now - stats.start
         self._last = now
-        seen.latency = now - seen.start
+        stats.latency = now - stats.start
         text = choice.text if choice.delta is None else choice.delta.content
         if text:
             self._texts.append(text)
 
     def finish(self, status: int) -> None:
         """The answer is whole."""
-        seen = self._seen
-        seen.text = "".join(self._texts)
+        stats = self._seen
+        stats.text = "".join(self._texts)
         if status != 200:
-            seen.error = f"status {status}: {self.first_bytes.decode(errors='replace')[:_ERROR_BYTES]}"
-        elif not self._last and not seen.error:
-            seen.error = "the answer held no token"
-        elif not seen.error and not seen.output_tokens:  # a server that reports no usage: one token an event
-            seen.output_tokens = len(seen.itl) + 1
+            stats.error = f"status {status}: {self.first_bytes.decode(errors='replace')[:_ERROR_BYTES]}"
+        elif not self._last and not stats.error:
+            stats.error = "the answer held no token"
+        elif not stats.error and not stats.output_tokens:  # a server that reports no usage: one token an event
+            stats.output_tokens = len(stats.itl) + 1
 
 
-async def ask(http: Http, path: str, body: bytes, input_tokens: int) -> Seen:
-    """Send one streamed request and read it to its end; what goes wrong is in `Seen.error`."""
-    seen = Seen(input_tokens)
-    stream = Stream(seen)
-    seen.start = time.perf_counter()
+async def send_request(http: HttpClient, path: str, body: bytes, input_tokens: int) -> RequestStats:
+    """Send one streamed request and read it to its end; what goes wrong is in `RequestStats.error`."""
+    stats = RequestStats(input_tokens)
+    stream = EventStream(stats)
+    stats.start = time.perf_counter()
     try:
         stream.finish(await http.post(path, body, stream.feed))
     except (OSError, msgspec.DecodeError) as error:
-        seen.error = f"{type(error).__name__}: {error}"
-    return seen
+        stats.error = f"{type(error).__name__}: {error}"
+    return stats

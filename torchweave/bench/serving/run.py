@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchweave.bench.serving.figures import details, figures, outside
-from torchweave.bench.serving.http import Http
-from torchweave.bench.serving.request import Seen, ask
-from torchweave.bench.serving.stalls import Watch
+from torchweave.bench.serving.figures import details, figures, itl_outside_slow_periods
+from torchweave.bench.serving.http import HttpClient
+from torchweave.bench.serving.request import RequestStats, send_request
+from torchweave.bench.serving.stalls import StallMonitor
 from torchweave.bench.serving.workload import Lengths, Prompt, Vocabulary, arrivals, prompts, text_ids
-from torchweave.utils.gc import uncollected
+from torchweave.utils.gc import gc_paused
 
 Advance = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class Run:
+class LoadTest:
     """What is sent, how fast and to whom; the names are those of the command's options.
 
     Attributes:
@@ -45,7 +45,7 @@ class Run:
     seed: int
 
 
-def run(plan: Run, advance: Advance) -> tuple[dict[str, Any], dict[str, Any]]:
+def run(load_test: LoadTest, advance: Advance) -> tuple[dict[str, Any], dict[str, Any]]:
     """The figures of a run, and what was seen of each request. `advance` is called after each request.
 
     Raises:
@@ -54,51 +54,57 @@ def run(plan: Run, advance: Advance) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(_run(plan, advance))
-    return uvloop.run(_run(plan, advance))
+        return asyncio.run(_run(load_test, advance))
+    return uvloop.run(_run(load_test, advance))
 
 
-async def _run(plan: Run, advance: Advance) -> tuple[dict[str, Any], dict[str, Any]]:
-    http = Http(plan.base_url, plan.api_key)
+async def _run(load_test: LoadTest, advance: Advance) -> tuple[dict[str, Any], dict[str, Any]]:
+    http = HttpClient(load_test.base_url, load_test.api_key)
     try:
-        await _until_ready(http, plan)
-        model = plan.model or await _first_model(http)
-        vocabulary = Vocabulary(plan.endpoint, await text_ids(http, model))
-        fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **plan.fields}
-        work = prompts(plan.lengths, plan.num_prompts + max(1, plan.num_warmups), plan.seed, vocabulary, fields)
-        measured, others = work[: plan.num_prompts], work[plan.num_prompts :]
+        await _until_ready(http, load_test)
+        model = load_test.model or await _first_model(http)
+        vocabulary = Vocabulary(load_test.endpoint, await text_ids(http, model))
+        fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **load_test.fields}
+        work = prompts(
+            load_test.lengths, load_test.num_prompts + max(1, load_test.num_warmups), load_test.seed, vocabulary, fields
+        )
+        measured, others = work[: load_test.num_prompts], work[load_test.num_prompts :]
         for prompt in others:
-            seen = await ask(http, plan.endpoint, prompt.body, prompt.input_tokens)
-            if not seen.success:
-                raise ValueError(f"the server does not answer as it should: {seen.error}")
-        with Watch() as machine, uncollected():  # a pause here would be seen as one of the server
+            stats = await send_request(http, load_test.endpoint, prompt.body, prompt.input_tokens)
+            if not stats.success:
+                raise ValueError(f"the server does not answer as it should: {stats.error}")
+        with StallMonitor() as machine, gc_paused():  # a pause here would be seen as one of the server
             begin = time.perf_counter()
-            all_seen = await _send_all(http, plan, measured, advance)
+            all_stats = await _send_all(http, load_test, measured, advance)
             duration = time.perf_counter() - begin
     finally:
         http.close()
     head = {
         "model_id": model,
         "exact_prompts": vocabulary.exact,
-        "machine_stalls": machine.seen,
-        "outside_slow_spells": outside(all_seen, machine.spells, plan.percentiles),
+        "machine_stalls": machine.stats,
+        "outside_slow_spells": itl_outside_slow_periods(all_stats, machine.slow_periods, load_test.percentiles),
     }
-    return head | figures(all_seen, duration, plan.percentiles, plan.goodput), details(all_seen)
+    return head | figures(all_stats, duration, load_test.percentiles, load_test.goodput), details(all_stats)
 
 
-async def _send_all(http: Http, plan: Run, work: Sequence[Prompt], advance: Advance) -> list[Seen]:
-    turns = asyncio.Semaphore(plan.max_concurrency or len(work))
+async def _send_all(
+    http: HttpClient, load_test: LoadTest, work: Sequence[Prompt], advance: Advance
+) -> list[RequestStats]:
+    semaphore = asyncio.Semaphore(load_test.max_concurrency or len(work))
 
-    async def one(prompt: Prompt, arrived: float) -> Seen:
-        async with turns:
-            seen = await ask(http, plan.endpoint, prompt.body, prompt.input_tokens)
-        seen.queued = seen.start - arrived
+    async def one(prompt: Prompt, arrived: float) -> RequestStats:
+        async with semaphore:
+            stats = await send_request(http, load_test.endpoint, prompt.body, prompt.input_tokens)
+        stats.queued = stats.start - arrived
         advance()
-        return seen
+        return stats
 
     begin = time.perf_counter()
     tasks = []
-    for prompt, at in zip(work, arrivals(len(work), plan.request_rate, plan.burstiness, plan.seed), strict=True):
+    for prompt, at in zip(
+        work, arrivals(len(work), load_test.request_rate, load_test.burstiness, load_test.seed), strict=True
+    ):
         wait = begin + at - time.perf_counter()
         if wait > 0:
             await asyncio.sleep(wait)
@@ -106,9 +112,9 @@ async def _send_all(http: Http, plan: Run, work: Sequence[Prompt], advance: Adva
     return list(await asyncio.gather(*tasks))
 
 
-async def _until_ready(http: Http, plan: Run) -> None:
+async def _until_ready(http: HttpClient, load_test: LoadTest) -> None:
     """Ask for the models until the server answers."""
-    end = time.monotonic() + plan.ready_check_timeout_sec
+    end = time.monotonic() + load_test.ready_check_timeout_sec
     while True:
         try:
             status, body = await http.get("/v1/models")
@@ -118,13 +124,15 @@ async def _until_ready(http: Http, plan: Run) -> None:
         except OSError as error:
             status, found = 0, str(error)
         if status in (401, 403):  # waiting changes nothing
-            raise ValueError(f"{plan.base_url} takes no request without its API key; put the key into OPENAI_API_KEY")
+            raise ValueError(
+                f"{load_test.base_url} takes no request without its API key; put the key into OPENAI_API_KEY"
+            )
         if time.monotonic() >= end:
-            raise ValueError(f"no server that is ready answers at {plan.base_url}/v1/models ({found})")
+            raise ValueError(f"no server that is ready answers at {load_test.base_url}/v1/models ({found})")
         await asyncio.sleep(0.5)
 
 
-async def _first_model(http: Http) -> str:
+async def _first_model(http: HttpClient) -> str:
     _, body = await http.get("/v1/models")
     try:
         return json.loads(body)["data"][0]["id"]

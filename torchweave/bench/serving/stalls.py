@@ -20,39 +20,39 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
-_NAP = 0.001
-_LONG = 2.0  # milliseconds; below that, waking up on a busy machine takes as long
-_PATIENCE = 10.0
-_ADDITIONS = 500  # some 20 us, without a look at memory beyond the nearest cache
-_NAPS_A_SUM = 4
-_SLOW = 3.0  # times the usual; what runs beside makes it 1.5
-_TOGETHER = 0.1  # seconds between two slow sums of one spell
-_AROUND = 0.02  # seconds before and behind: it comes suddenly, and passes by and by
+_SLEEP_SECONDS = 0.001
+_STALL_MS = 2.0  # milliseconds; below that, waking up on a busy machine takes as long
+_TIMEOUT = 10.0
+_PROBE_ADDITIONS = 500  # some 20 us, without a look at memory beyond the nearest cache
+_SLEEPS_PER_PROBE = 4
+_SLOW_FACTOR = 3.0  # times the usual; what runs beside makes it 1.5
+_MAX_GAP_SECONDS = 0.1  # seconds between two slow sums of one spell
+_MARGIN_SECONDS = 0.02  # seconds before and behind: it comes suddenly, and passes by and by
 
 
-class Spell(NamedTuple):
+class SlowPeriod(NamedTuple):
     """When the machine was slow, in seconds of `time.perf_counter`, which all processes of a machine share."""
 
     begin: float
     end: float
 
 
-class Watch:
+class StallMonitor:
     """A context in which the machine is watched.
 
     Attributes:
         seen: `longest_ms` that the process overslept and how often it did by more than 2 ms (`over_2_ms`); how often
-            the processors were slow (`slow_spells`), and for how long in all (`slow_s`). Empty until the context ends,
+            the processors were slow (`find_slow_periods`), and for how long in all (`slow_s`). Empty until the context ends,
             and where the process cannot run.
         spells: in which the machine was slow.
     """
 
     def __init__(self) -> None:
-        self.seen: dict[str, float] = {}
-        self.spells: list[Spell] = []
+        self.stats: dict[str, float] = {}
+        self.slow_periods: list[SlowPeriod] = []
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> StallMonitor:
         command = [sys.executable, "-I", "-S", __file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
@@ -64,70 +64,70 @@ class Watch:
     ) -> None:
         assert self._process is not None
         try:
-            text, _ = self._process.communicate(timeout=_PATIENCE)
-            self.seen, spells = json.loads(text)
-            self.spells = [Spell(*each) for each in spells]
+            text, _ = self._process.communicate(timeout=_TIMEOUT)
+            self.stats, slow_periods = json.loads(text)
+            self.slow_periods = [SlowPeriod(*each) for each in slow_periods]
         except (subprocess.TimeoutExpired, ValueError):  # what it saw is no part of the figures
             self._process.kill()
             self._process.wait()
 
 
-def summary(overslept: Iterable[float], spells: Sequence[Spell] = ()) -> dict[str, float]:
+def summary(overslept: Iterable[float], slow_periods: Sequence[SlowPeriod] = ()) -> dict[str, float]:
     """Of naps, each of which was so many seconds too long, and of slow spells."""
     late = [seconds * 1e3 for seconds in overslept]
     return {
         "longest_ms": round(max(late, default=0.0), 3),
-        "over_2_ms": sum(each > _LONG for each in late),
-        "slow_spells": len(spells),
-        "slow_s": round(sum(spell.end - spell.begin for spell in spells), 3),
+        "over_2_ms": sum(each > _STALL_MS for each in late),
+        "slow_spells": len(slow_periods),
+        "slow_s": round(sum(spell.end - spell.begin for spell in slow_periods), 3),
     }
 
 
-def slow_spells(sums: Sequence[tuple[float, float]]) -> list[Spell]:
+def find_slow_periods(probes: Sequence[tuple[float, float]]) -> list[SlowPeriod]:
     """When the machine was slow, of the same sum done again and again: (moment, seconds of the processor that it took).
 
     A single slow one is none: an interrupt does that.
     """
-    usual = statistics.median(seconds for _, seconds in sums) if sums else 0.0
+    usual = statistics.median(seconds for _, seconds in probes) if probes else 0.0
     found: list[list[float]] = []
-    for moment, seconds in sums:
-        if seconds <= _SLOW * usual:
+    for moment, seconds in probes:
+        if seconds <= _SLOW_FACTOR * usual:
             continue
-        if not found or moment - found[-1][-1] > _TOGETHER:
+        if not found or moment - found[-1][-1] > _MAX_GAP_SECONDS:
             found.append([])
         found[-1].append(moment)
-    return [Spell(each[0] - _AROUND, each[-1] + _AROUND) for each in found if len(each) > 1]
+    return [SlowPeriod(each[0] - _MARGIN_SECONDS, each[-1] + _MARGIN_SECONDS) for each in found if len(each) > 1]
 
 
 def _watch() -> tuple[list[float], list[tuple[float, float]]]:
     """Seconds overslept, and sums, until the input ends."""
-    overslept, sums, spent, naps = [], [], 0.0, 0
+    overslept, probes, spent, num_sleeps = [], [], 0.0, 0
     last = time.perf_counter()
     print("watching", flush=True)
     while True:
-        ended = select.select([sys.stdin], [], [], _NAP)[0]
+        ended = select.select([sys.stdin], [], [], _SLEEP_SECONDS)[0]
         now = time.perf_counter()
-        late = now - last - _NAP - spent
-        if late > _NAP:
+        late = now - last - _SLEEP_SECONDS - spent
+        if late > _SLEEP_SECONDS:
             overslept.append(late)
         if ended:
-            return overslept, sums
-        last, spent, naps = now, 0.0, naps + 1
-        if naps % _NAPS_A_SUM == 0:
+            return overslept, probes
+        last, spent, num_sleeps = now, 0.0, num_sleeps + 1
+        if num_sleeps % _SLEEPS_PER_PROBE == 0:
             began = time.thread_time()  # not of the wall: that this process had to wait for its turn is another matter
-            _add()
+            _run_probe()
             spent = time.thread_time() - began
-            sums.append((now, spent))
+            probes.append((now, spent))
 
 
-def _add() -> int:
+def _run_probe() -> int:
     total = 0
-    for each in range(_ADDITIONS):
+    for each in range(_PROBE_ADDITIONS):
         total += each
     return total
 
 
 if __name__ == "__main__":
-    seen_late, seen_sums = _watch()
-    seen_spells = slow_spells(seen_sums)
-    print(json.dumps([summary(seen_late, seen_spells), seen_spells]))
+    overslept_times, probe_times = _watch()
+    periods = find_slow_periods(probe_times)
+    print(json.dumps([summary(overslept_times, periods), periods]))

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from torchweave.bench.serving.http import Http
+from torchweave.bench.serving.http import HttpClient
 
 CHAT = "chat/completions"
 # Tokenized by the server, this gives ids that are surely text: no special ones, none beyond the vocabulary.
@@ -71,8 +71,8 @@ def prompts(lengths: Lengths, count: int, seed: int, vocabulary: Vocabulary, fie
     inputs, outputs = lengths.draw(count, random)
     found = []
     for num_input, num_output in zip(inputs, outputs, strict=True):
-        asked = vocabulary.prompt([*prefix, *vocabulary.draw(num_input, random)])
-        body = json.dumps({**asked, vocabulary.max_tokens: num_output, **fields}).encode()
+        requested = vocabulary.prompt([*prefix, *vocabulary.draw(num_input, random)])
+        body = json.dumps({**requested, vocabulary.max_tokens: num_output, **fields}).encode()
         found.append(Prompt(body, lengths.prefix_len + num_input, num_output))
     return found
 
@@ -103,7 +103,7 @@ def _words() -> list[str]:
     return sorted({word.strip(".,;?()").lower() for word in _SAMPLE.split()} - {""})
 
 
-async def text_ids(http: Http, model: str) -> list[int]:
+async def text_ids(http: HttpClient, model: str) -> list[int]:
     """Token ids of plain text, from the server's `/tokenize`; empty where it has none."""
     found: list[bytes] = []
     body = json.dumps({"model": model, "prompt": _SAMPLE, "add_special_tokens": False}).encode()

@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchweave.cli.arguments import Parser, add_engine_options, engine_config, fill
+from torchweave.cli.arguments import Parser, add_engine_options, config_from_args, engine_config
 from torchweave.cli.commands.bench_profile import add_options as add_profile_options
 from torchweave.cli.commands.bench_profile import measure as _profile
 from torchweave.cli.commands.bench_serve import add_options as add_serve_options
 from torchweave.cli.commands.bench_serve import measure as _serve
-from torchweave.cli.results import result_path
+from torchweave.cli.results import check_output_path
 from torchweave.cli.session import engine
 from torchweave.report import Report
 from torchweave.utils.suggest import did_you_mean
@@ -69,7 +69,7 @@ class Options:
     seed: int | None = 0
 
 
-_OF_SCENARIO = {
+_SCENARIO_OPTIONS = {
     "latency": ("batch_sizes", "input_len", "output_len", "ttft_lens", "repeats"),
     "throughput": ("prefill", "num_requests", "mixed_input_len", "mixed_output_len", "repeats"),
     "startup": (),
@@ -89,7 +89,7 @@ def parser(scenario: str) -> Parser:
     if scenario in ("serve", "profile"):
         (add_serve_options if scenario == "serve" else add_profile_options)(found)
         return found
-    names = _OF_SCENARIO.get(scenario, _OF_SCENARIO["latency"] + _OF_SCENARIO["throughput"])
+    names = _SCENARIO_OPTIONS.get(scenario, _SCENARIO_OPTIONS["latency"] + _SCENARIO_OPTIONS["throughput"])
     if scenario in ("throughput", "suite"):
         found.add_argument(
             "--compare",
@@ -123,31 +123,31 @@ def run(argv: Sequence[str]) -> int:
     if scenario not in SCENARIOS:
         hint = did_you_mean(scenario, SCENARIOS, f"it is one of {', '.join(SCENARIOS)}")
         raise ValueError(f"unknown scenario {scenario!r}; {hint}")
-    args = parser(scenario).read(rest)
+    args = parser(scenario).parse_argv(rest)
     measure = {"host": _host, "startup": _startup, "serve": _serve, "profile": _profile}.get(scenario, _engine)
-    output = _output(args.output)
-    _give(measure(scenario, args), output, args.json)
+    output = _check_output(args.output)
+    _print_and_save(measure(scenario, args), output, args.json)
     return 0
 
 
-def _output(asked: Path | None) -> Path | None:
+def _check_output(requested: Path | None) -> Path | None:
     """Where the result is to be kept.
 
     Raises:
         ValueError: it cannot be kept there; measuring may take hours, so this is found before.
     """
-    if asked is None:
+    if requested is None:
         return None
-    if asked.suffix == ".md":
+    if requested.suffix == ".md":
         raise ValueError(
-            f"--output {asked}: the JSON needs another name than the Markdown beside it, such as {asked.stem}.json"
+            f"--output {requested}: the JSON needs another name than the Markdown beside it, such as {requested.stem}.json"
         )
-    path = result_path("--output", asked)
-    result_path("--output", path.with_suffix(".md"))
+    path = check_output_path("--output", requested)
+    check_output_path("--output", path.with_suffix(".md"))
     return path
 
 
-def _give(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
+def _print_and_save(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
     """Print the result, and then keep it: a disk that is full at the end does not take it."""
     from torchweave.bench.result import save, text
 
@@ -165,23 +165,23 @@ def _engine(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from torchweave.bench.result import environment
-    from torchweave.bench.roofline import add_floor, memory_bandwidth
+    from torchweave.bench.roofline import add_roofline, memory_bandwidth
     from torchweave.config import choose_device
 
-    options = fill(Options, args)
+    options = config_from_args(Options, args)
     sizes = _sizes(options)
-    asked = engine_config(args)
-    device = choose_device(asked.device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    requested = engine_config(args)
+    device = choose_device(requested.device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
     bandwidth = memory_bandwidth(device)
     if device != "cpu":
         torch.cuda.empty_cache()
     with engine(args) as llm:
-        result = _head(scenario, llm, environment(llm.plan.device, llm.plan.config.num_ranks)) | {
+        result = _result_header(scenario, llm, environment(llm.plan.device, llm.plan.config.num_ranks)) | {
             "memory_bandwidth": bandwidth
         }
         report = Report(show=False if args.quiet else None)
         _measure(scenario, llm, sizes, report, result)
-        add_floor(result.get("decode", []), llm, bandwidth)
+        add_roofline(result.get("decode", []), llm, bandwidth)
         if getattr(args, "compare", None):
             result["compare"] = _compare(llm, options, report)
     return result
@@ -212,7 +212,7 @@ def _compare(llm: LLM, options: Options, report: Report) -> list[dict[str, Any]]
         return compare(llm, options.compare_requests, bounds, options.compare_output_len, options.seed or 0, advance)
 
 
-def _head(scenario: str, llm: LLM, environment: dict[str, Any]) -> dict[str, Any]:
+def _result_header(scenario: str, llm: LLM, environment: dict[str, Any]) -> dict[str, Any]:
     """What every result begins with: what was run, where, and the options that were effective."""
     startup = [{"name": event["name"], "seconds": event["seconds"]} for event in llm.report.select("stage")]
     return {
@@ -283,13 +283,13 @@ def _startup(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _host(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
-    from torchweave.bench.host_time import measure_without_device, summary
+    from torchweave.bench.host_time import measure_host_time, summary
     from torchweave.bench.result import environment
 
-    options = fill(Options, args)
+    options = config_from_args(Options, args)
     if options.running < 1:
         raise ValueError(f"running={options.running} must be at least 1")
-    found = summary(measure_without_device(options.running))
+    found = summary(measure_host_time(options.running))
     return {
         "scenario": scenario,
         "model": "no model",

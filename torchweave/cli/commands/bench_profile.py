@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from torchweave.cli.arguments import Parser, add_engine_options, fill
+from torchweave.cli.arguments import Parser, add_engine_options, config_from_args
 from torchweave.cli.session import engine
 from torchweave.report import Report
 
@@ -42,10 +42,10 @@ def measure(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: an option is not valid, the engine cannot hold as many requests, or the profiler sees nothing.
     """
-    from torchweave.bench.profile import KINDS, profiles
+    from torchweave.bench.profile import KINDS, profile_all_kinds
     from torchweave.bench.result import environment
 
-    options = fill(Options, args)
+    options = config_from_args(Options, args)
     for name in ("running", "input_len", "steps"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
@@ -55,7 +55,7 @@ def measure(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
         running = options.running or min(32, -(-plan.max_batch_size // 2))
         input_len = options.input_len or min(512, plan.max_model_len // 2)
         with Report(show=False if args.quiet else None).progress("steps", len(KINDS)) as advance:
-            found = profiles(llm.engine, running, input_len, options.steps, options.seed or 0, advance)
+            found = profile_all_kinds(llm.engine, running, input_len, options.steps, options.seed or 0, advance)
         return {
             "scenario": scenario,
             "model": plan.config.model,

@@ -8,12 +8,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchweave.cli.arguments import Parser, fill
+from torchweave.cli.arguments import Parser, config_from_args
 from torchweave.config.options import api_key_from_environment
 from torchweave.report import Report
 
 if TYPE_CHECKING:
-    from torchweave.bench.serving.run import Run
+    from torchweave.bench.serving.run import LoadTest
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ def measure(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
         from torchweave.bench.serving.run import run
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed; pip install 'torchweave[serve]'") from None
-    options = fill(Options, args)
-    plan = _plan(options)
+    options = config_from_args(Options, args)
+    load_test = _load_test(options)
     with Report(show=False if args.quiet else None).progress("requests", options.num_prompts) as advance:
-        found, details = run(plan, advance)
+        found, details = run(load_test, advance)
     return {
         "scenario": scenario,
         "model": found["model_id"],
@@ -102,8 +102,8 @@ def measure(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _plan(options: Options) -> Run:
-    from torchweave.bench.serving.run import Run
+def _load_test(options: Options) -> LoadTest:
+    from torchweave.bench.serving.run import LoadTest
     from torchweave.bench.serving.workload import Lengths
 
     checks = (
@@ -119,7 +119,7 @@ def _plan(options: Options) -> Run:
         if not holds:
             raise ValueError(f"{name}={getattr(options, name)} is not valid: it must be {expected}")
     fields = {"temperature": options.temperature} | ({"ignore_eos": True} if options.ignore_eos else {})
-    return Run(
+    return LoadTest(
         base_url=options.base_url.rstrip("/").removesuffix("/v1"),
         endpoint=options.endpoint,
         model=options.model,

@@ -52,7 +52,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str]) -> int:
-    args = parser().read(argv)
+    args = parser().parse_argv(argv)
     _check(args)
     folder = args.compile_cache_dir
     try:
@@ -147,22 +147,22 @@ def _verify(cache: CompileCache, args: argparse.Namespace) -> int:
 
 
 def _prune(cache: CompileCache, args: argparse.Namespace) -> int:
-    from torchweave.compiler.cache.maintenance import clear_beside, clear_unfinished, summaries, to_prune
+    from torchweave.compiler.cache.maintenance import clear_side_files, clear_unfinished, summaries, to_prune
 
     older = None if args.older_than is None else _number(args.older_than, _TIMES, "--older_than", "30d, 12h or 90m")
     size = None if args.max_size is None else _number(args.max_size, _UNITS, "--max_size", "500M or 2G")
-    gone = to_prune(summaries(cache), older, size, args.all)
-    for each in gone if not args.dry_run else ():
+    removed = to_prune(summaries(cache), older, size, args.all)
+    for each in removed if not args.dry_run else ():
         each.path.unlink(missing_ok=True)
     if not args.dry_run:
         clear_unfinished(cache)
     if args.all and not args.dry_run:
-        clear_beside(cache)
+        clear_side_files(cache)
     if args.json:
-        print(json.dumps({"removed": [_facts(each) for each in gone], "dry_run": args.dry_run}))
+        print(json.dumps({"removed": [_facts(each) for each in removed], "dry_run": args.dry_run}))
     else:
         verb = "would be removed" if args.dry_run else "removed"
-        print(f"{len(gone)} entries, {_size(sum(each.num_bytes for each in gone))} {verb}")
+        print(f"{len(removed)} entries, {_size(sum(each.num_bytes for each in removed))} {verb}")
     return 0
 
 

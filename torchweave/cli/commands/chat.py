@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from torchweave.cli.arguments import Parser, engine_parser
-from torchweave.cli.session import check_sampling, engine, sampling
+from torchweave.cli.session import check_sampling_args, engine, sampling_params_from_args
 from torchweave.engine.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -18,17 +18,17 @@ DESCRIPTION = """Talk with a model through its chat template. Ctrl-C ends an ans
 
 
 def parser() -> Parser:
-    found = engine_parser("chat", DESCRIPTION)
-    found.add_argument("--system", metavar="TEXT", help="a system message that begins the conversation")
-    found.add_config(SamplingParams, "sampling", skip=("n", "logprobs", "prompt_logprobs"))
-    return found
+    cli_parser = engine_parser("chat", DESCRIPTION)
+    cli_parser.add_argument("--system", metavar="TEXT", help="a system message that begins the conversation")
+    cli_parser.add_config(SamplingParams, "sampling", skip=("n", "logprobs", "prompt_logprobs"))
+    return cli_parser
 
 
 def run(argv: Sequence[str]) -> int:
-    args = parser().read(argv)
-    check_sampling(args)
+    args = parser().parse_argv(argv)
+    check_sampling_args(args)
     with engine(args) as llm:
-        Conversation(llm, sampling(args, llm), args.system, sys.stdout).run()
+        Conversation(llm, sampling_params_from_args(args, llm), args.system, sys.stdout).run()
     return 0
 
 

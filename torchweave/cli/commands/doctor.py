@@ -39,7 +39,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str]) -> int:
-    args = parser().read(argv)
+    args = parser().parse_argv(argv)
     findings = _examine(args)
     if args.json:
         print(json.dumps({"target": args.target, "findings": [each.as_dict() for each in findings]}))

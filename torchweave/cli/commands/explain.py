@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchweave.cli.arguments import Parser, engine_parser
-from torchweave.cli.results import result_path, write_result
+from torchweave.cli.results import check_output_path, write_output
 from torchweave.cli.session import engine
-from torchweave.config import show
+from torchweave.config import format_value
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,21 +18,21 @@ the CUDA graphs and the memory, the compile cache, and how long each stage of st
 
 
 def parser() -> Parser:
-    found = engine_parser("explain", DESCRIPTION)
-    found.add_argument(
+    cli_parser = engine_parser("explain", DESCRIPTION)
+    cli_parser.add_argument(
         "--json",
         action="store_true",
         help="print a JSON object; its schema is explain.schema.json in torchweave.compiler.explain",
     )
-    found.add_argument(
+    cli_parser.add_argument(
         "--html", metavar="FILE", default="", help="write the report as one page, which needs no network"
     )
-    return found
+    return cli_parser
 
 
 def run(argv: Sequence[str]) -> int:
-    args = parser().read(argv)
-    html = result_path("--html", args.html) if args.html else None
+    args = parser().parse_argv(argv)
+    html = check_output_path("--html", args.html) if args.html else None
     if html is not None and not html.parent.is_dir():
         raise ValueError(f"--html {args.html}: there is no such folder")
     with engine(args) as llm:
@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
 
         facts = explain(llm.plan, llm.report)
     if html is not None:
-        write_result("--html", html, page(facts))
+        write_output("--html", html, page(facts))
     if args.json:
         print(as_json(facts))
     elif not args.html:
@@ -60,7 +60,7 @@ def _print(facts: dict[str, Any]) -> None:
     ])  # fmt: skip
     if facts["model"] or facts["capture"]:
         _table(console, "Model", ("fact", ""), [
-            (key, show(tuple(value) if isinstance(value, list) else value))
+            (key, format_value(tuple(value) if isinstance(value, list) else value))
             for key, value in {**facts["model"], **{f"capture {k}": v for k, v in facts["capture"].items()}}.items()
         ])  # fmt: skip
     _table(console, "Quantization", ("fact", ""), _quantization_rows(facts["quantization"]))
@@ -144,7 +144,7 @@ def _stage_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _quantization_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [(key, show(value)) for key, value in facts.items() if key != "excluded"]
+    rows = [(key, format_value(value)) for key, value in facts.items() if key != "excluded"]
     return rows + [(f"not quantised: {why}", ", ".join(names)) for why, names in facts.get("excluded", {}).items()]
 
 
@@ -182,7 +182,7 @@ def _graph_rows(graphs: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, s
     for event in graphs:
         groups.setdefault((event["step"], event["kind"]), []).append(event)
     return [
-        (step, kind, show(tuple(sorted(event["key"] for event in events))), str(events[0]["segments"]),
+        (step, kind, format_value(tuple(sorted(event["key"] for event in events))), str(events[0]["segments"]),
          _size(max(event["bytes"] for event in events)))
         for (step, kind), events in groups.items()
     ]  # fmt: skip

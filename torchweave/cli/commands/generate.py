@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from torchweave.cli.arguments import Parser, engine_parser
-from torchweave.cli.session import check_sampling, engine, sampling
+from torchweave.cli.session import check_sampling_args, engine, sampling_params_from_args
 from torchweave.engine.request import CompletionOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -22,18 +22,18 @@ their order. The checkpoint's own sampling settings apply unless options say oth
 
 
 def parser() -> Parser:
-    found = engine_parser("generate", DESCRIPTION, "MODEL [PROMPT...]")
-    found.add_argument("prompts", metavar="PROMPT", nargs="*", default=[], help="text to go on from")
-    found.add_argument(
+    cli_parser = engine_parser("generate", DESCRIPTION, "MODEL [PROMPT...]")
+    cli_parser.add_argument("prompts", metavar="PROMPT", nargs="*", default=[], help="text to go on from")
+    cli_parser.add_argument(
         "--json", action="store_true", help="print one JSON object a prompt, a line each, as they finish"
     )
-    found.add_config(SamplingParams, "sampling", skip=("prompt_logprobs",))
-    return found
+    cli_parser.add_config(SamplingParams, "sampling", skip=("prompt_logprobs",))
+    return cli_parser
 
 
 def run(argv: Sequence[str]) -> int:
-    args = parser().read(argv)
-    if check_sampling(args).logprobs is not None and not args.json:
+    args = parser().parse_argv(argv)
+    if check_sampling_args(args).logprobs is not None and not args.json:
         raise ValueError("--logprobs has no place in a text; add --json")
     if not args.prompts and sys.stdin.isatty():
         return _interactive(args)
@@ -41,13 +41,13 @@ def run(argv: Sequence[str]) -> int:
     if not prompts:
         raise ValueError("there is no prompt; give some as arguments, or one a line on standard input")
     with engine(args) as llm:
-        _answer(llm, prompts, sampling(args, llm), as_json=args.json)
+        _answer(llm, prompts, sampling_params_from_args(args, llm), as_json=args.json)
     return 0
 
 
 def _interactive(args: argparse.Namespace) -> int:
     with engine(args) as llm:
-        params = sampling(args, llm)
+        params = sampling_params_from_args(args, llm)
         while True:
             try:
                 prompt = input("> ")

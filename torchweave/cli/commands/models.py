@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchweave.cli.arguments import Parser
-from torchweave.cli.results import result_path, write_result
+from torchweave.cli.results import check_output_path, write_output
 from torchweave.report import Report
 
 ACTIONS = ("list", "verify")
@@ -43,14 +43,14 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str]) -> int:
-    args = parser().read(argv)
+    args = parser().parse_argv(argv)
     if args.action == "list":
         if extra := [*args.names, *(["--all"] if args.all else []), *(["--write"] if args.write else [])]:
             raise ValueError(f"`torchweave models list` takes no {extra[0]}; leave it out")
         return _list(args.json)
     if args.write and args.pipeline_parallel_size > 1:
         raise ValueError("the table of --write has no column for stages; leave --pipeline_parallel_size or --write out")
-    write = result_path("--write", args.write) if args.write else None
+    write = check_output_path("--write", args.write) if args.write else None
     if write is not None and not write.parent.is_dir():
         raise ValueError(f"--write {args.write}: there is no such folder")
     ranks, stages = _sizes(args.tensor_parallel_size), args.pipeline_parallel_size
@@ -68,12 +68,12 @@ def _sizes(text: str) -> list[int]:
 
 def _list(as_json: bool) -> int:
     from torchweave.models.resolve import BUILT_IN, SHAPES
-    from torchweave.verify.zoo import SPECIMENS
+    from torchweave.verify.zoo import ZOO_MODELS
 
     found = {
         "built_in": sorted(BUILT_IN),
         "shapes": sorted(SHAPES),
-        "architectures": sorted(entry.name for entry in SPECIMENS),
+        "architectures": sorted(entry.name for entry in ZOO_MODELS),
     }
     if as_json:
         print(json.dumps(found))
@@ -104,7 +104,7 @@ def _verify(
     report = Report(show=False if quiet else None)
     result: dict[str, Any] = verify(None if everything else list(names), report, ranks, stages)
     if write is not None:
-        write_result("--write", write, table(result))
+        write_output("--write", write, table(result))
     if as_json:
         print(json.dumps(result))
     else:

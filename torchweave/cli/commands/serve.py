@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torchweave
-from torchweave.cli.arguments import Parser, engine_config, engine_parser, fill
+from torchweave.cli.arguments import Parser, config_from_args, engine_config, engine_parser
 from torchweave.config.options import ServerConfig
-from torchweave.config.validate import check_names, check_numbers, check_server
+from torchweave.config.validate import check_names, check_server, check_value_ranges
 from torchweave.report import progress_bars
 
 if TYPE_CHECKING:
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Serve a model over HTTP, as OpenAI's API does. GET /ready shows how far the start is, and answers 200 once requests
 are taken. Ctrl-C or SIGTERM: running requests finish, new ones are refused, then it ends; a second one ends it now."""
-_NEEDED = ("fastapi", "uvicorn", "msgspec", "zmq")
+_REQUIRED_PACKAGES = ("fastapi", "uvicorn", "msgspec", "zmq")
 
 
 def parser() -> Parser:
-    found = engine_parser("serve", DESCRIPTION)
-    found.add_config(ServerConfig, "server")
-    return found
+    cli_parser = engine_parser("serve", DESCRIPTION)
+    cli_parser.add_config(ServerConfig, "server")
+    return cli_parser
 
 
 def run(argv: Sequence[str]) -> int:
-    args = parser().read(argv)
-    config, settings = engine_config(args), fill(ServerConfig, args)
+    args = parser().parse_argv(argv)
+    config, settings = engine_config(args), config_from_args(ServerConfig, args)
     check_names(config, None)
-    check_numbers(config)
+    check_value_ranges(config)
     check_server(config, settings)
     if config.executor == "torchrun":
         raise ValueError(
             "executor=torchrun is for scripts, which all ranks run; serve starts its ranks itself: leave it out"
         )
-    missing = [name for name in _NEEDED if find_spec(name) is None]
+    missing = [name for name in _REQUIRED_PACKAGES if find_spec(name) is None]
     if missing:
         raise ValueError(f"serve needs {', '.join(missing)}; install them with: pip install 'torchweave[serve]'")
     from torchweave.serving.http.server import Server
 
     begin = time.monotonic()
-    server = Server(config, settings, on_ready=lambda server: _greet(server, time.monotonic() - begin, stop_bars))
-    server.client.listen(_tell_of_ends)
+    server = Server(config, settings, on_ready=lambda server: _print_ready(server, time.monotonic() - begin, stop_bars))
+    server.client.listen(_print_engine_ended)
     with _bars(server.client, args) as stop_bars:
         code = server.run()
     if code:
@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     return code
 
 
-def _greet(server: Server, seconds: float, stop_bars: Any) -> None:
+def _print_ready(server: Server, seconds: float, stop_bars: Any) -> None:
     stop_bars()
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
     name, count = server.service.names[0], len(server.client.engines)
@@ -65,7 +65,7 @@ def _greet(server: Server, seconds: float, stop_bars: Any) -> None:
     print(f" (ready after {seconds:.1f} s; Ctrl-C ends it)", flush=True)
 
 
-def _tell_of_ends(kind: str, facts: dict[str, Any]) -> None:
+def _print_engine_ended(kind: str, facts: dict[str, Any]) -> None:
     """Say which engine is gone, where the server goes on without it."""
     if kind == "engine_ended" and (facts["restarts"] or "replica" in facts):
         who = f"Replica {facts['replica']}: " if "replica" in facts else ""

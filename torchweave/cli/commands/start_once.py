@@ -11,14 +11,14 @@ from typing import Any
 
 
 def main(text: str) -> int:
-    from torchweave.cli.options import build
-    from torchweave.cli.session import start
+    from torchweave.cli.options import build_config
+    from torchweave.cli.session import start_llm
     from torchweave.config.options import EngineConfig
     from torchweave.report import Report
 
     began_at, report = time.monotonic(), Report()
     try:
-        llm = start(build(EngineConfig, json.loads(text)), report)
+        llm = start_llm(build_config(EngineConfig, json.loads(text)), report)
     except ValueError as error:
         print(f"torchweave: {error}", file=sys.stderr)
         return 2

@@ -17,17 +17,17 @@ kept in the compile cache, goes before what the package ships for this kind of G
 
 
 def parser() -> Parser:
-    found = engine_parser("tune", DESCRIPTION)
-    found.add_argument("--all", action="store_true", help="also measure what is known of this kind of GPU already")
-    return found
+    cli_parser = engine_parser("tune", DESCRIPTION)
+    cli_parser.add_argument("--all", action="store_true", help="also measure what is known of this kind of GPU already")
+    return cli_parser
 
 
 def run(argv: Sequence[str]) -> int:
-    args = parser().read(argv)
+    args = parser().parse_argv(argv)
     config = engine_config(args)
     from torchweave.engine.startup.build import tune
 
-    table = tune(config, Report(show=False if args.quiet else None), again=args.all)
+    table = tune(config, Report(show=False if args.quiet else None), remeasure=args.all)
     _print(table)
     return 0
 

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from torchweave.compiler.cache.keys import MISSING, graph_factors, piece_factors, source_digests
-from torchweave.compiler.cache.serialize import NotStorable, dump_graph, dump_piece, load_graph, load_piece
+from torchweave.compiler.cache.serialize import (
+    NotSerializableError,
+    deserialize_graph,
+    deserialize_piece,
+    serialize_graph,
+    serialize_piece,
+)
 from torchweave.compiler.cache.store import CompileCache, key_of
 from torchweave.compiler.codegen.pieces import BuiltPiece
 from torchweave.compiler.ir.graph import CapturedGraph
@@ -21,7 +27,7 @@ from torchweave.compiler.partition.split import Piece
 from torchweave.config.options import TorchCompileConfig
 
 
-class StoredGraph:
+class GraphEntry:
     """The entry of one module's captured graph.
 
     Which files were traced is known only after tracing: their hashes are kept beside the graph and compared when it is
@@ -49,7 +55,7 @@ class StoredGraph:
             self.cache.miss("graph", entry.key, f"the source of {', '.join(changed)} changed")
             return None
         try:
-            graph = load_graph(entry.payload, self.module, self.device)
+            graph = deserialize_graph(entry.payload, self.module, self.device)
         except Exception as error:  # unpickling raises what it likes; a damaged entry must never stop a start
             self.cache.reject("graph", entry.key, f"cannot be loaded ({type(error).__name__}: {error})")
             return None
@@ -60,17 +66,17 @@ class StoredGraph:
         sources = source_digests(graph.sources)
         try:
             if unread := [name for name, digest in sources.items() if digest == MISSING]:
-                raise NotStorable(
+                raise NotSerializableError(
                     f"{unread[0]} was traced and is no file that can be read, so nobody could see it change"
                 )
-            payload = dump_graph(graph)
-        except NotStorable as error:
+            payload = serialize_graph(graph)
+        except NotSerializableError as error:
             self.cache.miss("graph", key_of("graph", self.factors), f"not stored: {error}")
             return
         self.cache.store("graph", self.factors, payload, {"sources": sources})
 
 
-class StoredPiece:
+class PieceEntry:
     """The entry of one distinct piece.
 
     Args:
@@ -89,7 +95,7 @@ class StoredPiece:
         factors: Mapping[str, Any] | None = None,
     ) -> None:
         self.cache, self.piece, self.build = cache, piece, build
-        self.readable = config.compile_cache_format == "unpacked"
+        self.write_readable = config.compile_cache_format == "unpacked"
         self.factors = {**piece_factors(piece, config, device), **(factors or {})}
         self.facts = {"device_index": device.index or 0}
 
@@ -103,7 +109,9 @@ class StoredPiece:
         if entry is None:
             return None
         try:
-            built = load_piece(entry.payload, self.piece, entry.facts["device_index"], self.facts["device_index"])
+            built = deserialize_piece(
+                entry.payload, self.piece, entry.facts["device_index"], self.facts["device_index"]
+            )
         except Exception as error:  # Inductor raises what it likes; a damaged entry must never stop a start
             self.cache.reject("piece", entry.key, f"cannot be loaded ({type(error).__name__}: {error})")
             return None
@@ -115,22 +123,22 @@ class StoredPiece:
             seconds=time.monotonic() - begin,
             passes=tuple(passes),
             ranges=tuple((low, high) for low, high in ranges),
-            highest=entry.facts["highest"],
+            max_size=entry.facts["max_size"],
         )
 
     def _build(self) -> BuiltPiece:
         built = self.build()
         try:
-            payload = dump_piece(built)
-        except NotStorable as error:
+            payload = serialize_piece(built)
+        except NotSerializableError as error:
             self.cache.miss("piece", key_of("piece", self.factors), f"not stored: {error}")
             return built
-        facts = {**self.facts, "passes": built.passes, "ranges": built.ranges, "highest": built.highest}
+        facts = {**self.facts, "passes": built.passes, "ranges": built.ranges, "max_size": built.max_size}
         key = self.cache.store("piece", self.factors, payload, facts)
         self._unpack(key, built)
         return built
 
     def _unpack(self, key: str, built: BuiltPiece) -> None:
-        if self.readable:
+        if self.write_readable:
             texts = {"fx.py": self.piece.module.code, "inductor.py": built.code}
             self.cache.unpack("piece", key, {**texts, "factors.json": json.dumps(self.factors, indent=1)})

@@ -27,14 +27,14 @@ from torchweave.compiler.partition.split import Piece, structure
 from torchweave.config.options import TorchCompileConfig
 
 _PATH_LIKE = re.compile(r"(^|_)(path|paths|dir|file|folder)$")
-_BY_PROCESS = "object_hash"
+_PROCESS_HASH_SUFFIX = "object_hash"
 """How the name of a hash ends that transformers' configs keep, another one in each process."""
-_BY_PLACE = "name_or_path"
+_CHECKPOINT_PATH_SUFFIX = "name_or_path"
 """How the names of a checkpoint's place end that transformers' models and configs keep."""
 _WORD = re.compile(r"[\w-]*")
-_DEPTH = 6
+_MAX_DEPTH = 6
 """Objects that are further inside are only named; lists and dicts are described however deep."""
-_OPEN = -1
+_IN_PROGRESS = -1
 """Where a text would stand: a list or dict that is being described."""
 _PLAIN = (
     bool,
@@ -52,11 +52,11 @@ _PLAIN = (
 )
 _TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
 """What every module holds: its parameters, children and hooks, which are described apart."""
-_OF_ITS_PLACE = frozenset({"__module__", "__doc__", "__firstlineno__", "__static_attributes__"})
+_LOCATION_ATTRIBUTES = frozenset({"__module__", "__doc__", "__firstlineno__", "__static_attributes__"})
 """What a class holds that says where it is written, and nothing of what it does."""
 MISSING = "missing"
 """In the place of the hash of a source that cannot be read."""
-OWN_FOLDERS = ("compiler", "models", "ops")
+HASHED_FOLDERS = ("compiler", "models", "ops")
 """Folders of this package whose sources decide what is captured, built and stored."""
 _SOURCE_SUFFIXES = (".py", ".json", ".cpp")
 
@@ -65,7 +65,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Versions, this package's own sources, the kind of device, and the switches of torch that change generated code."""
     return {
         "torchweave": version.__version__,
-        "torchweave_sources": own_sources(),
+        "torchweave_sources": package_source_hash(),
         "torch": torch.__version__,
         "torch_git": torch.version.git_version,
         "triton": _version("triton"),
@@ -96,11 +96,11 @@ def graph_factors(
 ) -> dict[str, Any]:
     """Factors of a captured graph. The source text of the traced files comes beside them, see `source_digests`."""
     device = next(iter(inputs.values())).device
-    modules = (module, *_unregistered(module))
+    modules = (module, *_unregistered_modules(module))
     return {
         **machine(device),
         "module": type(module).__qualname__,
-        "module_config": _digest("\n".join((*map(describe_module, modules), *_tied(modules)))),
+        "module_config": _digest("\n".join((*map(describe_module, modules), *_tied_tensors(modules)))),
         "inputs": {
             name: [
                 str(tensor.dtype),
@@ -125,13 +125,13 @@ def piece_factors(piece: Piece, config: TorchCompileConfig, device: torch.device
 
 
 @functools.cache
-def own_sources() -> str:
-    """Hash of every source file in `OWN_FOLDERS`, so that no entry outlives a change of the code that made it.
+def package_source_hash() -> str:
+    """Hash of every source file in `HASHED_FOLDERS`, so that no entry outlives a change of the code that made it.
 
     Raises:
         FileNotFoundError: one of the folders is missing or empty: the installation is incomplete.
     """
-    return hash_folders([version.PACKAGE_FOLDER / folder for folder in OWN_FOLDERS])
+    return hash_folders([version.PACKAGE_FOLDER / folder for folder in HASHED_FOLDERS])
 
 
 def hash_folders(folders: Iterable[Path]) -> str:
@@ -200,13 +200,13 @@ def _describe_class(kind: type, known: Known) -> str:
         held = {
             key: each
             for key, each in sorted(vars(kind).items())
-            if key not in _OF_ITS_PLACE and isinstance(each, plain)
+            if key not in _LOCATION_ATTRIBUTES and isinstance(each, plain)
         }
         known[where] = _digest(describe(held, 1, known))
     return known[where]
 
 
-def _unregistered(module: nn.Module) -> Iterator[nn.Module]:
+def _unregistered_modules(module: nn.Module) -> Iterator[nn.Module]:
     """Modules that a forward may call and that torch does not know of: those in plain lists and dicts."""
     seen = {id(child) for child in module.modules()}
     waiting = deque(module.modules())
@@ -218,7 +218,7 @@ def _unregistered(module: nn.Module) -> Iterator[nn.Module]:
                 waiting.extend(found.modules())
 
 
-def _tied(modules: Iterable[nn.Module]) -> list[str]:
+def _tied_tensors(modules: Iterable[nn.Module]) -> list[str]:
     """The places of each tensor that has several: a graph reads it from one of them, where another module may have two tensors."""
     places: dict[int, list[str]] = {}
     for number, module in enumerate(modules):
@@ -232,7 +232,7 @@ def _tied(modules: Iterable[nn.Module]) -> list[str]:
 def _modules_in(thing: Any, depth: int = 0) -> Iterator[nn.Module]:
     if isinstance(thing, nn.Module):
         yield thing
-    elif isinstance(thing, (list, tuple, dict)) and depth <= _DEPTH:
+    elif isinstance(thing, (list, tuple, dict)) and depth <= _MAX_DEPTH:
         for item in thing.values() if isinstance(thing, dict) else thing:
             yield from _modules_in(item, depth + 1)
 
@@ -250,7 +250,7 @@ def describe(thing: Any, depth: int = 0, known: Known | None = None) -> str:
     known = {} if known is None else known
     if isinstance(thing, (Mapping, list, tuple, deque, set, frozenset)):
         return _describe_nest(thing, depth, known)
-    if depth > _DEPTH:
+    if depth > _MAX_DEPTH:
         return _name(type(thing))
     if isinstance(thing, nn.Module):
         return _name(type(thing))
@@ -267,7 +267,7 @@ def describe(thing: Any, depth: int = 0, known: Known | None = None) -> str:
 
 def _describe_nest(thing: Any, depth: int, known: Known) -> str:
     """A list, dict or set, however deep; one that holds itself is named there."""
-    where = (id(thing), _OPEN)
+    where = (id(thing), _IN_PROGRESS)
     if where in known:
         return f"a {_name(type(thing))} around it"
     known[where] = ""
@@ -321,17 +321,21 @@ def _key(key: Any) -> str:
 def _is_path(key: str, value: Any) -> bool:
     """Whether a setting says where something is, not what it is: its name says so, and its text, or one in its lists, is no mere
     word. The name that a checkpoint was asked for by is one of a place too."""
-    return key.endswith((_BY_PROCESS, _BY_PLACE)) or (_names_path(key) and _holds_place(value))
+    return key.endswith((_PROCESS_HASH_SUFFIX, _CHECKPOINT_PATH_SUFFIX)) or (
+        _is_path_name(key) and _contains_path(value)
+    )
 
 
-def _holds_place(value: Any, depth: int = 0) -> bool:
-    if isinstance(value, (list, tuple, set, frozenset, Mapping)) and depth <= _DEPTH:
-        return any(_holds_place(item, depth + 1) for item in (value.values() if isinstance(value, Mapping) else value))
+def _contains_path(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset, Mapping)) and depth <= _MAX_DEPTH:
+        return any(
+            _contains_path(item, depth + 1) for item in (value.values() if isinstance(value, Mapping) else value)
+        )
     return isinstance(value, str) and not _WORD.fullmatch(value)
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_path(key: str) -> bool:
+def _is_path_name(key: str) -> bool:
     return _PATH_LIKE.search(key) is not None
 
 

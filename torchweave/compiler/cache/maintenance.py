@@ -20,16 +20,16 @@ from torchweave.compiler.cache.store import (
     SUFFIX,
     UNFINISHED,
     CompileCache,
-    DamagedEntry,
+    DamagedEntryError,
     Entry,
     parse_entry,
     read_entry,
     write_atomic,
 )
 
-_NO_ARCHIVE = (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+_ARCHIVE_ERRORS = (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 """What reading raises where a file is something else or was cut off; somebody may have compressed it."""
-_LONGEST_ENTRY = 1 << 32  # bytes: what an archive claims beyond this is not read
+_MAX_ENTRY_BYTES = 1 << 32  # bytes: what an archive claims beyond this is not read
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def summaries(cache: CompileCache) -> Iterator[Summary]:
             entry, fault = read_entry(path), ""
             if cache.path(entry) != path:
                 entry, fault = None, "it is another entry than its name says"
-        except (OSError, DamagedEntry) as error:
+        except (OSError, DamagedEntryError) as error:
             entry, fault = None, str(error)
         yield Summary(path, facts.st_size, facts.st_mtime, entry, fault)
 
@@ -114,7 +114,7 @@ def clear_unfinished(cache: CompileCache, older_than: float = 3600.0) -> int:
     return count
 
 
-def clear_beside(cache: CompileCache) -> None:
+def clear_side_files(cache: CompileCache) -> None:
     """Remove what stands beside the entries: shared objects that pieces for a CPU were compiled to, and readable copies."""
     for folder in (CODE_FOLDER, READABLE_FOLDER):
         shutil.rmtree(cache.folder / folder, ignore_errors=True)
@@ -148,20 +148,20 @@ def import_archive(cache: CompileCache, file: Path) -> tuple[int, list[str]]:
     try:
         with tarfile.open(file) as archive:
             for member in archive:
-                content = archive.extractfile(member) if member.isreg() and member.size < _LONGEST_ENTRY else None
+                content = archive.extractfile(member) if member.isreg() and member.size < _MAX_ENTRY_BYTES else None
                 if content is None or not member.name.endswith(SUFFIX):
                     faults.append(f"{member.name}: it is no entry")
                     continue
                 data = content.read()
                 try:
                     path = cache.path(parse_entry(data))
-                except DamagedEntry as error:
+                except DamagedEntryError as error:
                     faults.append(f"{member.name}: {error}")
                     continue
                 if not path.exists():
                     path.parent.mkdir(exist_ok=True, mode=0o700)
                     write_atomic(path, data)
                     added += 1
-    except _NO_ARCHIVE as error:
+    except _ARCHIVE_ERRORS as error:
         raise ValueError(f"{file} is no archive of a compile cache; give one that `cache export` wrote") from error
     return added, faults

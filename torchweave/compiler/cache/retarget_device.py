@@ -16,7 +16,7 @@ from torch.fx.node import map_aggregate
 _INDEX = r"(_DeviceGuard\(|set_device\(|get_raw_stream\(|\bcuda:|\bindex=){}\b"
 
 
-def on_device(code: str, old: int, new: int) -> str:
+def retarget_code(code: str, old: int, new: int) -> str:
     """Code that Inductor generated for GPU `old`, for GPU `new`: the places in which it names its device."""
     return re.sub(_INDEX.format(old), rf"\g<1>{new}", code)
 
@@ -26,17 +26,17 @@ def rename_device(graph: fx.Graph, device: torch.device) -> None:
     if device.type != "cuda":
         return
 
-    def own(argument: Any) -> Any:
+    def replace_device(argument: Any) -> Any:
         if isinstance(argument, str) and re.fullmatch(r"cuda:\d+", argument):
             return str(device)
         return device if isinstance(argument, torch.device) and argument.type == "cuda" else argument
 
     for node in graph.nodes:
-        node.args, node.kwargs = map_aggregate(node.args, own), map_aggregate(node.kwargs, own)  # type: ignore[assignment]
+        node.args, node.kwargs = map_aggregate(node.args, replace_device), map_aggregate(node.kwargs, replace_device)  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
-def moved(old: int, new: int) -> Iterator[None]:
+def retarget_on_load(old: int, new: int) -> Iterator[None]:
     """What Inductor loads within was built on GPU `old` and runs on GPU `new`.
 
     Its code would open a context on `old` as soon as it is loaded, half a gigabyte there for every rank: so it is changed before.
@@ -48,28 +48,28 @@ def moved(old: int, new: int) -> Iterator[None]:
 
     prepare = FxGraphCache.cache_hit_post_compile
 
-    def prepare_moved(graph: Any, *rest: Any) -> Any:
-        move(graph, old, new)
+    def prepare_retargeted(graph: Any, *rest: Any) -> Any:
+        retarget(graph, old, new)
         return prepare(graph, *rest)
 
-    FxGraphCache.cache_hit_post_compile = staticmethod(prepare_moved)  # type: ignore[method-assign]
+    FxGraphCache.cache_hit_post_compile = staticmethod(prepare_retargeted)  # type: ignore[method-assign]
     try:
         yield
     finally:
         FxGraphCache.cache_hit_post_compile = staticmethod(prepare)  # type: ignore[method-assign]
 
 
-def move(graph: Any, old: int, new: int) -> None:
+def retarget(graph: Any, old: int, new: int) -> None:
     """A `CompiledFxGraph` that was read from bytes and not yet run: its code, its kernels, and the launchers of these."""
-    code = on_device(graph.source_code, old, new)
+    code = retarget_code(graph.source_code, old, new)
     if graph._triton_bundle is not None:
         keys = dict(zip(_kernel_keys(graph.source_code), _kernel_keys(code), strict=True))
-        graph._triton_bundle = _moved_bundle(graph._triton_bundle, keys, new)
+        graph._triton_bundle = _retarget_bundle(graph._triton_bundle, keys, new)
     graph.source_code, graph.cache_key = code, f"{graph.cache_key}_on_{new}"
     graph.device_idxs = {new for _ in graph.device_idxs}
 
 
-def _moved_bundle(bundle: Any, keys: dict[str, str], new: int) -> Any:
+def _retarget_bundle(bundle: Any, keys: dict[str, str], new: int) -> Any:
     launchers = []
     for each in bundle.static_autotuners:
         kernel = each.kernel

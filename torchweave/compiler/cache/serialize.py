@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchweave.compiler.cache.retarget_device import moved, rename_device
+from torchweave.compiler.cache.retarget_device import rename_device, retarget_on_load
 from torchweave.compiler.capture.sources import SourceError, resolve
-from torchweave.compiler.codegen.inductor import loaded_here
-from torchweave.compiler.codegen.inductor_artifact import dump_code, load_code
-from torchweave.compiler.codegen.pieces import BuiltPiece, callable_of, generated_code, innermost
-from torchweave.compiler.ir.fake_tensors import FakeStorages, geometry
-from torchweave.compiler.ir.flat import read_nodes, write_nodes
+from torchweave.compiler.codegen.inductor import load_kernels_in_process
+from torchweave.compiler.codegen.inductor_artifact import deserialize_code, serialize_code
+from torchweave.compiler.codegen.pieces import BuiltPiece, compiled_fx_graph, fast_callable, generated_code
+from torchweave.compiler.ir.fake_tensors import FakeTensorFactory, geometry
+from torchweave.compiler.ir.flat import flatten_nodes, unflatten_nodes
 from torchweave.compiler.ir.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import Piece
@@ -28,49 +28,50 @@ _CODE = b"torchweave-code\n"
 """Begins what is not an artifact of Inductor but its code."""
 
 
-class NotStorable(Exception):
+class NotSerializableError(Exception):
     """Something that cannot be written down, and why."""
 
 
-def dump_graph(graph: CapturedGraph) -> bytes:
+def serialize_graph(graph: CapturedGraph) -> bytes:
     """A captured graph, its constants by the sources that tracing reached them by.
 
     Raises:
-        NotStorable: the graph holds a tensor that no source leads to, or an object that cannot be pickled.
+        NotSerializableError: the graph holds a tensor that no source leads to, or an object that cannot be pickled.
     """
     from torch.fx._graph_pickler import GraphPickler, Options
 
     if any(isinstance(leaf, Constant) for leaf in graph.output.leaves):
-        raise NotStorable("forward returns a tensor of the module")
+        raise NotSerializableError("forward returns a tensor of the module")
     bindings: dict[str, Any] = {}
     for name, binding in graph.bindings.items():
         if isinstance(binding, Constant) and not binding.source:
-            raise NotStorable(f"{name} is a tensor that tracing made")
+            raise NotSerializableError(f"{name} is a tensor that tracing made")
         bindings[name] = binding.source if isinstance(binding, Constant) else binding
     try:
-        table, rows = write_nodes(graph.module)
-        module = GraphPickler.dumps((table, rows, *_dump_values(graph)), Options(ops_filter=None))
+        table, rows = flatten_nodes(graph.module)
+        module = GraphPickler.dumps((table, rows, *_serialize_values(graph)), Options(ops_filter=None))
         output = (pytree.treespec_dumps(graph.output.spec), graph.output.leaves)
-        rest = (module, graph.inputs, bindings, output, graph.symbols, graph.sources, graph.unread)
+        rest = (module, graph.inputs, bindings, output, graph.symbols, graph.sources, graph.unused_inputs)
         return pickle.dumps(rest)
     except Exception as error:  # the pickler raises what it likes
-        raise NotStorable(f"{type(error).__name__}: {error}") from error
+        raise NotSerializableError(f"{type(error).__name__}: {error}") from error
 
 
-def load_graph(payload: bytes, module: nn.Module, device: torch.device) -> CapturedGraph:
-    """The graph that `dump_graph` wrote, bound to `module`, for `device`, which is of the kind of the one that it was captured on.
+def deserialize_graph(payload: bytes, module: nn.Module, device: torch.device) -> CapturedGraph:
+    """The graph that `serialize_graph` wrote, bound to `module`, for `device`, which is of the kind of the one that it
+    was captured on.
 
     Raises what unpickling raises, and SourceError.
     """
     from torch._subclasses import FakeTensorMode
     from torch.fx._graph_pickler import GraphPickler
 
-    pickled, inputs, stored, output, symbols, sources, unread = pickle.loads(payload)
-    mode = FakeTensorMode(shape_env=_sizes_of_nowhere())
+    pickled, inputs, stored, output, symbols, sources, unused_inputs = pickle.loads(payload)
+    mode = FakeTensorMode(shape_env=_without_guard_locations())
     table, rows, geometries, values = GraphPickler.loads(pickled, mode)  # type: ignore[misc]
-    restored = read_nodes(table, rows)
+    restored = unflatten_nodes(table, rows)
     rename_device(restored.graph, device)
-    _load_values(restored, geometries, values, mode, device)
+    _deserialize_values(restored, geometries, values, mode, device)
     roots = module_roots(module)
     bindings: dict[str, Binding] = {}
     fakes = {node.name: value(node) for node in restored.graph.nodes if node.op == "placeholder"}
@@ -84,10 +85,10 @@ def load_graph(payload: bytes, module: nn.Module, device: torch.device) -> Captu
             raise SourceError(f"{binding} is not the tensor that it was")
         bindings[name] = Constant(tensor, binding)
     tree = OutputTree(pytree.treespec_loads(output[0]), output[1])
-    return CapturedGraph(restored, inputs, bindings, tree, symbols, sources, unread)
+    return CapturedGraph(restored, inputs, bindings, tree, symbols, sources, unused_inputs)
 
 
-def _sizes_of_nowhere() -> Any:
+def _without_guard_locations() -> Any:
     """Symbolic sizes whose guards do not say which line they are from: nobody reads that of a graph that is loaded, and to tell it
     from lines of torch's own, torch imports 400 modules."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -105,7 +106,7 @@ def module_roots(module: nn.Module) -> dict[str, Any]:
     return {"L": {"self": module, forward.__code__.co_varnames[0]: module}, "G": forward.__globals__}
 
 
-def _dump_values(graph: CapturedGraph) -> tuple[list[Tensor], list[Any]]:
+def _serialize_values(graph: CapturedGraph) -> tuple[list[Tensor], list[Any]]:
     """The distinct geometries of a graph's fake values, and the value of each node: a fake tensor as `("tensor", number of its
     geometry, number of the storage that it lives in)`. There are few geometries, and to make one from bytes takes long."""
     numbers: dict[tuple[Hashable, ...], int] = {}
@@ -117,7 +118,7 @@ def _dump_values(graph: CapturedGraph) -> tuple[list[Tensor], list[Any]]:
             kind = geometry(thing)
             if kind not in numbers:
                 numbers[kind] = len(numbers)
-                geometries.append(_bare(thing))
+                geometries.append(_compact_copy(thing))
             return ("tensor", numbers[kind], storages.setdefault(thing.untyped_storage()._cdata, len(storages)))
         if isinstance(thing, (tuple, list)):
             return (type(thing), *map(dump, thing))
@@ -126,10 +127,10 @@ def _dump_values(graph: CapturedGraph) -> tuple[list[Tensor], list[Any]]:
     return geometries, [dump(value(node)) for node in graph.graph.nodes]
 
 
-def _load_values(
+def _deserialize_values(
     module: fx.GraphModule, geometries: Sequence[Tensor], values: Sequence[Any], mode: Any, device: torch.device
 ) -> None:
-    storages = FakeStorages(mode)
+    storages = FakeTensorFactory(mode)
 
     def load(thing: Any) -> Any:
         if not isinstance(thing, tuple):
@@ -145,7 +146,7 @@ def _load_values(
             node.meta["example_value"] = load(stored)
 
 
-def _bare(thing: Tensor) -> Tensor:
+def _compact_copy(thing: Tensor) -> Tensor:
     """A fake tensor of the same geometry in a storage that holds just that."""
     mode: Any = getattr(thing, "fake_mode", None)
     with mode:
@@ -157,44 +158,44 @@ def _bare(thing: Tensor) -> Tensor:
         return bare.set_(whole.to(thing.device).untyped_storage(), offset, thing.size(), thing.stride())
 
 
-def dump_piece(built: BuiltPiece) -> bytes:
+def serialize_piece(built: BuiltPiece) -> bytes:
     """What Inductor made of a piece: its code alone, or, where calls need what AOTAutograd has around it, its artifact.
 
     Raises:
-        NotStorable: Inductor kept nothing that can be loaded again.
+        NotSerializableError: Inductor kept nothing that can be loaded again.
     """
-    inner = innermost(built.artifact)
+    inner = compiled_fx_graph(built.artifact)
     if inner is not None and built.call is inner.current_callable:
         try:
             kept, _ = built.artifact._artifacts or (None, None)
-            return _CODE + dump_code(inner, kept)
+            return _CODE + serialize_code(inner, kept)
         except Exception as error:  # the pickler raises what it likes
-            raise NotStorable(f"{type(error).__name__}: {error}") from error
+            raise NotSerializableError(f"{type(error).__name__}: {error}") from error
     try:
         with _scratch() as path:
             built.artifact.save(path=str(path), format="binary")
             return path.read_bytes()
     except Exception as error:  # Inductor raises what it likes, and so does a disk
-        raise NotStorable(f"{type(error).__name__}: {error}") from error
+        raise NotSerializableError(f"{type(error).__name__}: {error}") from error
 
 
-def load_piece(payload: bytes, piece: Piece, built_on: int = 0, runs_on: int = 0) -> BuiltPiece:
-    """The piece that `dump_piece` wrote on one GPU, for that or another one of its kind. Raises what Inductor raises.
+def deserialize_piece(payload: bytes, piece: Piece, built_on: int = 0, runs_on: int = 0) -> BuiltPiece:
+    """The piece that `serialize_piece` wrote on one GPU, for that or another one of its kind. Raises what Inductor raises.
 
     Args:
         built_on, runs_on: the GPUs' indices.
     """
-    with loaded_here(kernels=any(isinstance(each, Tensor) and each.is_cuda for each in piece.examples())):
+    with load_kernels_in_process(kernels=any(isinstance(each, Tensor) and each.is_cuda for each in piece.examples())):
         if payload.startswith(_CODE):
-            code = load_code(payload.removeprefix(_CODE), built_on, runs_on)
+            code = deserialize_code(payload.removeprefix(_CODE), built_on, runs_on)
             return BuiltPiece(piece.digest, code.current_callable, "cache", 0.0, code=code.source_code)
         from torch._inductor.standalone_compile import CompiledArtifact
 
-        with _scratch() as path, moved(built_on, runs_on):
+        with _scratch() as path, retarget_on_load(built_on, runs_on):
             path.write_bytes(payload)
             artifact = CompiledArtifact.load(path=str(path), format="binary")
     code = generated_code(artifact)
-    return BuiltPiece(piece.digest, callable_of(artifact, piece.module), "cache", 0.0, code=code)
+    return BuiltPiece(piece.digest, fast_callable(artifact, piece.module), "cache", 0.0, code=code)
 
 
 @contextlib.contextmanager

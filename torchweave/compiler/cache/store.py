@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torchweave.config.options import TorchCompileConfig, cache_dir, expanded
+from torchweave.config.options import TorchCompileConfig, cache_dir, expand_path
 from torchweave.report import Report
 
 MAGIC = b"torchweave-cache\n"
@@ -38,7 +38,7 @@ Kind = Literal["graph", "piece", "table"]
 Factors = Mapping[str, Any]
 
 
-class DamagedEntry(Exception):
+class DamagedEntryError(Exception):
     """A file in the cache is not an entry, or not the one that its name says."""
 
 
@@ -72,7 +72,7 @@ class CompileCache:
     """
 
     def __init__(self, folder: Path | str, report: Report, wait: Callable[[Path], None] = lambda _: None) -> None:
-        self.folder = expanded(folder).absolute()
+        self.folder = expand_path(folder).absolute()
         self.report = report
         self._wait = wait
         self._warned = False
@@ -88,11 +88,11 @@ class CompileCache:
             self._wait(path)
             entry = read_entry(path)
             if (entry.kind, entry.key) != (kind, key):
-                raise DamagedEntry("it is another entry than its name says")
+                raise DamagedEntryError("it is another entry than its name says")
         except FileNotFoundError:
             self.miss(kind, key, "not there")
             return None
-        except (OSError, DamagedEntry) as error:
+        except (OSError, DamagedEntryError) as error:
             self.reject(kind, key, str(error))
             return None
         return entry
@@ -115,7 +115,7 @@ class CompileCache:
             path.parent.mkdir(exist_ok=True, mode=0o700)
             write_atomic(path, MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text + payload)
         except OSError as error:
-            self.not_kept(f"cannot write {self.folder}: {error}")
+            self.warn_not_stored(f"cannot write {self.folder}: {error}")
             return key
         self.report.event("cache", outcome="stored", entry=kind, key=key[:12], bytes=len(payload))
         return key
@@ -128,7 +128,7 @@ class CompileCache:
             for name, text in texts.items():
                 write_atomic(folder / name, text.encode())
         except OSError as error:
-            self.not_kept(f"cannot write {folder}: {error}")
+            self.warn_not_stored(f"cannot write {folder}: {error}")
 
     def hit(self, entry: Entry) -> None:
         """Record that an entry was used, for whoever prunes the folder too."""
@@ -145,7 +145,7 @@ class CompileCache:
         self.miss(kind, key, why)
         self.report.event("warning", what="compile cache", why=f"ignored the {kind} {key[:12]}: {why}")
 
-    def not_kept(self, why: str) -> None:
+    def warn_not_stored(self, why: str) -> None:
         """Warn, once: a disk that is full or may not be written to refuses whatever comes."""
         if not self._warned:
             self._warned = True
@@ -187,7 +187,7 @@ def read_entry(path: Path) -> Entry:
     """Read and check a file.
 
     Raises:
-        DamagedEntry: it is no entry of this format, or not as it was written.
+        DamagedEntryError: it is no entry of this format, or not as it was written.
         OSError: it cannot be read.
     """
     return parse_entry(path.read_bytes())
@@ -197,31 +197,31 @@ def parse_entry(data: bytes) -> Entry:
     """Check the content of a file.
 
     Raises:
-        DamagedEntry: it is no entry of this format, or not as it was written.
+        DamagedEntryError: it is no entry of this format, or not as it was written.
     """
     if not data.startswith(MAGIC):
-        raise DamagedEntry("it is no file of this cache")
+        raise DamagedEntryError("it is no file of this cache")
     start = len(MAGIC) + 8 + _DIGEST_BYTES
     length = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 8], "little")
     text = data[start : start + length]
     if hashlib.sha256(text).digest() != data[start - _DIGEST_BYTES : start]:
-        raise DamagedEntry("its header is damaged")
+        raise DamagedEntryError("its header is damaged")
     try:
         header = json.loads(text)
         if header["format"] != FORMAT:
-            raise DamagedEntry(f"it has format {header['format']}, not {FORMAT}")
+            raise DamagedEntryError(f"it has format {header['format']}, not {FORMAT}")
         payload = data[start + length :]
         if len(payload) != header["bytes"] or hashlib.sha256(payload).hexdigest() != header["sha256"]:
-            raise DamagedEntry("its payload is damaged")
+            raise DamagedEntryError("its payload is damaged")
         if key_of(header["kind"], header["factors"]) != header["key"]:
-            raise DamagedEntry("its factors do not give its key")
+            raise DamagedEntryError("its factors do not give its key")
         if header["kind"] not in get_args(Kind):  # it names a folder
-            raise DamagedEntry(f"there is no kind {header['kind']!r} of entries")
+            raise DamagedEntryError(f"there is no kind {header['kind']!r} of entries")
         if not (isinstance(header["factors"], dict) and isinstance(header["facts"], dict)):
-            raise DamagedEntry("its header is damaged (factors and facts are tables)")
+            raise DamagedEntryError("its header is damaged (factors and facts are tables)")
         return Entry(header["kind"], header["key"], header["factors"], header["facts"], payload)
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedEntry(f"its header is damaged ({type(error).__name__})") from error
+        raise DamagedEntryError(f"its header is damaged ({type(error).__name__})") from error
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -19,17 +19,25 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
 from torchweave.compiler.capture.outputs import output_tree
-from torchweave.compiler.capture.side_effects import changes_told
+from torchweave.compiler.capture.side_effects import record_side_effects
 from torchweave.compiler.capture.sources import SourceError, resolve
-from torchweave.compiler.capture.trace_once.clone import Unstitchable
-from torchweave.compiler.capture.trace_once.found import Meaning
+from torchweave.compiler.capture.trace_once.clone import CloneError
+from torchweave.compiler.capture.trace_once.found import PlaceholderMap
 from torchweave.compiler.capture.trace_once.kinds import find_repeated
-from torchweave.compiler.capture.trace_once.placeholder import standing_in
+from torchweave.compiler.capture.trace_once.placeholder import lazy_modules
 from torchweave.compiler.capture.trace_once.stitch import stitch_layers
-from torchweave.compiler.capture.trace_once.tails import shortened
-from torchweave.compiler.capture.trace_once.watch import Unwatchable
+from torchweave.compiler.capture.trace_once.tails import without_tails
+from torchweave.compiler.capture.trace_once.watch import NotRepeatableError
 from torchweave.compiler.dump import bytecode_text
-from torchweave.compiler.errors import InvariantError, SizeError, TraceError, place, places_of, trace_error, users_line
+from torchweave.compiler.errors import (
+    InvariantError,
+    SizeError,
+    TraceError,
+    source_location,
+    source_locations,
+    trace_error,
+    user_location,
+)
 from torchweave.compiler.ir.aliasing import op_name
 from torchweave.compiler.ir.graph import (
     Binding,
@@ -37,16 +45,24 @@ from torchweave.compiler.ir.graph import (
     Constant,
     Input,
     Size,
-    Unread,
-    tidy,
+    UnusedInput,
+    clean_up_graph,
 )
-from torchweave.compiler.ir.mutation import storage, written
-from torchweave.compiler.ir.symbols import DynamicDims, example, mark, pick_hints, shapes_mode, symbol_name, value
+from torchweave.compiler.ir.mutation import mutated_args, storage_id
+from torchweave.compiler.ir.symbols import (
+    DynamicDims,
+    choose_size_hints,
+    dynamic_shapes_mode,
+    example,
+    mark,
+    symbol_name,
+    value,
+)
 from torchweave.config.options import DynamicShapes
 from torchweave.report import Report
 
-_OWN = f"{__package__}.trace_once."
-_NUMPYS = "___from_numpy("
+_TRACE_ONCE_PREFIX = f"{__package__}.trace_once."
+_NUMPY_SOURCE_PREFIX = "___from_numpy("
 """How Dynamo's source of a numpy number or array begins."""
 
 
@@ -72,7 +88,7 @@ def capture(
         TraceError: the forward cannot be traced, with the line and the cause.
     """
     forward_parameters(module, inputs)
-    hints = pick_hints(inputs, dynamic, _static_sizes(module))
+    hints = choose_size_hints(inputs, dynamic, _static_sizes(module))
     examples = {name: example(tensor, dynamic.get(name, {}), hints) for name, tensor in inputs.items()}
     report = report or Report(show=False)
     graph = _capture_once(module, examples, dynamic, mode, report) if trace_once else None
@@ -87,10 +103,10 @@ def _capture_once(
         repeated = find_repeated(module, list(examples.values()))
         if repeated is None:
             return None
-        with standing_in(repeated.kinds, repeated.tails) as meaning, shortened(repeated.tails):
-            graph = _capture(module, examples, dynamic, mode, report, meaning)
+        with lazy_modules(repeated.kinds, repeated.tails) as placeholder_map, without_tails(repeated.tails):
+            graph = _capture(module, examples, dynamic, mode, report, placeholder_map)
     except Exception as error:  # whatever it is: a saving must not stop what works without it
-        known = isinstance(error, (Unwatchable, Unstitchable, TraceError))
+        known = isinstance(error, (NotRepeatableError, CloneError, TraceError))
         report.event("trace_once", traced=[], cloned=0, why=str(error) if known else f"{type(error).__name__}: {error}")
         return None
     report.event("trace_once", **repeated.facts())
@@ -103,19 +119,19 @@ def _capture(
     dynamic: DynamicDims,
     mode: DynamicShapes,
     report: Report,
-    stand_ins: Meaning,
+    placeholders: PlaceholderMap,
 ) -> CapturedGraph:
     """Trace the module as it stands, and put the layers that it has stand-ins for into the graph."""
     names, examples = forward_parameters(module, inputs), list(inputs.values())
     for name, tensor in inputs.items():
         mark(tensor, dynamic.get(name, {}), mode)
-    with changes_told() as changes:
+    with record_side_effects() as side_effects:
         captured = _trace(module, examples, mode)
     if captured.backend_input is None:
         raise TraceError("forward computes no tensor, so there is nothing to compile")
     gm = captured.backend_input.graph_module
-    _refuse_transforms(gm)
-    _refuse_kernels(gm)
+    _reject_functorch(gm)
+    _reject_triton_kernels(gm)
     code = captured.graph_capture_output.bytecode
     report.artifact("dynamo/transformed_code.txt", lambda: bytecode_text(code))
     roots = _roots(module, names, examples, captured)
@@ -125,17 +141,17 @@ def _capture(
         module=_plain_module(gm),
         inputs=names,
         bindings=bindings,
-        output=output_tree(captured, module, given, roots, changes),
+        output=output_tree(captured, module, given, roots, side_effects),
         symbols={},
         sources=_traced_modules(captured),
-        unread=_unread(given, dynamic, bindings),
+        unused_inputs=_unused_inputs(given, dynamic, bindings),
     )
-    if stand_ins:
-        stitch_layers(graph, stand_ins)
+    if placeholders:
+        stitch_layers(graph, placeholders)
     graph.symbols = _name_symbols(graph, dynamic)
     _lift_attributes(graph)
-    _refuse_mutated_constants(graph)
-    tidy(graph)
+    _reject_mutated_constants(graph)
+    clean_up_graph(graph)
     return graph
 
 
@@ -167,7 +183,13 @@ def _trace(module: nn.Module, examples: list[Tensor], mode: DynamicShapes) -> An
     )
     dynamo.reset()
     try:
-        with torch.no_grad(), shapes_mode(mode), rules, get_metrics_context(), dynamo_timed("torchweave_capture"):
+        with (
+            torch.no_grad(),
+            dynamic_shapes_mode(mode),
+            rules,
+            get_metrics_context(),
+            dynamo_timed("torchweave_capture"),
+        ):
             return fullgraph_capture(module, tuple(examples))
     except Exception as error:
         raise trace_error(error) from error
@@ -201,8 +223,8 @@ def _bind(gm: fx.GraphModule, roots: dict[str, Any], inputs: dict[str, Tensor]) 
         if isinstance(value(node), (torch.SymInt, int)):
             continue
         source = _source(node)
-        if source.startswith(_NUMPYS):
-            name = source.removeprefix(_NUMPYS).removesuffix(")").replace("L['self']", "self")
+        if source.startswith(_NUMPY_SOURCE_PREFIX):
+            name = source.removeprefix(_NUMPY_SOURCE_PREFIX).removesuffix(")").replace("L['self']", "self")
             raise TraceError(
                 f"forward reads {name}, which is numpy's; keep a number as Python's (`float(...)`, `int(...)`), and an array as "
                 "a tensor (`torch.from_numpy(...)`, a buffer)"
@@ -236,14 +258,16 @@ def _bind_size(size: fx.Node, placeholders: list[fx.Node], bindings: dict[str, B
     )
 
 
-def _unread(inputs: Mapping[str, Tensor], dynamic: DynamicDims, bindings: Mapping[str, Binding]) -> tuple[Unread, ...]:
+def _unused_inputs(
+    inputs: Mapping[str, Tensor], dynamic: DynamicDims, bindings: Mapping[str, Binding]
+) -> tuple[UnusedInput, ...]:
     """The inputs that no placeholder is bound to."""
     read = {binding.name for binding in bindings.values() if isinstance(binding, Input)}
     found = []
     for name, tensor in inputs.items():
         if name not in read:
             sizes = tuple(dynamic.get(name, {}).get(dim, size) for dim, size in enumerate(tensor.shape))
-            found.append(Unread(name, tensor.dtype, tensor.device.type, sizes))
+            found.append(UnusedInput(name, tensor.dtype, tensor.device.type, sizes))
     return tuple(found)
 
 
@@ -260,18 +284,18 @@ def _name_symbols(graph: CapturedGraph, dynamic: DynamicDims) -> dict[str, str]:
         for dim, size_name in dims.items():
             symbol = symbol_name(shape[dim])
             if symbol is None:
-                where, why = _specialisation(shape[dim], graph)
+                where, why = _specialization_cause(shape[dim], graph)
                 raise SizeError(f"{size_name} ({input_name} dimension {dim}) was fixed to {shape[dim]}{why}", where)
             names[symbol] = size_name
     return names
 
 
-def _specialisation(size: Any, graph: CapturedGraph) -> tuple[str, str]:
+def _specialization_cause(size: Any, graph: CapturedGraph) -> tuple[str, str]:
     """Where and why a size became a number, as far as the shape environment remembers."""
     shape_env = getattr(graph.fake_mode, "shape_env", None)
     for guard in reversed(getattr(shape_env, "guards", [])):
         if str(size) in str(guard.expr):
-            where, code = users_line(guard.sloc)
+            where, code = user_location(guard.sloc)
             return where, f" by a comparison ({guard.expr}) in `{code}`"
     return "", ": forward needs this very size"
 
@@ -291,7 +315,7 @@ def _plain_module(gm: fx.GraphModule) -> fx.GraphModule:
     return _LazyGraphModule(gm, graph, "Captured")  # its code is made when it is asked for, not after each change
 
 
-def _refuse_transforms(gm: fx.GraphModule) -> None:
+def _reject_functorch(gm: fx.GraphModule) -> None:
     """`vmap`, `grad` and their like turn a state of torch on and off around other operations: whoever runs these one by one, on
     fakes or over streams, stops in between and leaves it on in the whole process."""
     homes = {
@@ -302,23 +326,25 @@ def _refuse_transforms(gm: fx.GraphModule) -> None:
         raise TraceError(
             "forward uses a transform of torch.func (vmap, grad or the like), which cannot be divided into operations; write it "
             "for the whole batch, or put it into a custom op",
-            _own_line(found),
+            _last_user_location(found),
         )
 
 
-def _refuse_kernels(gm: fx.GraphModule) -> None:
+def _reject_triton_kernels(gm: fx.GraphModule) -> None:
     """A graph names a Triton kernel by its number in this process, where another one has another kernel, and not what it writes."""
     if found := [node for node in gm.graph.nodes if op_name(node)[1].startswith("triton_kernel_wrapper")]:
         raise TraceError(
             "forward launches a Triton kernel, of which a graph cannot tell what it writes; put the launch into a custom op "
             "(torch.library.custom_op, with its mutates_args)",
-            _own_line(found),
+            _last_user_location(found),
         )
 
 
-def _own_line(nodes: Sequence[fx.Node]) -> str:
+def _last_user_location(nodes: Sequence[fx.Node]) -> str:
     """The last of their lines that is not torch's own."""
-    places = [where for node in nodes for where in places_of(node) if not where.startswith(f"{torch.__path__[0]}/")]
+    places = [
+        where for node in nodes for where in source_locations(node) if not where.startswith(f"{torch.__path__[0]}/")
+    ]
     return places[-1] if places else ""
 
 
@@ -341,16 +367,16 @@ def _get_attribute(module: Any, path: str) -> Any:
     return module
 
 
-def _refuse_mutated_constants(graph: CapturedGraph) -> None:
+def _reject_mutated_constants(graph: CapturedGraph) -> None:
     """Constants are bound once: a forward that writes to a parameter or buffer, or to a view of one, is refused."""
-    owners = {storage(node): constant.source or node.name for node, constant in graph.constants()}
+    owners = {storage_id(node): constant.source or node.name for node, constant in graph.constants()}
     for node in graph.graph.nodes:
-        for argument in written(node):
-            if storage(argument) in owners:
+        for argument in mutated_args(node):
+            if storage_id(argument) in owners:
                 raise InvariantError(
-                    f"forward writes to {owners[storage(argument)]}, but parameters and buffers are bound once and must "
+                    f"forward writes to {owners[storage_id(argument)]}, but parameters and buffers are bound once and must "
                     "stay as they are; pass the tensor in as an input, or write to it in a boundary op",
-                    place(node),
+                    source_location(node),
                 )
 
 
@@ -360,7 +386,7 @@ def _traced_modules(captured: Any) -> tuple[str, ...]:
     by_file = {getattr(module, "__file__", None): name for name, module in reversed(list(sys.modules.items()))}
     traced = captured.graph_capture_output.traced_code
     found = {by_file.get(code.co_filename, code.co_filename) for code in traced if not _is_generated(code)}
-    return tuple(sorted(name for name in found if name and not name.startswith(("torch.", _OWN))))
+    return tuple(sorted(name for name in found if name and not name.startswith(("torch.", _TRACE_ONCE_PREFIX))))
 
 
 def _is_generated(code: CodeType) -> bool:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchweave.compiler.capture.side_effects import changing_nothing
-from torchweave.compiler.errors import TraceError, place
+from torchweave.compiler.capture.side_effects import reject_side_effects
+from torchweave.compiler.errors import TraceError, source_location
 from torchweave.compiler.ir.graph import Attribute, Constant, Input, OutputTree, same_geometry
 from torchweave.compiler.ir.symbols import value
 
@@ -21,7 +21,11 @@ _VIEWS = ("T", "mT", "H", "mH", "data")
 
 
 def output_tree(
-    captured: Any, module: nn.Module, inputs: Mapping[str, Tensor], roots: Mapping[str, Any], changes: Sequence[str]
+    captured: Any,
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    roots: Mapping[str, Any],
+    side_effects: Sequence[str],
 ) -> OutputTree:
     """Run only Dynamo's own glue on marked tensors, and see where each of them lands in the return value.
 
@@ -35,19 +39,19 @@ def output_tree(
     """
     (output,) = (node for node in captured.backend_input.graph_module.graph.nodes if node.op == "output")
     if sizes := [node for node in output.all_input_nodes if not isinstance(value(node), Tensor)]:
-        raise TraceError("forward returns a size, or a number made of sizes; return tensors", place(sizes[0]))
+        raise TraceError("forward returns a size, or a number made of sizes; return tensors", source_location(sizes[0]))
     marks = tuple(torch.empty(0) for _ in output.args[0])
     try:
         glue = captured.forward_callable(compiled_fn=lambda *args: marks, extra_globals=roots["G"])
         roots = {**roots, "G": ChainMap(glue.__globals__, roots["G"])}
-        with changing_nothing(changes, roots):
+        with reject_side_effects(side_effects, roots):
             result = glue(module, *inputs.values())
     except TraceError:
         raise
     except Exception as error:  # Dynamo's code for what it made up while it traced
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TraceError(
-            f"forward returns what cannot be made again at each call, as a generator; return tensors ({said})"
+            f"forward returns what cannot be made again at each call, as a generator; return tensors ({message})"
         ) from error
     index_of = {id(mark): index for index, mark in enumerate(marks)}
     input_of = {id(tensor): name for name, tensor in inputs.items()}

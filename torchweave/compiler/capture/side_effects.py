@@ -18,7 +18,7 @@ from typing import Any
 from torchweave.compiler.capture.sources import SourceError, resolve
 from torchweave.compiler.errors import TraceError
 
-_TOLD = "While compiling, we found certain side effects"
+_WARNING_PREFIX = "While compiling, we found certain side effects"
 _REGISTERED = re.compile(r"\.(?:__dict__\[')?_(?:modules|buffers|parameters)(?:'\])?(?:\['(\w+)'\])?")
 _ROOT = re.compile(r"^[LG]\['(\w+)'\]")
 _REGISTRIES = tuple(f"_{kind}{end}" for kind in ("modules", "buffers", "parameters") for end in ("", "']"))
@@ -27,32 +27,34 @@ _Contents = dict[Any, Any]
 
 
 @contextmanager
-def changes_told() -> Iterator[list[str]]:
+def record_side_effects() -> Iterator[list[str]]:
     """What Dynamo says, while it traces in here, of a forward's changes: the sources of the objects, there at the end."""
     from torch._dynamo import config
 
     sources: list[str] = []
-    with warnings.catch_warnings(record=True) as told, config.patch(side_effect_replay_policy="warn"):
-        warnings.filterwarnings("always", message=_TOLD)
+    with warnings.catch_warnings(record=True) as caught, config.patch(side_effect_replay_policy="warn"):
+        warnings.filterwarnings("always", message=_WARNING_PREFIX)
         yield sources
-    for each in told:
-        said = str(each.message)
-        if said.startswith(_TOLD):
-            sources += ast.literal_eval(said[said.index("[") :])
+    for each in caught:
+        message = str(each.message)
+        if message.startswith(_WARNING_PREFIX):
+            sources += ast.literal_eval(message[message.index("[") :])
         else:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
 
 
 @contextmanager
-def changing_nothing(sources: Sequence[str], roots: Mapping[str, Any]) -> Iterator[None]:
+def reject_side_effects(sources: Sequence[str], roots: Mapping[str, Any]) -> Iterator[None]:
     """See to it that the objects of these sources are in the end what they were, and refuse what was not so.
 
     Raises:
         TraceError: one of them was changed.
     """
-    before = {source: _look(source, roots) for source in sources}
+    before = {source: _snapshot(source, roots) for source in sources}
     yield
-    changed = [name for source, (thing, contents) in before.items() for name in _undo(source, thing, contents, roots)]
+    changed = [
+        name for source, (thing, contents) in before.items() for name in _restore(source, thing, contents, roots)
+    ]
     if changed:
         raise TraceError(
             f"forward changes {' and '.join(changed)}, which a compiled forward would not do; return what changes, or write it "
@@ -60,7 +62,7 @@ def changing_nothing(sources: Sequence[str], roots: Mapping[str, Any]) -> Iterat
         )
 
 
-def _look(source: str, roots: Mapping[str, Any]) -> tuple[Any, list[_Contents]]:
+def _snapshot(source: str, roots: Mapping[str, Any]) -> tuple[Any, list[_Contents]]:
     try:
         thing = resolve(source, roots)
     except SourceError:
@@ -82,9 +84,9 @@ def _contents(thing: Any) -> list[_Contents]:
     return [*found, dict(vars(thing))] if hasattr(thing, "__dict__") else found
 
 
-def _undo(source: str, thing: Any, before: list[_Contents], roots: Mapping[str, Any]) -> list[str]:
+def _restore(source: str, thing: Any, before: list[_Contents], roots: Mapping[str, Any]) -> list[str]:
     """Names of what is another object or holds something else than before; it holds the same again."""
-    now, after = _look(source, roots)
+    now, after = _snapshot(source, roots)
     if before and now is thing and all(map(_same, before, after)):
         return []
     name = _REGISTERED.sub(lambda found: f".{found[1]}" if found[1] else "", _ROOT.sub(r"\1", source))
@@ -98,13 +100,13 @@ def _undo(source: str, thing: Any, before: list[_Contents], roots: Mapping[str, 
         thing.extend(before[0].values())
     names = _set_attributes(thing, before[-1]) if now is thing and hasattr(thing, "__dict__") else []
     if source.endswith(_REGISTRIES):
-        names = _differing(before[0], after[0])
+        names = _changed_keys(before[0], after[0])
     return [f"{name}.{attribute}" for attribute in names] or [name]
 
 
 def _set_attributes(thing: Any, attributes: _Contents) -> list[str]:
     """Give an object these attributes and no others; returns the names of those that were not so."""
-    wrong = _differing(attributes, vars(thing))
+    wrong = _changed_keys(attributes, vars(thing))
     for name in wrong:
         base: Any = type if isinstance(thing, type) else object
         if name in attributes:
@@ -114,7 +116,7 @@ def _set_attributes(thing: Any, attributes: _Contents) -> list[str]:
     return wrong
 
 
-def _differing(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[Any]:
+def _changed_keys(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[Any]:
     return [key for key in {**one, **other} if key not in one or key not in other or not _same(one[key], other[key])]
 
 

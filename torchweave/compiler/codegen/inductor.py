@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchweave.utils.lazy_import import standing_in
+from torchweave.utils.lazy_import import lazy_modules
 
 _FOR_TRAINING = {"networkx": ("DiGraph",)}
 """What AOTAutograd draws pictures of a training step's memory with: 0.2 to 1 s of imports, as many packages as are installed are
@@ -20,7 +20,7 @@ asked whether they have backends for it."""
 
 
 @contextmanager
-def inductor_imported(wanted: bool = True) -> Iterator[None]:
+def import_inductor_in_background(wanted: bool = True) -> Iterator[None]:
     """Import what loads a built piece, which takes most of a second, while in here nothing is imported; it is there at the end."""
     if not wanted:
         yield
@@ -28,7 +28,7 @@ def inductor_imported(wanted: bool = True) -> Iterator[None]:
     modules = ("torch.export._trace", "torch._inductor.compile_fx", "torch._inductor.standalone_compile")
 
     def load() -> None:
-        with standing_in(_FOR_TRAINING):
+        with lazy_modules(_FOR_TRAINING):
             for name in modules:
                 import_module(name)
 
@@ -39,13 +39,13 @@ def inductor_imported(wanted: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def inductor_waking(device: torch.device) -> Iterator[None]:
+def start_inductor_workers(device: torch.device) -> Iterator[None]:
     """Start the processes in which Inductor builds kernels for a GPU; they are started at the end of this.
 
     They take some seconds to be ready, and until then it builds one after the other in this process. To start them it first hashes
     torch's source, 2500 files, which is mostly reading.
     """
-    with standing_in(_FOR_TRAINING):
+    with lazy_modules(_FOR_TRAINING):
         import_module("torch._functorch.partitioners")
     if device.type != "cuda":
         yield
@@ -59,7 +59,7 @@ def inductor_waking(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def inductor_ending() -> Iterator[None]:
+def stop_inductor_workers() -> Iterator[None]:
     """The processes that are started in here are told to end, and nobody waits for that: whoever exits would wait 2 s.
 
     They stay where somebody else has work for them, who compiles code of his own in another thread.
@@ -92,7 +92,7 @@ def _pools() -> set[Any]:
 
 
 @contextmanager
-def loaded_here(kernels: bool) -> Iterator[None]:
+def load_kernels_in_process(kernels: bool) -> Iterator[None]:
     """What is loaded in here has its `kernels`, if it has any for a GPU, loaded by this process.
 
     Inductor would first start those that build kernels: it hashes torch's source for them, and waits for them at the end.

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from torchweave.compiler.cache.retarget_device import move
+from torchweave.compiler.cache.retarget_device import retarget
 
 _EXTERN = "extern_kernels"
 """What generated code calls torch's own kernels by; to import it is to import every lowering."""
 
 
-def dump_code(graph: Any, artifacts: bytes | None = None) -> bytes:
+def serialize_code(graph: Any, artifacts: bytes | None = None) -> bytes:
     """A `CompiledFxGraph`, with its kernels where it has any, and the configurations that these were tuned to.
 
     Args:
@@ -30,13 +30,13 @@ def dump_code(graph: Any, artifacts: bytes | None = None) -> bytes:
     """
     kept = copy(graph)
     kept.prepare_for_serialization()
-    kept.source_code = lean(graph.source_code)
+    kept.source_code = strip_unused_imports(graph.source_code)
     kept.cache_key = f"{graph.cache_key}_lean"  # names the file that the code is run from
     return pickle.dumps((_tuned(artifacts) if artifacts else [], kept))
 
 
-def load_code(payload: bytes, built_on: int = 0, runs_on: int = 0) -> Any:
-    """What `dump_code` wrote on one GPU, a `CompiledFxGraph` that can be called on that or another one of its kind.
+def deserialize_code(payload: bytes, built_on: int = 0, runs_on: int = 0) -> Any:
+    """What `serialize_code` wrote on one GPU, a `CompiledFxGraph` that can be called on that or another one of its kind.
 
     Args:
         built_on, runs_on: the GPUs' indices.
@@ -50,7 +50,7 @@ def load_code(payload: bytes, built_on: int = 0, runs_on: int = 0) -> Any:
     for name, configuration in tuned:
         AutotuneCacheArtifact(name, configuration).populate_cache()
     if built_on != runs_on:
-        move(graph, built_on, runs_on)
+        retarget(graph, built_on, runs_on)
     if graph._triton_bundle is not None:
         TritonBundler.read_and_emit(graph._triton_bundle)
     constants = CompiledFxGraphConstants()
@@ -67,7 +67,7 @@ def _tuned(artifacts: bytes) -> list[tuple[str, bytes]]:
     return [(each.key, each.content) for each in found.get("autotune", ())]
 
 
-def lean(code: str) -> str:
+def strip_unused_imports(code: str) -> str:
     """Generated code without the imports from Inductor that it does not use; every other line stays where it was.
 
     `extern_kernels` are made of torch's functions, where they are just that: `extern_kernels.mm` is `torch.mm`.

@@ -15,11 +15,11 @@ from torchweave.compiler.cache.store import CODE_FOLDER, CompileCache
 
 Made = TypeVar("Made")
 
-_FALLS_APART = re.compile(r"[\s'\"\\]")
+_UNSAFE_IN_PATH = re.compile(r"[\s'\"\\]")
 """Inductor writes the command of its compiler as one line, with no quotes around names, and divides that again."""
 
 
-class CodeFolder:
+class InductorCacheDir:
     """Within it, Inductor works beside the entries.
 
     A CPU artifact holds C++ source and is compiled again when it is loaded, unless the shared object is still there: it is
@@ -29,30 +29,30 @@ class CodeFolder:
 
     def __init__(self, cache: CompileCache | None, device: torch.device) -> None:
         self._cache = cache if device.type == "cpu" else None
-        self._beside = ExitStack()
+        self._redirect = ExitStack()
 
-    def __enter__(self) -> CodeFolder:
+    def __enter__(self) -> InductorCacheDir:
         if self._cache is None:
             return self
         from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
         folder = self._cache.folder / CODE_FOLDER
         try:
-            if found := _FALLS_APART.search(str(folder)):
+            if found := _UNSAFE_IN_PATH.search(str(folder)):
                 raise OSError(f"Inductor takes no folder with {found[0]!r} in its name")
             folder.mkdir(exist_ok=True, mode=0o700)
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 file.write(b"room")
         except OSError as error:
-            self._leave(error)
+            self._fall_back(error)
         else:
-            self._beside.enter_context(temporary_cache_dir(str(folder)))
+            self._redirect.enter_context(temporary_cache_dir(str(folder)))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._beside.close()
+        self._redirect.close()
 
     def run(self, build: Callable[[], Made]) -> Made:
         """What `build` makes; once more in Inductor's own folder where it fails beside the entries, since the disk may have become
@@ -64,12 +64,14 @@ class CodeFolder:
 
             if self._cache is None or not isinstance(error, (InductorError, OSError)):
                 raise
-            self._leave(error)
+            self._fall_back(error)
         return build()
 
-    def _leave(self, error: Exception) -> None:
+    def _fall_back(self, error: Exception) -> None:
         assert self._cache is not None
-        said = " ".join(str(error).split())[:300]
-        self._cache.not_kept(f"what is compiled for a CPU is not kept in {self._cache.folder / CODE_FOLDER}: {said}")
-        self._beside.close()
+        message = " ".join(str(error).split())[:300]
+        self._cache.warn_not_stored(
+            f"what is compiled for a CPU is not kept in {self._cache.folder / CODE_FOLDER}: {message}"
+        )
+        self._redirect.close()
         self._cache = None

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torchweave.compiler.errors import WRITES_TO_VIEWS, SizeError, place
-from torchweave.compiler.ir.mutation import storage, written, written_by_two_names
+from torchweave.compiler.errors import VIEW_MUTATION_HINT, SizeError, source_location
+from torchweave.compiler.ir.mutation import mutated_aliased_inputs, mutated_args, storage_id
 from torchweave.compiler.ir.symbols import fixed_sizes, value
 from torchweave.compiler.partition.split import Piece, digest
 
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 _CHECKS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg)
 
 
-class NotLowered(Exception):
+class LoweringError(Exception):
     """A piece has no functional form that does the same, and why."""
 
 
@@ -40,25 +40,25 @@ def lower(piece: Piece, sizes: Mapping[str, int] | None = None) -> Piece:
         sizes: values of symbols that are to be fixed; the others stay symbolic.
 
     Raises:
-        NotLowered: it writes to an input that is also seen by another name, or tracing fails.
+        LoweringError: it writes to an input that is also seen by another name, or tracing fails.
         SizeError: tracing made a number of a size.
     """
-    return lowering(piece, sizes)()
+    return cached_lowering(piece, sizes)()
 
 
-def lowering(piece: Piece, sizes: Mapping[str, int] | None = None) -> Callable[[], Piece]:
+def cached_lowering(piece: Piece, sizes: Mapping[str, int] | None = None) -> Callable[[], Piece]:
     """What `lower` gives, a graph of its own at each call, traced once: passes of several ranges of the token count begin with it.
 
     Raises:
-        NotLowered: as `lower`.
+        LoweringError: as `lower`.
     """
-    _refuse_aliased_writes(piece)
+    _reject_aliased_mutations(piece)
     examples = [_fixed(each, sizes) for each in piece.examples()] if sizes else piece.examples()
     interpreter = _Interpreter(piece)
     try:
         traced = trace(interpreter.run, examples)
     except Exception as error:  # tracing raises what an op's fake kernel raises
-        raise NotLowered(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+        raise LoweringError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
     if interpreter.fixed is not None:
         raise interpreter.fixed
     names = [str(node.target) for node in piece.module.graph.nodes if node.op == "placeholder"]
@@ -78,8 +78,8 @@ class _Interpreter(fx.Interpreter):
         result = super().run_node(n)
         new = {symbol: size for symbol, size in fixed_sizes(self._shape_env).items() if symbol not in self._known}
         if new and self.fixed is None:
-            cause = f"{n.name} holds for a size of {min(new.values())} alone; {WRITES_TO_VIEWS}"
-            self.fixed = SizeError(cause, place(n))
+            cause = f"{n.name} holds for a size of {min(new.values())} alone; {VIEW_MUTATION_HINT}"
+            self.fixed = SizeError(cause, source_location(n))
         return result
 
 
@@ -165,7 +165,7 @@ def _fixed(thing: Any, sizes: Mapping[str, int]) -> Any:
         if not any(str(symbol) in sizes for symbol in symbols):
             return thing
         if any(str(symbol) not in sizes for symbol in symbols):
-            raise NotLowered(f"the size {thing} has other symbols beside the one that is fixed")
+            raise LoweringError(f"the size {thing} has other symbols beside the one that is fixed")
         return int(thing.node.expr.xreplace({symbol: sympy.Integer(sizes[str(symbol)]) for symbol in symbols}))
     if not isinstance(thing, Tensor):
         return thing
@@ -180,16 +180,16 @@ def _fixed(thing: Any, sizes: Mapping[str, int]) -> Any:
         return torch.empty(extent, dtype=thing.dtype, device=thing.device).as_strided(shape, strides, offset)
 
 
-def _refuse_aliased_writes(piece: Piece) -> None:
+def _reject_aliased_mutations(piece: Piece) -> None:
     """A functional graph writes to an input at its end: nobody may look at it by another name."""
     nodes = list(piece.module.graph.nodes)
-    for node in written_by_two_names(piece.module.graph).values():
-        raise NotLowered(f"it writes to {node.name}, which shares its memory with another input")
-    targets = {storage(argument) for node in nodes for argument in written(node)}
-    returned = {storage(node) for node in nodes[-1].all_input_nodes}
+    for node in mutated_aliased_inputs(piece.module.graph).values():
+        raise LoweringError(f"it writes to {node.name}, which shares its memory with another input")
+    targets = {storage_id(argument) for node in nodes for argument in mutated_args(node)}
+    returned = {storage_id(node) for node in nodes[-1].all_input_nodes}
     for node in nodes:
-        if node.op == "placeholder" and (home := storage(node)) in targets and home is not None and home in returned:
-            raise NotLowered(f"it writes to {node.name} and returns a view of it")
+        if node.op == "placeholder" and (home := storage_id(node)) in targets and home is not None and home in returned:
+            raise LoweringError(f"it writes to {node.name} and returns a view of it")
 
 
 def _tidy(traced: fx.GraphModule) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchweave.compiler.ir.mutation import writes_in_place
-from torchweave.compiler.ir.size_ranges import HIGHEST
-from torchweave.compiler.ir.symbols import shapes_mode
+from torchweave.compiler.ir.mutation import has_mutations
+from torchweave.compiler.ir.size_ranges import MAX_SIZE
+from torchweave.compiler.ir.symbols import dynamic_shapes_mode
 from torchweave.compiler.partition.split import Piece
 from torchweave.config.options import TorchCompileConfig
 
@@ -50,7 +50,7 @@ class BuiltPiece:
     passes: tuple[dict[str, Any], ...] = ()
     variants: tuple[Variant, ...] = ()
     ranges: tuple[tuple[int, int | None], ...] = ()
-    highest: int = HIGHEST
+    max_size: int = MAX_SIZE
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _forward(module: fx.GraphModule) -> Callable[..., Any]:
     return namespace["forward"]
 
 
-class NotByInductor(Exception):
+class InductorUnsupportedError(Exception):
     """Inductor has no code for an operation of a piece, whatever the machine; the reason is its text."""
 
 
@@ -118,14 +118,14 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
         tune: let Inductor try candidates on the device, which is of use where sizes are fixed.
 
     Raises:
-        NotByInductor: it fails on an operation.
+        InductorUnsupportedError: it fails on an operation.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import standalone_compile
 
     begin = time.monotonic()
     context = TracingContext(piece.fake_mode)
-    with torch.no_grad(), shapes_mode(config.dynamic_shapes), tracing(context), warnings.catch_warnings():
+    with torch.no_grad(), dynamic_shapes_mode(config.dynamic_shapes), tracing(context), warnings.catch_warnings():
         # Models that compute RoPE in float32 mean it: a hint to round it more is no help to whoever reads the terminal.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         try:
@@ -139,18 +139,18 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
             inner = getattr(error, "inner_exception", None)
             if type(inner).__name__ != "LoweringException":  # what a compiler or the disk said is another matter
                 raise
-            raise NotByInductor(str(inner).splitlines()[0]) from error
-    call, seconds = callable_of(artifact, piece.module), time.monotonic() - begin
+            raise InductorUnsupportedError(str(inner).splitlines()[0]) from error
+    call, seconds = fast_callable(artifact, piece.module), time.monotonic() - begin
     return BuiltPiece(piece.digest, call, "inductor", seconds, artifact, generated_code(artifact))
 
 
-def callable_of(artifact: Any, module: fx.GraphModule) -> Boxed:
+def fast_callable(artifact: Any, module: fx.GraphModule) -> Boxed:
     """The cheapest correct way to call an artifact.
 
     Around the code that Inductor generated, AOTAutograd keeps wrappers for mutated and aliased inputs. A piece without
     in-place operations needs none of them, and calls the innermost function: about half of the cost of a small piece.
     """
-    inner = None if writes_in_place(module.graph) else innermost(artifact)
+    inner = None if has_mutations(module.graph) else compiled_fx_graph(artifact)
     if inner is not None:
         return inner.current_callable
 
@@ -171,10 +171,10 @@ def _content(cell: Any) -> Any:
 
 def generated_code(artifact: Any) -> str:
     """The text of what Inductor generated, kernels included; "" when it is not there."""
-    return getattr(innermost(artifact), "source_code", "") or ""
+    return getattr(compiled_fx_graph(artifact), "source_code", "") or ""
 
 
-def innermost(artifact: Any) -> Any:
+def compiled_fx_graph(artifact: Any) -> Any:
     """What Inductor generated, found behind the wrappers of an artifact: its `CompiledFxGraph`; None when it is not there."""
     from torch._inductor.output_code import CompiledFxGraph
 

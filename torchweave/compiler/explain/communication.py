@@ -10,33 +10,33 @@ from torchweave.report import Report
 Facts = dict[str, Any]
 
 
-def communication(report: Report, passes: Sequence[Facts], most_tokens: int | None) -> Facts:
+def communication(report: Report, passes: Sequence[Facts], max_num_tokens: int | None) -> Facts:
     """Collectives of each distinct piece and the passes that changed them.
 
     Args:
         passes: rows of `explain`.
-        most_tokens: of one step; None where nobody said.
+        max_num_tokens: of one step; None where nobody said.
     """
     pieces = [
         {
             "piece": event["piece"],
             "used": event["shared_by"],
-            "exchanges": [{**each, "at_most": _at(each, most_tokens)} for each in event["exchanges"]],
-            "became": _became(event["piece"], event["exchanges"], passes),
+            "exchanges": [{**each, "at_most": _bytes_at(each, max_num_tokens)} for each in event["exchanges"]],
+            "became": _collectives_after_passes(event["piece"], event["exchanges"], passes),
         }
         for event in report.select("communication")
     ]
-    return {"max_num_tokens": most_tokens, "pieces": pieces, "fusions": _fusions(passes) if pieces else []}
+    return {"max_num_tokens": max_num_tokens, "pieces": pieces, "fusions": _fusions(passes) if pieces else []}
 
 
-def _at(exchange: Facts, tokens: int | None) -> int | None:
+def _bytes_at(exchange: Facts, tokens: int | None) -> int | None:
     """Bytes of a message at that many tokens; of one that does not grow with them, always the same."""
     if exchange["per"] == "T":
         return None if tokens is None else tokens * exchange["bytes"]
     return exchange["bytes"] if not exchange["per"] else None
 
 
-def _became(piece: str, exchanges: Sequence[Facts], passes: Sequence[Facts]) -> list[Facts]:
+def _collectives_after_passes(piece: str, exchanges: Sequence[Facts], passes: Sequence[Facts]) -> list[Facts]:
     """Collectives of a piece as it was built, by range of the token count."""
     ranges: dict[tuple, dict[str, int]] = {}
     for row in passes:

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from torchweave.compiler.explain.communication import collectives_of, communication
-from torchweave.config import Plan, show
+from torchweave.config import Plan, format_value
 from torchweave.report import Report
 
 VERSION = 1
@@ -22,16 +22,16 @@ def explain(plan: Plan | None, report: Report) -> Facts:
     passes = _passes(report, choices)
     return {
         "version": VERSION,
-        "torchweave": _installed(),
-        "model": _last(report, "model_loaded") | _last(report, "model_adapted"),
-        "quantization": _last(report, "quantized"),
-        "pipeline": _last(report, "pipeline_parallel"),
+        "torchweave": _package_version(),
+        "model": _last_event(report, "model_loaded") | _last_event(report, "model_adapted"),
+        "quantization": _last_event(report, "quantized"),
+        "pipeline": _last_event(report, "pipeline_parallel"),
         "plan": [] if plan is None else [_entry(entry) for entry in plan.entries],
-        "capture": _last(report, "capture"),
+        "capture": _last_event(report, "capture"),
         "passes": passes,
         "choices": choices,
         "pieces": _events(report, "piece"),
-        "parts": _last(report, "parts").get("order", []),
+        "parts": _last_event(report, "parts").get("order", []),
         "communication": communication(report, passes, None if plan is None else plan.max_num_tokens),
         "streams": _events(report, "streams"),
         "graphs": _events(report, "graph"),
@@ -58,7 +58,7 @@ def schema() -> Facts:
     return json.loads(files("torchweave.compiler.explain").joinpath("explain.schema.json").read_text(encoding="utf-8"))
 
 
-def _installed() -> str:
+def _package_version() -> str:
     try:
         return version("torchweave")
     except PackageNotFoundError:  # run from a checkout
@@ -68,10 +68,10 @@ def _installed() -> str:
 def _entry(entry: Any) -> Facts:
     return {
         "name": entry.name,
-        "asked": entry.asked,
+        "asked": entry.requested,
         "effective": entry.effective,
         "why": entry.why,
-        "shown": [show(entry.asked), show(entry.effective)],
+        "shown": [format_value(entry.requested), format_value(entry.effective)],
     }
 
 
@@ -79,7 +79,7 @@ def _events(report: Report, kind: str) -> list[Facts]:
     return [_without_time(event) for event in report.select(kind)]
 
 
-def _last(report: Report, kind: str) -> Facts:
+def _last_event(report: Report, kind: str) -> Facts:
     events = report.select(kind)
     return _without_time(events[-1]) if events else {}
 
@@ -132,8 +132,8 @@ def _pass_row(event: Mapping[str, Any], choices: Sequence[Facts]) -> Facts:
 def _choices(report: Report) -> list[Facts]:
     """What measurements say, from the tables that came with the package or were kept, and from tuning in this start."""
     found: dict[tuple, Facts] = {}
-    told = [entry for event in report.select("table") for entry in event.get("entries", ())]
-    for entry in [*told, *_events(report, "tuned")]:
+    table_entries = [entry for event in report.select("table") for entry in event.get("entries", ())]
+    for entry in [*table_entries, *_events(report, "tuned")]:
         row = {key: entry[key] for key in ("subject", "shape", "tokens", "choice", "microseconds", "baseline")}
         row["saved"] = round(entry["baseline"] - entry["microseconds"], 3) if entry["choice"] else 0.0
         found[entry["subject"], entry["shape"], entry["tokens"]] = row
@@ -141,13 +141,13 @@ def _choices(report: Report) -> list[Facts]:
 
 
 def _memory(report: Report) -> Facts:
-    memory = _last(report, "memory")
+    memory = _last_event(report, "memory")
     for kind in ("kv_cache", "kv_offload"):
-        facts = _last(report, kind).items()
+        facts = _last_event(report, kind).items()
         memory |= {
             f"{kind}_{key}": len(value) if isinstance(value, list) else value for key, value in facts if key != "dtype"
         }
-    loaded, recorded = _last(report, "model_loaded"), _last(report, "graphs_recorded")
+    loaded, recorded = _last_event(report, "model_loaded"), _last_event(report, "graphs_recorded")
     if "bytes" in loaded:
         memory["weights"] = loaded["bytes"]
     if recorded:

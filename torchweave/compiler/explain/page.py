@@ -17,7 +17,7 @@ _COLOURS = 8  # the template has as many for pieces; further ones repeat them
 _MEMORY = ("weights", "activations", "graphs", "kv_cache_bytes")
 
 
-def keep_explanation(plan: Plan | None, report: Report) -> None:
+def save_explanation(plan: Plan | None, report: Report) -> None:
     """Offer what was decided so far to whoever keeps artifacts."""
     report.artifact("explain.json", lambda: as_json(explain(plan, report)))
     report.artifact("report.html", lambda: page(explain(plan, report)))
@@ -40,7 +40,7 @@ def page(facts: Facts) -> str:
         colours=colours,
         runs=_runs(facts["parts"], {piece["hash"]: piece for piece in facts["pieces"]}),
         passes=[_pass(row) for row in facts["passes"]],
-        streams=[_lanes(each) for each in facts["streams"]],
+        streams=[_timeline_rows(each) for each in facts["streams"]],
         graphs=_graphs(facts["graphs"]),
         memory=_memory(facts["memory"]),
         cache=_cache(facts["cache"]["entries"]),
@@ -154,15 +154,17 @@ def _pass(row: Facts) -> Facts:
     }
 
 
-def _lanes(event: Facts) -> Facts:
+def _timeline_rows(event: Facts) -> Facts:
     """A stream timeline, its laps as shares of the serial time, so that what is saved can be seen."""
-    whole = max([event.get("serial", 0.0), event.get("makespan", 0.0), *(lap["end"] for lap in event["lanes"])]) or 1.0
+    whole = (
+        max([event.get("serial", 0.0), event.get("makespan", 0.0), *(span["end"] for span in event["lanes"])]) or 1.0
+    )
     lanes: dict[int, list[Facts]] = {}
-    for lap in event["lanes"]:
-        left, width = 100 * lap["start"] / whole, max(0.3, 100 * (lap["end"] - lap["start"]) / whole)
-        nodes = lap["nodes"]
+    for span in event["lanes"]:
+        left, width = 100 * span["start"] / whole, max(0.3, 100 * (span["end"] - span["start"]) / whole)
+        nodes = span["nodes"]
         label = nodes[0] if len(nodes) == 1 else f"{nodes[0]} +{len(nodes) - 1}" if nodes else ""
-        lanes.setdefault(lap["stream"], []).append(
+        lanes.setdefault(span["stream"], []).append(
             {"left": left, "width": width, "label": label, "title": ", ".join(nodes)}
         )
     return {

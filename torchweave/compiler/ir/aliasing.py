@@ -15,9 +15,9 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 
-from torchweave.compiler.ir.mutation import written
+from torchweave.compiler.ir.mutation import mutated_args
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.collectives import group_of
+from torchweave.compiler.partition.collectives import collective_group
 
 # What these return may or may not be a view of what they take, by the sizes of the moment.
 _MAYBE_VIEWS = frozenset(
@@ -53,15 +53,15 @@ _MAYBE_VIEWS = frozenset(
 _RANDOM = frozenset(
     {"dropout", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "bernoulli", "multinomial", "normal"}
 )
-_ORDER = -1  # the group that stands for everything that is no tensor: the generator, assertions, the other ranks
+_SIDE_EFFECTS = -1  # the group that stands for everything that is no tensor: the generator, assertions, the other ranks
 
 
-class NotUnderstood(Exception):
+class AliasAnalysisError(Exception):
     """What a graph holds that no memory can be told of."""
 
 
 @dataclass(frozen=True)
-class Access:
+class NodeAccess:
     """The storage groups that a node reads, and those that it writes to in place.
 
     Making a tensor is no write: whoever touches the new storage has it from its maker.
@@ -72,7 +72,7 @@ class Access:
 
 
 @dataclass(frozen=True)
-class Memory:
+class AliasInfo:
     """Who touches which storage in a graph.
 
     Attributes:
@@ -82,13 +82,13 @@ class Memory:
         holds: the storage groups that a node's tensors live in.
     """
 
-    access: dict[fx.Node, Access]
+    access: dict[fx.Node, NodeAccess]
     holds: dict[fx.Node, frozenset[int]]
     views: frozenset[fx.Node]
-    written: frozenset[fx.Node]
+    mutated_args: frozenset[fx.Node]
 
 
-def is_number(node: fx.Node) -> bool:
+def computes_sizes(node: fx.Node) -> bool:
     """Whether a node is a size or a shape, or computes one."""
     leaves = list(_leaves(value(node)))
     return bool(leaves) and all(
@@ -109,18 +109,18 @@ def op_name(node: fx.Node) -> tuple[str, str]:
     return "", target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
-def memory_of(graph: fx.Graph, inputs_may_alias: bool = True) -> Memory:
+def analyze_aliasing(graph: fx.Graph, inputs_may_alias: bool = True) -> AliasInfo:
     """Storage groups and accesses of a graph.
 
     Args:
         inputs_may_alias: inputs and constants are one group, whatever their fake tensors say.
 
     Raises:
-        NotUnderstood: a node is neither a call on tensors and sizes nor an input.
+        AliasAnalysisError: a node is neither a call on tensors and sizes nor an input.
     """
     storages = _storages(graph)
-    groups = _Groups()
-    writers = {node: written(node) for node in graph.nodes if node.op != "output"}
+    groups = _UnionFind()
+    writers = {node: mutated_args(node) for node in graph.nodes if node.op != "output"}
     targets = frozenset(target for writes in writers.values() for target in writes)
     if inputs_may_alias:
         groups.join(number for node in graph.nodes if node.op == "placeholder" for number in storages[node])
@@ -136,13 +136,13 @@ def memory_of(graph: fx.Graph, inputs_may_alias: bool = True) -> Memory:
             groups.join(storages[node] | storages[taken[0]])
     access = {}
     for node, writes in writers.items():
-        changed = groups.roots(_all(storages, writes)) | ({_ORDER} if _is_ordered(node, writes) else set())
-        access[node] = Access(groups.roots(_all(storages, node.all_input_nodes)), changed)
+        changed = groups.roots(_all(storages, writes)) | ({_SIDE_EFFECTS} if _has_side_effects(node, writes) else set())
+        access[node] = NodeAccess(groups.roots(_all(storages, node.all_input_nodes)), changed)
     holds = {node: groups.roots(numbers) for node, numbers in storages.items()}
-    return Memory(access, holds, frozenset(views), targets)
+    return AliasInfo(access, holds, frozenset(views), targets)
 
 
-class _Groups:
+class _UnionFind:
     """Storages that may be one: a union-find over numbers."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ def _storages(graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
     found: dict[fx.Node, frozenset[int]] = {}
     mode = next((each.fake_mode for each in map(value, graph.nodes) if hasattr(each, "fake_mode")), None)
     if mode is None:
-        raise NotUnderstood("it holds no tensor")
+        raise AliasAnalysisError("it holds no tensor")
     with mode, enable_python_dispatcher(), torch.no_grad():
         for node in graph.nodes:
             if node.op == "output":
@@ -190,10 +190,10 @@ def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     if node.op == "placeholder":
         known = value(node)
         return known.detach() if isinstance(known, Tensor) else known
-    if is_number(node):
+    if computes_sizes(node):
         return value(node)
     if node.op not in ("call_function", "call_method"):
-        raise NotUnderstood(f"{node.name} is a {node.op}")
+        raise AliasAnalysisError(f"{node.name} is a {node.op}")
     args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
     try:
         if node.op == "call_method":
@@ -201,9 +201,9 @@ def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         else:
             result = node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception as error:  # an op raises what it likes
-        raise NotUnderstood(f"{node.name} cannot be run on fake tensors ({str(error).splitlines()[0]})") from error
+        raise AliasAnalysisError(f"{node.name} cannot be run on fake tensors ({str(error).splitlines()[0]})") from error
     if not all(isinstance(leaf, (Tensor, torch.SymInt, int, float, bool, type(None))) for leaf in _leaves(result)):
-        raise NotUnderstood(f"{node.name} is neither a tensor nor a size")
+        raise AliasAnalysisError(f"{node.name} is neither a tensor nor a size")
     return result
 
 
@@ -223,9 +223,9 @@ def _all(storages: dict[fx.Node, frozenset[int]], nodes: Iterable[fx.Node]) -> f
     return frozenset(number for node in nodes for number in storages[node])
 
 
-def _is_ordered(node: fx.Node, writes: list[fx.Node]) -> bool:
+def _has_side_effects(node: fx.Node, writes: list[fx.Node]) -> bool:
     """Whether the node does what is neither its value nor a write: draws random numbers, asserts, or meets other ranks."""
-    if group_of(node) is not None:
+    if collective_group(node) is not None:
         return True
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):

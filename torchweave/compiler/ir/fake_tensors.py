@@ -20,7 +20,7 @@ _SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class Pattern(NamedTuple):
+class TensorGeometry(NamedTuple):
     """The geometry of a fake tensor, to make many of."""
 
     size: torch.Size
@@ -30,11 +30,11 @@ class Pattern(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, fake: Tensor) -> Pattern:
+    def of(cls, fake: Tensor) -> TensorGeometry:
         return cls(fake.size(), fake.stride(), fake.storage_offset(), fake.dtype, fake.device)
 
 
-class FakeStorages:
+class FakeTensorFactory:
     """Makes fake tensors of one mode, in storages that go by whatever names the caller gives them."""
 
     def __init__(self, mode: Any) -> None:
@@ -47,9 +47,9 @@ class FakeStorages:
         Args:
             device: where it is; None for where `like` is.
         """
-        return self.make_as(Pattern.of(like), storage, device)
+        return self.make_as(TensorGeometry.of(like), storage, device)
 
-    def make_as(self, like: Pattern, storage: Hashable, device: torch.device | None = None) -> Tensor:
+    def make_as(self, like: TensorGeometry, storage: Hashable, device: torch.device | None = None) -> Tensor:
         """The same, of a geometry that was read before."""
         if storage not in self._storages:
             self._storages[storage] = torch.empty(0, dtype=like.dtype, device="meta")
@@ -61,7 +61,7 @@ class FakeStorages:
             bare = base.as_strided(like.size, like.stride, like.offset)
         return FakeTensor(self._mode, bare, device or like.device)
 
-    def adopt(self, tensor: Tensor, storage: Hashable) -> None:
+    def bind_storage(self, tensor: Tensor, storage: Hashable) -> None:
         """Let what is made in the storage of that name live where `tensor`, a fake one, lives."""
         self._storages[storage] = tensor
 
@@ -72,44 +72,46 @@ def geometry(fake: Tensor) -> tuple[Hashable, ...]:
     return (fake.dtype, fake.device, *map(expression, sizes))
 
 
-class FakeRuns:
+class FakeOpCache:
     """Operations on the fake values of one graph, each run once for each geometry of its arguments.
 
     A model of many layers has few different ones, and running one takes most of a millisecond, nearly all of it for
     arithmetic on symbolic sizes.
     """
 
-    def __init__(self, mode: Any, faking: Callable[[], AbstractContextManager[None]]) -> None:
-        self._mode, self._faking = mode, faking
-        self._known: dict[Hashable, Any] = {}
+    def __init__(self, mode: Any, enable_fake_mode: Callable[[], AbstractContextManager[None]]) -> None:
+        self._mode, self._enable_fake_mode = mode, enable_fake_mode
+        self._results: dict[Hashable, Any] = {}
 
     def run(self, target: Callable[..., Any] | str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """What a function, or a method of the first argument, gives. Raises what it raises."""
         tensors: list[Tensor] = []
         try:
             key = (target, _key(args, tensors), _key(kwargs, tensors))
-        except _NotPlain:
+        except _Uncacheable:
             key = None
-        if key in self._known:
-            return _again(self._known[key], tensors, FakeStorages(self._mode))
+        if key in self._results:
+            return _rebuild_result(self._results[key], tensors, FakeTensorFactory(self._mode))
         # What torch would remember of it is remembered here, and to do so takes torch longer than the operation.
-        with self._faking(), disable_fake_tensor_cache(self._mode):
+        with self._enable_fake_mode(), disable_fake_tensor_cache(self._mode):
             out = _call(target, args, kwargs)
         if key is None:
             return out
-        if _is_plain(out) and free_symbols(_flat(out)) <= free_symbols([*_flat(args), *_flat(tuple(kwargs.values()))]):
-            self._known[key] = _outcome(out, tensors, {})
+        if _is_cacheable(out) and free_symbols(_flat(out)) <= free_symbols(
+            [*_flat(args), *_flat(tuple(kwargs.values()))]
+        ):
+            self._results[key] = _describe_result(out, tensors, {})
         return out
 
 
-def _is_plain(out: Any) -> bool:
+def _is_cacheable(out: Any) -> bool:
     """Whether a result is tensors and sizes in tuples and lists, which can be made again."""
     if type(out) in (tuple, list):
-        return all(map(_is_plain, out))
+        return all(map(_is_cacheable, out))
     return isinstance(out, (Tensor, *_SIZES))
 
 
-class _NotPlain(Exception):
+class _Uncacheable(Exception):
     """An argument that cannot be compared."""
 
 
@@ -134,46 +136,46 @@ def _key(thing: Any, tensors: list[Tensor]) -> Hashable:
         return (slice, *(_key(item, tensors) for item in (thing.start, thing.stop, thing.step)))
     if thing is None or thing is ... or isinstance(thing, _PLAIN):
         return (type(thing), thing)
-    raise _NotPlain
+    raise _Uncacheable
 
 
-class _Is(NamedTuple):
+class _SameAsArgument(NamedTuple):
     """A result that is one of the arguments."""
 
     argument: int
 
 
-class _In(NamedTuple):
+class _InStorage(NamedTuple):
     """A result of this geometry in an argument's storage, or, with a negative number, in one of its own."""
 
     argument: int
     like: Tensor
 
 
-def _outcome(thing: Any, tensors: list[Tensor], fresh: dict[int, int]) -> Any:
+def _describe_result(thing: Any, tensors: list[Tensor], fresh: dict[int, int]) -> Any:
     if isinstance(thing, Tensor):
         for number, tensor in enumerate(tensors):
             if thing is tensor:
-                return _Is(number)
+                return _SameAsArgument(number)
         for number, tensor in enumerate(tensors):
             if thing.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
-                return _In(number, thing)
-        return _In(fresh.setdefault(thing.untyped_storage()._cdata, -1 - len(fresh)), thing)
+                return _InStorage(number, thing)
+        return _InStorage(fresh.setdefault(thing.untyped_storage()._cdata, -1 - len(fresh)), thing)
     if type(thing) in (tuple, list):
-        return type(thing)([_outcome(item, tensors, fresh) for item in thing])
+        return type(thing)([_describe_result(item, tensors, fresh) for item in thing])
     return thing
 
 
-def _again(outcome: Any, tensors: list[Tensor], storages: FakeStorages) -> Any:
-    if isinstance(outcome, _Is):
-        return tensors[outcome.argument]
-    if isinstance(outcome, _In):
-        if outcome.argument >= 0:
-            storages.adopt(tensors[outcome.argument], outcome.argument)
-        return storages.make(outcome.like, outcome.argument)
-    if type(outcome) in (tuple, list):
-        return type(outcome)([_again(item, tensors, storages) for item in outcome])
-    return outcome
+def _rebuild_result(description: Any, tensors: list[Tensor], storages: FakeTensorFactory) -> Any:
+    if isinstance(description, _SameAsArgument):
+        return tensors[description.argument]
+    if isinstance(description, _InStorage):
+        if description.argument >= 0:
+            storages.bind_storage(tensors[description.argument], description.argument)
+        return storages.make(description.like, description.argument)
+    if type(description) in (tuple, list):
+        return type(description)([_rebuild_result(item, tensors, storages) for item in description])
+    return description
 
 
 def _flat(thing: Any) -> list[Any]:

@@ -14,13 +14,13 @@ from typing import Any
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-Row = tuple[int | str, str, str, Any, Any]
+NodeRow = tuple[int | str, str, str, Any, Any]
 _NAMED = ("placeholder", "call_method", "output")  # their targets are strings
 
 
-def write_nodes(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Row]]:
+def flatten_nodes(module: fx.GraphModule) -> tuple[fx.GraphModule, list[NodeRow]]:
     """The distinct operations of a module's graph, and its nodes as `(operation, kind, name, args, kwargs)`, without metadata."""
-    table, numbers, rows = fx.Graph(), dict[Any, int](), list[Row]()
+    table, numbers, rows = fx.Graph(), dict[Any, int](), list[NodeRow]()
     anything = table.placeholder("anything")
     places = {node: place for place, node in enumerate(module.graph.nodes)}
     for node in module.graph.nodes:
@@ -34,8 +34,8 @@ def write_nodes(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Row]]:
     return fx.GraphModule(module, table, "Captured"), rows
 
 
-def read_nodes(table: fx.GraphModule, rows: Sequence[Row]) -> fx.GraphModule:
-    """The module of which `write_nodes` made this."""
+def unflatten_nodes(table: fx.GraphModule, rows: Sequence[NodeRow]) -> fx.GraphModule:
+    """The module of which `flatten_nodes` made this."""
     targets = [node.target for node in table.graph.nodes]
     graph, nodes = fx.Graph(), list[fx.Node]()
     for target, kind, name, args, kwargs in rows:

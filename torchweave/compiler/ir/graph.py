@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 
-from torchweave.compiler.ir.fake_tensors import FakeRuns, FakeStorages
+from torchweave.compiler.ir.fake_tensors import FakeOpCache, FakeTensorFactory
 from torchweave.compiler.ir.symbols import expression, symbol_name, value
 
 
@@ -33,7 +33,7 @@ class Attribute(Input):
 
 
 @dataclass(frozen=True)
-class Unread:
+class UnusedInput:
     """One of forward's arguments that no operation reads; what forward does may depend on its kind all the same.
 
     Attributes:
@@ -85,7 +85,7 @@ class OutputTree:
         return self.spec.is_leaf() and self.leaves == (0,)
 
 
-class Faked:
+class FakeGraph:
     """A graph module whose nodes know their fake values: what every pass works on."""
 
     module: fx.GraphModule
@@ -103,7 +103,7 @@ class Faked:
         raise AssertionError("a graph holds at least one tensor")
 
     @contextlib.contextmanager
-    def faking(self) -> Iterator[None]:
+    def enable_fake_mode(self) -> Iterator[None]:
         """Ops on fake values. Composite ops must be taken apart in Python: C++ cannot read a symbolic size."""
         with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
             yield
@@ -114,7 +114,7 @@ class Faked:
 
 
 @dataclass
-class CapturedGraph(Faked):
+class CapturedGraph(FakeGraph):
     """One graph of Torch IR over flat inputs.
 
     Attributes:
@@ -134,13 +134,13 @@ class CapturedGraph(Faked):
     output: OutputTree
     symbols: dict[str, str]
     sources: tuple[str, ...] = ()
-    unread: tuple[Unread, ...] = ()
+    unused_inputs: tuple[UnusedInput, ...] = ()
     boundary_ops: frozenset[str] = frozenset()
 
     @cached_property
-    def runs(self) -> FakeRuns:
+    def fake_ops(self) -> FakeOpCache:
         """Operations on this graph's fake values, each run once for each geometry of its arguments."""
-        return FakeRuns(self.fake_mode, self.faking)
+        return FakeOpCache(self.fake_mode, self.enable_fake_mode)
 
     def placeholders(self) -> list[fx.Node]:
         return [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -158,7 +158,7 @@ class CapturedGraph(Faked):
         binding = self.bindings[node.name]
         return binding.tensor if isinstance(binding, Constant) else None
 
-    def move(self, node: fx.Node, storage: Tensor) -> None:
+    def rebind_constant(self, node: fx.Node, storage: Tensor) -> None:
         """Let a constant, and the module's parameter that it is, live in other storage of the same shape and values."""
         binding = self.bindings[node.name]
         assert isinstance(binding, Constant), "only a constant can be moved"
@@ -169,7 +169,7 @@ class CapturedGraph(Faked):
         *_, last = self.placeholders()
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(name)
-        node.meta["example_value"] = FakeStorages(self.fake_mode).make(tensor, name)
+        node.meta["example_value"] = FakeTensorFactory(self.fake_mode).make(tensor, name)
         self.bindings[node.name] = Constant(tensor)
         return node
 
@@ -180,7 +180,7 @@ class CapturedGraph(Faked):
                 self.graph.erase_node(node)
 
 
-def tidy(graph: CapturedGraph) -> None:
+def clean_up_graph(graph: CapturedGraph) -> None:
     """Take out what tracing left behind and what would keep equal pieces from looking equal.
 
     One node stands for each size; results of ops that return several tensors are unpacked where they are made, so that
@@ -229,7 +229,7 @@ def _is_noise(node: fx.Node) -> bool:
     return isinstance(value(node), (torch.SymInt, torch.SymBool, torch.SymFloat))
 
 
-def refresh(graph: CapturedGraph, changed: dict[fx.Node, Any], commit: bool = True) -> dict[fx.Node, Any]:
+def update_fake_values(graph: CapturedGraph, changed: dict[fx.Node, Any], commit: bool = True) -> dict[fx.Node, Any]:
     """Compute fake values again downstream of nodes whose value changed.
 
     Args:
@@ -250,7 +250,7 @@ def refresh(graph: CapturedGraph, changed: dict[fx.Node, Any], commit: bool = Tr
         if node.op == "output":
             continue
         args, kwargs = map_arg((node.args, node.kwargs), lambda arg: changed.get(arg, value(arg)))
-        new = graph.runs.run(_called(node), args, kwargs)
+        new = graph.fake_ops.run(_called(node), args, kwargs)
         if not same_geometry(new, value(node)):
             changed[node] = new
             stale.update(node.users)
@@ -261,7 +261,7 @@ def refresh(graph: CapturedGraph, changed: dict[fx.Node, Any], commit: bool = Tr
 
 
 def run_fake(node: fx.Node, changed: dict[fx.Node, Any]) -> Any:
-    """What a call computes from the fake values of its arguments, or from newer ones in `changed`; within `faking()`."""
+    """What a call computes from the fake values of its arguments, or from newer ones in `changed`; within `enable_fake_mode()`."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda arg: changed.get(arg, value(arg)))
     target = _called(node)
     return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)

@@ -31,7 +31,7 @@ _IN_PLACE_OPERATORS = (
 )
 _IN_PLACE_METHODS = frozenset(f"__{each.__name__}__" for each in _IN_PLACE_OPERATORS)
 # What functions of torch write to besides what their names say: these arguments, where that one is given and true.
-_WRITTEN_IF = {
+_CONDITIONAL_MUTATIONS = {
     "batch_norm": (("running_mean", "running_var"), "training"),
     "instance_norm": (("running_mean", "running_var"), "use_input_stats"),
     "embedding": (("weight",), "max_norm"),
@@ -39,10 +39,10 @@ _WRITTEN_IF = {
 }
 
 
-def written(node: fx.Node) -> list[fx.Node]:
+def mutated_args(node: fx.Node) -> list[fx.Node]:
     """The arguments that the node writes to, by torch's naming rules and by the schema of a custom op."""
     if node.op == "call_method":
-        return _nodes(node.args[:1]) if _names_in_place(str(node.target)) else []
+        return _nodes(node.args[:1]) if _is_in_place_name(str(node.target)) else []
     if node.op != "call_function":
         return []
     target: Any = node.target
@@ -50,37 +50,37 @@ def written(node: fx.Node) -> list[fx.Node]:
         target = getattr(target, target.overloads()[0])
     if isinstance(target, torch._ops.OpOverload):
         return _by_schema(target, node)
-    if target in _IN_PLACE_OPERATORS or _names_in_place(getattr(target, "__name__", "")):
+    if target in _IN_PLACE_OPERATORS or _is_in_place_name(getattr(target, "__name__", "")):
         return _nodes(node.args[:1])
     if node.kwargs.get("out") is not None:
         return _nodes([node.kwargs["out"]])
     return _by_signature(target, node) if isinstance(target, FunctionType) else []
 
 
-def writes_in_place(graph: fx.Graph) -> bool:
+def has_mutations(graph: fx.Graph) -> bool:
     """Whether any operation of the graph may write to one of its arguments; a nested graph counts as one that does."""
-    return any(node.op == "get_attr" or written(node) for node in graph.nodes)
+    return any(node.op == "get_attr" or mutated_args(node) for node in graph.nodes)
 
 
-def storage(node: fx.Node) -> int | None:
+def storage_id(node: fx.Node) -> int | None:
     """Identity of the storage that a node's fake tensor lives in: equal for a tensor and its views."""
     fake = value(node)
     return fake.untyped_storage()._cdata if isinstance(fake, Tensor) else None
 
 
-def written_by_two_names(graph: fx.Graph) -> dict[int, fx.Node]:
+def mutated_aliased_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
     """Storages that the graph writes to and that several of its inputs live in, each with the first of these."""
-    targets = {storage(argument) for node in graph.nodes for argument in written(node)} - {None}
+    targets = {storage_id(argument) for node in graph.nodes for argument in mutated_args(node)} - {None}
     first: dict[int, fx.Node] = {}
     found: dict[int, fx.Node] = {}
     for node in graph.nodes if targets else ():
-        home = storage(node) if node.op == "placeholder" else None
+        home = storage_id(node) if node.op == "placeholder" else None
         if home is not None and home in targets and first.setdefault(home, node) is not node:
             found[home] = first[home]
     return found
 
 
-def _names_in_place(name: str) -> bool:
+def _is_in_place_name(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_METHODS
 
 
@@ -90,7 +90,7 @@ def _by_signature(function: FunctionType, node: fx.Node) -> list[fx.Node]:
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     if given.get("inplace"):
         return _nodes([given[names[0]]])
-    targets, condition = _WRITTEN_IF.get(function.__name__, ((), ""))
+    targets, condition = _CONDITIONAL_MUTATIONS.get(function.__name__, ((), ""))
     return _nodes([given.get(name) for name in targets]) if given.get(condition) else []
 
 

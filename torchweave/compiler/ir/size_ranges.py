@@ -13,16 +13,16 @@ from typing import Any
 
 import sympy
 
-from torchweave.compiler.errors import WRITES_TO_VIEWS, SizeError, users_line
+from torchweave.compiler.errors import VIEW_MUTATION_HINT, SizeError, user_location
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.symbols import fixed_sizes
 from torchweave.config.options import DynamicShapes
 from torchweave.report import Report
 
-_ORDINARY = 64
+_MIN_VALID_SIZE = 64
 """Sizes up to this one are ordinary."""
-HIGHEST = 1 << 24
-_DENSE = 512
+MAX_SIZE = 1 << 24
+_EXHAUSTIVE_LIMIT = 512
 """A guard on one size is tried at every one up to this."""
 
 
@@ -35,18 +35,18 @@ def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report) -> tup
     Raises:
         SizeError: the graph is right only for some ordinary sizes.
     """
-    failing = {str(guard): sloc for guard, sloc in _guards(graph) if not _holds_at_one(guard, graph.symbols)}
+    failing = {str(guard): sloc for guard, sloc in _guards(graph) if not _is_true_at_one(guard, graph.symbols)}
     for text in sorted(failing):
         report.event("assumption", expression=text, fails_at=1, mode=mode)
-    return 2 if mode == "backed" or any(map(_is_branch, failing.values())) else 1, highest(graph)
+    return 2 if mode == "backed" or any(map(_is_branch, failing.values())) else 1, max_size(graph)
 
 
 def num_guards(graph: CapturedGraph) -> int:
-    """How many guards there are, for `highest` to tell those of a build from what was there before."""
+    """How many guards there are, for `max_size` to tell those of a build from what was there before."""
     return len(_guards(graph))
 
 
-def highest(graph: CapturedGraph, first: int = 0) -> int:
+def max_size(graph: CapturedGraph, first: int = 0) -> int:
     """The largest value that every dynamic size may take, as far as guards from number `first` on say.
 
     Raises:
@@ -54,15 +54,17 @@ def highest(graph: CapturedGraph, first: int = 0) -> int:
     """
     for symbol, size in fixed_sizes(graph.fake_mode.shape_env).items():
         if symbol in graph.symbols:
-            raise SizeError(f"{graph.symbols[symbol]} was fixed to {size} while pieces were built; {WRITES_TO_VIEWS}")
-    limit = HIGHEST
+            raise SizeError(
+                f"{graph.symbols[symbol]} was fixed to {size} while pieces were built; {VIEW_MUTATION_HINT}"
+            )
+    limit = MAX_SIZE
     for guard, sloc in dict(_guards(graph)[first:]).items():
-        holds_to = _holds_to(guard, graph.symbols, _is_branch(sloc))
-        if holds_to < _ORDINARY:
-            where, code = users_line(sloc)
+        valid_up_to = _valid_up_to(guard, graph.symbols, _is_branch(sloc))
+        if valid_up_to < _MIN_VALID_SIZE:
+            where, code = user_location(sloc)
             said = f"{guard} in `{code}`" if code else f"{guard}, from {sloc}"
-            raise SizeError(f"forward takes another path for a size of {holds_to + 1} ({said})", where)
-        limit = min(limit, holds_to)
+            raise SizeError(f"forward takes another path for a size of {valid_up_to + 1} ({said})", where)
+        limit = min(limit, valid_up_to)
     return limit
 
 
@@ -77,7 +79,7 @@ def _is_branch(sloc: Any) -> bool:
     return "/torch/_dynamo/" in str(getattr(sloc, "framework_loc", "")).replace("\\", "/")
 
 
-def _holds_to(guard: Any, symbols: Mapping[str, str], equal: bool) -> int:
+def _valid_up_to(guard: Any, symbols: Mapping[str, str], equal: bool) -> int:
     """The size up to which a guard is true, whatever each of the dynamic sizes is.
 
     Args:
@@ -94,26 +96,28 @@ def _holds_to(guard: Any, symbols: Mapping[str, str], equal: bool) -> int:
         points = ((*rest[:at], largest, *rest[at:]) for rest in others for at in range(len(read)))
         return all(_is_true(guard, symbols, dict(zip(read, point, strict=True))) for point in points)
 
-    sizes = _tried(guard, len(read))
+    sizes = _probe_sizes(guard, len(read))
     known = 1
     for size in sizes if read else ():
         if not holds(size):
-            return _last(holds, known, size)
+            return _bisect(holds, known, size)
         known = size
-    return HIGHEST if read or guard != False else 1  # noqa: E712  sympy's own false is no False
+    return MAX_SIZE if read or guard != False else 1  # noqa: E712  sympy's own false is no False
 
 
-def _tried(guard: Any, num_names: int) -> list[int]:
+def _probe_sizes(guard: Any, num_names: int) -> list[int]:
     """The sizes at which a guard is tried: at every small one, and about its own numbers, or of several names, at fewer."""
     own = {abs(int(number)) for number in guard.atoms(sympy.Integer)}
     own |= {one * other for one, other in itertools.combinations(sorted(own), 2)}
     about = {number + step for number in {*own, 8, 16, 32, 64, 128} for step in (-1, 0, 1)}
-    powers = {1 << power for power in range(HIGHEST.bit_length())}
-    sizes = sorted(size for size in {*about, *powers, *range(_DENSE if num_names == 1 else 8)} if 2 <= size <= HIGHEST)
+    powers = {1 << power for power in range(MAX_SIZE.bit_length())}
+    sizes = sorted(
+        size for size in {*about, *powers, *range(_EXHAUSTIVE_LIMIT if num_names == 1 else 8)} if 2 <= size <= MAX_SIZE
+    )
     return sizes if num_names < 3 else sizes[:: 3 ** (num_names - 2)]
 
 
-def _holds_at_one(guard: Any, symbols: Mapping[str, str]) -> bool:
+def _is_true_at_one(guard: Any, symbols: Mapping[str, str]) -> bool:
     """Whether it is true for sizes of 1 and a little more, no two names having the same one."""
     names = _names(guard, symbols)
     small = range(1, 1 + len(names))
@@ -131,7 +135,7 @@ def _is_true(guard: Any, symbols: Mapping[str, str], sizes: Mapping[str, int]) -
     return guard.xreplace(values) != False  # noqa: E712  sympy's own false is no False
 
 
-def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
+def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:
     """The largest number for which `holds`, which is true at `low` and false at `high`."""
     while high - low > 1:
         middle = (low + high) // 2

@@ -68,7 +68,9 @@ def free_symbols(thing: Any) -> set[str]:
     return set()
 
 
-def pick_hints(inputs: Mapping[str, Tensor], dynamic: DynamicDims, static_sizes: Iterable[int]) -> dict[str, int]:
+def choose_size_hints(
+    inputs: Mapping[str, Tensor], dynamic: DynamicDims, static_sizes: Iterable[int]
+) -> dict[str, int]:
     """A size to trace with for each dynamic name.
 
     The example's own size is kept when it is at least 2, and equals neither another name's nor a size of the weights: a
@@ -113,7 +115,7 @@ def mark(tensor: Tensor, dims: Mapping[int, str], mode: DynamicShapes) -> None:
 
 
 @contextlib.contextmanager
-def shapes_mode(mode: DynamicShapes) -> Iterator[None]:
+def dynamic_shapes_mode(mode: DynamicShapes) -> Iterator[None]:
     """Trace and build under the rules of one `dynamic_shapes` mode."""
     from torch.fx.experimental import _config
 

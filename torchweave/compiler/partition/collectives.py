@@ -15,11 +15,11 @@ from torchweave.ops.collectives.op import group_size
 from torchweave.report import Report
 
 if TYPE_CHECKING:
-    from torchweave.compiler.ir.graph import Faked
+    from torchweave.compiler.ir.graph import FakeGraph
     from torchweave.compiler.partition.split import Piece
 
 
-def schema_of(node: fx.Node) -> Any:
+def op_schema(node: fx.Node) -> Any:
     """The schema of the op that a node calls; None where it calls no op."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverloadPacket):
@@ -27,12 +27,12 @@ def schema_of(node: fx.Node) -> Any:
     return target._schema if isinstance(target, torch._ops.OpOverload) else None
 
 
-def group_of(node: fx.Node) -> str | None:
+def collective_group(node: fx.Node) -> str | None:
     """The name of the group of ranks that a call exchanges data with; None for what is no collective.
 
     An op that takes a `str group` is one: the schema says it, and no list has to be kept.
     """
-    schema = schema_of(node)
+    schema = op_schema(node)
     for index, argument in enumerate(() if schema is None else schema.arguments):
         if argument.name == "group" and isinstance(argument.type, torch.StringType):
             given = node.args[index] if index < len(node.args) else node.kwargs.get("group")
@@ -40,13 +40,13 @@ def group_of(node: fx.Node) -> str | None:
     return None
 
 
-def num_ranks(graph: Faked) -> int:
+def num_ranks(graph: FakeGraph) -> int:
     """How many ranks meet in a graph, at the most; 1 in one without collectives."""
-    groups = {group_of(node) for node in graph.graph.nodes} - {None}
+    groups = {collective_group(node) for node in graph.graph.nodes} - {None}
     return max((group_size(str(group)) for group in groups), default=1)
 
 
-def exchanges(piece: Faked, symbols: Mapping[str, str]) -> list[dict[str, Any]]:
+def exchanges(piece: FakeGraph, symbols: Mapping[str, str]) -> list[dict[str, Any]]:
     """The collectives of a piece, equal ones counted.
 
     Args:
@@ -58,10 +58,10 @@ def exchanges(piece: Faked, symbols: Mapping[str, str]) -> list[dict[str, Any]]:
     """
     found: Counter[tuple[str, str, str, int]] = Counter()
     for node in piece.graph.nodes:
-        group = group_of(node)
+        group = collective_group(node)
         sent = next((value(each) for each in node.all_input_nodes if isinstance(value(each), Tensor)), None)
         if group is not None and sent is not None:
-            found[(schema_of(node).name, group, *_message(sent, symbols))] += 1
+            found[(op_schema(node).name, group, *_message(sent, symbols))] += 1
     keys = ("op", "group", "per", "bytes")
     return [{**dict(zip(keys, key, strict=True)), "calls": calls} for key, calls in found.items()]
 
@@ -75,7 +75,7 @@ def _message(sent: Tensor, symbols: Mapping[str, str]) -> tuple[str, int]:
     return ", ".join(symbols.get(name, name) for name in names), int(numel) * sent.dtype.itemsize
 
 
-def tell_exchanges(pieces: Sequence[Piece], symbols: Mapping[str, str], report: Report) -> None:
+def report_collectives(pieces: Sequence[Piece], symbols: Mapping[str, str], report: Report) -> None:
     """An event for each distinct piece in which ranks meet."""
     used = Counter(piece.digest for piece in pieces)
     for piece in {piece.digest: piece for piece in reversed(pieces)}.values():

@@ -17,15 +17,15 @@ from torch.utils import _pytree as pytree
 
 from torchweave.compiler.errors import TraceError
 from torchweave.compiler.ir.graph import CapturedGraph, Input, OutputTree
-from torchweave.compiler.ir.mutation import storage, written
+from torchweave.compiler.ir.mutation import mutated_args, storage_id
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.collectives import schema_of
+from torchweave.compiler.partition.collectives import op_schema
 
 STAGE_INPUT = "stage_input"
 """Name of the graph's last input, where it begins behind another stage."""
 
 
-def cut_to_stage(graph: CapturedGraph) -> None:
+def extract_pipeline_stage(graph: CapturedGraph) -> None:
     """Let the graph begin and end where the model has marks of a stage; one without marks stays as it is.
 
     Raises:
@@ -38,7 +38,7 @@ def cut_to_stage(graph: CapturedGraph) -> None:
         _end_at(graph, end)
     if begin is not None:
         _begin_at(graph, begin)
-    _drop_dead(graph)
+    _eliminate_dead_code(graph)
     if _mark(graph, "torchweave::elsewhere") is not None:
         raise TraceError("its layers hand on more than hidden states, so that they cannot be divided into stages")
     graph.drop_unused_constants()
@@ -48,7 +48,7 @@ def cut_to_stage(graph: CapturedGraph) -> None:
 
 def _mark(graph: CapturedGraph, name: str) -> fx.Node | None:
     calls = (node for node in graph.graph.nodes if node.op == "call_function")
-    return next((node for node in calls if (schema := schema_of(node)) is not None and schema.name == name), None)
+    return next((node for node in calls if (schema := op_schema(node)) is not None and schema.name == name), None)
 
 
 def _end_at(graph: CapturedGraph, end: fx.Node) -> None:
@@ -60,21 +60,23 @@ def _end_at(graph: CapturedGraph, end: fx.Node) -> None:
 def _begin_at(graph: CapturedGraph, begin: fx.Node) -> None:
     *_, last = graph.placeholders()
     with graph.graph.inserting_after(last):
-        handed = graph.graph.placeholder(STAGE_INPUT)
-    handed.meta["example_value"] = value(begin)
-    graph.bindings[handed.name] = Input(STAGE_INPUT)
+        placeholder = graph.graph.placeholder(STAGE_INPUT)
+    placeholder.meta["example_value"] = value(begin)
+    graph.bindings[placeholder.name] = Input(STAGE_INPUT)
     graph.inputs = (*graph.inputs, STAGE_INPUT)
-    begin.replace_all_uses_with(handed)
+    begin.replace_all_uses_with(placeholder)
 
 
-def _drop_dead(graph: CapturedGraph) -> None:
+def _eliminate_dead_code(graph: CapturedGraph) -> None:
     """Keep what the output needs: what it is computed from, and what writes into that."""
     live: set[fx.Node] = set()
-    stored: set[int] = set()  # storages of live values, into which a node may write
+    live_storages: set[int] = set()  # storages of live values, into which a node may write
     for node in reversed(list(graph.graph.nodes)):
         needed = node.op in ("output", "placeholder") or any(user in live for user in node.users)
-        if needed or any(storage(argument) in stored for argument in written(node)):
+        if needed or any(storage_id(argument) in live_storages for argument in mutated_args(node)):
             live.add(node)
-            stored.update(found for each in (node, *node.all_input_nodes) if (found := storage(each)) is not None)
+            live_storages.update(
+                found for each in (node, *node.all_input_nodes) if (found := storage_id(each)) is not None
+            )
         else:
             graph.graph.erase_node(node)

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchweave.compiler.errors import InvariantError, TraceError, place
-from torchweave.compiler.ir.graph import CapturedGraph, Constant, Faked
-from torchweave.compiler.ir.mutation import storage, written, written_by_two_names
+from torchweave.compiler.errors import InvariantError, TraceError, source_location
+from torchweave.compiler.ir.graph import CapturedGraph, Constant, FakeGraph
+from torchweave.compiler.ir.mutation import mutated_aliased_inputs, mutated_args, storage_id
 from torchweave.compiler.ir.symbols import free_symbols, is_size, value
 
 _CONSTANT = "constant_"  # how the name of a placeholder begins that stands for a tensor of the module
 
 
 @dataclass(frozen=True)
-class Piece(Faked):
+class Piece(FakeGraph):
     """The operations between two boundary ops.
 
     Attributes:
@@ -80,18 +80,18 @@ def split(graph: CapturedGraph) -> list[Piece | BoundaryCall]:
     for segment in segments:
         if isinstance(segment, BoundaryCall):
             parts.append(segment)
-        elif any(user not in set(segment) for node in segment for user in node.users) or _writes_outside(segment):
+        elif any(user not in set(segment) for node in segment for user in node.users) or _mutates_external(segment):
             parts.append(_piece(graph, segment, num_pieces))
             num_pieces += 1
     check(graph, parts)
     return parts
 
 
-def _writes_outside(segment: list[fx.Node]) -> bool:
+def _mutates_external(segment: list[fx.Node]) -> bool:
     """Whether it changes a tensor that it did not make: that counts where nobody reads what it computes."""
-    inside, changed = set(segment), {storage(target) for node in segment for target in written(node)} - {None}
+    inside, changed = set(segment), {storage_id(target) for node in segment for target in mutated_args(node)} - {None}
     return any(
-        storage(source) in changed for node in segment for source in node.all_input_nodes if source not in inside
+        storage_id(source) in changed for node in segment for source in node.all_input_nodes if source not in inside
     )
 
 
@@ -104,7 +104,7 @@ def boundary_op(target: Any, names: frozenset[str]) -> torch._ops.OpOverload | N
     return None
 
 
-def normalize(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[tuple, dict[str, Any]]:
+def normalize_call(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[tuple, dict[str, Any]]:
     """A call with every positional argument of the schema in place, defaults filled in; keyword-only ones by name."""
     kwargs, positional, keywords = dict(kwargs), list(args), {}
     for index, argument in enumerate(op._schema.arguments):
@@ -119,15 +119,17 @@ def normalize(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[tup
 
 
 def _boundary_call(op: torch._ops.OpOverload, node: fx.Node) -> BoundaryCall:
-    args, kwargs = normalize(op, tuple(node.args), dict(node.kwargs))
+    args, kwargs = normalize_call(op, tuple(node.args), dict(node.kwargs))
     return BoundaryCall(op, node, args, kwargs)
 
 
 def _piece(graph: CapturedGraph, body: list[fx.Node], index: int) -> Piece:
-    return carve(graph.module, body, index, is_constant=lambda node: _is_constant(graph, node), is_free=is_size)
+    return extract_subgraph(
+        graph.module, body, index, is_constant=lambda node: _is_constant(graph, node), is_free=is_size
+    )
 
 
-def carve(
+def extract_subgraph(
     module: fx.GraphModule,
     body: list[fx.Node],
     index: int,
@@ -153,7 +155,7 @@ def carve(
     new = fx.Graph()
     for position, node in enumerate(inputs + constants):
         if not isinstance(value(node), (Tensor, torch.SymInt)):
-            raise TraceError("a context manager or other object is held across a boundary op", place(node))
+            raise TraceError("a context manager or other object is held across a boundary op", source_location(node))
         copies[node] = new.placeholder(f"input_{position}" if position < len(inputs) else f"{_CONSTANT}{position}")
         copies[node].meta = dict(node.meta)
 
@@ -168,7 +170,7 @@ def carve(
         for source in node.all_input_nodes:
             copy_free(source)
         copies[node] = new.node_copy(node, copies.__getitem__)
-    outputs = [node for node in body if any(_outlives(user, inside, is_free) for user in node.users)]
+    outputs = [node for node in body if any(_is_used_outside(user, inside, is_free) for user in node.users)]
     output = new.output(tuple(copies[node] for node in outputs))
     output.meta["example_value"] = tuple(value(node) for node in outputs)
     part = fx.GraphModule(module, new, "Piece")
@@ -184,12 +186,12 @@ def _sources(node: fx.Node, inside: set[fx.Node], is_free: Callable[[fx.Node], b
     return [node]
 
 
-def _outlives(user: fx.Node, inside: set[fx.Node], is_free: Callable[[fx.Node], bool]) -> bool:
+def _is_used_outside(user: fx.Node, inside: set[fx.Node], is_free: Callable[[fx.Node], bool]) -> bool:
     """Whether a reader is outside; what it hands on unchanged is read by its readers."""
     if user in inside:
         return False
     if user.op != "output" and is_free(user):
-        return any(_outlives(each, inside, is_free) for each in user.users)
+        return any(_is_used_outside(each, inside, is_free) for each in user.users)
     return True
 
 
@@ -212,19 +214,21 @@ def _check_boundary(call: BoundaryCall, before: Piece | None) -> None:
     schema = call.op._schema
     if schema.returns:
         cause = f"boundary op {schema.name} has an output; it must write into a tensor given to it"
-        raise InvariantError(cause, place(call.node))
-    written = [
+        raise InvariantError(cause, source_location(call.node))
+    mutated_args = [
         argument
         for argument, declared in zip(call.args, schema.arguments, strict=False)
         if declared.alias_info is not None and declared.alias_info.is_write
     ]
-    if not written:
-        raise InvariantError(f"boundary op {schema.name} declares no argument that it writes to", place(call.node))
-    for argument in written:
+    if not mutated_args:
+        raise InvariantError(
+            f"boundary op {schema.name} declares no argument that it writes to", source_location(call.node)
+        )
+    for argument in mutated_args:
         if isinstance(argument, fx.Node) and (before is None or argument not in before.outputs):
             raise InvariantError(
                 f"boundary op {schema.name} writes into a tensor that the piece before it did not allocate",
-                place(call.node),
+                source_location(call.node),
             )
 
 
@@ -233,15 +237,15 @@ def _check_piece(graph: CapturedGraph, piece: Piece, known: set[str]) -> None:
         if unknown := free_symbols(value(node)) - known:
             raise InvariantError(
                 f"the size {', '.join(sorted(unknown))} is neither declared dynamic nor constant (it depends on data)",
-                place(node),
+                source_location(node),
             )
     for node in piece.outputs:
         if not isinstance(value(node), Tensor):
-            raise TraceError("a value that is no tensor is used on both sides of a boundary op", place(node))
+            raise TraceError("a value that is no tensor is used on both sides of a boundary op", source_location(node))
     if known and not any(free_symbols(value(node)) for node in piece.inputs):
         raise InvariantError(
             f"piece {piece.index} has no input whose shape holds a dynamic size, so it cannot follow the token count",
-            place(piece.outputs[0]) if piece.outputs else "",
+            source_location(piece.outputs[0]) if piece.outputs else "",
         )
 
 
@@ -252,10 +256,10 @@ def digest(module: fx.GraphModule, num_inputs: int) -> str:
 
 def structure(module: fx.GraphModule, num_inputs: int) -> str:
     """The text that the digest is taken of: nodes by number, symbols by order of appearance, no names, no devices' indices."""
-    texts, shared = _Texts(), written_by_two_names(module.graph)
+    texts, shared = _StructureWriter(), mutated_aliased_inputs(module.graph)
     lines = [f"inputs {num_inputs}"]
     for node in module.graph.nodes:
-        home = storage(node) if shared and node.op == "placeholder" else None
+        home = storage_id(node) if shared and node.op == "placeholder" else None
         if home is not None and home in shared and shared[home] is not node:
             lines.append(f"a write to %{texts.numbers[shared[home]]} changes it")
         texts.numbers[node] = len(texts.numbers)
@@ -277,7 +281,7 @@ def _target(node: fx.Node, module: fx.GraphModule) -> str:
     return f"{getattr(target, '__module__', None)}.{name}{unique}"
 
 
-class _Texts:
+class _StructureWriter:
     """Arguments and values of one graph as text: nodes by number, symbols by order of appearance."""
 
     def __init__(self) -> None:

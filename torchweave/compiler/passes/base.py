@@ -102,7 +102,7 @@ def document(each: Pass) -> str:
     return module if "Before" in module else inspect.getdoc(type(each)) or ""
 
 
-def misdeclared(each: Pass) -> str | None:
+def declaration_error(each: Pass) -> str | None:
     """What a pass declares that means nothing, or None: of an unknown stage it would never run, and nobody would say so."""
     for fact, known in (("stage", Stage), ("numerics", Numerics)):
         if getattr(each, fact) not in get_args(known):

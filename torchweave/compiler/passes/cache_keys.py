@@ -10,7 +10,7 @@ from torchweave.compiler.cache.keys import describe, source_digests
 from torchweave.compiler.passes.base import Pass
 
 
-def stage_factors(passes: Sequence[Pass]) -> dict[str, Any]:
+def aten_cache_keys(passes: Sequence[Pass]) -> dict[str, Any]:
     """Factors of the compile cache: nothing when no pass runs."""
     if not passes:
         return {}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from torchweave.compiler.dump import graph_text
-from torchweave.compiler.errors import WeaveError
-from torchweave.compiler.ir.graph import CapturedGraph, Faked, Input, run_fake, same_geometry
-from torchweave.compiler.ir.mutation import written
+from torchweave.compiler.errors import CompileError
+from torchweave.compiler.ir.graph import CapturedGraph, FakeGraph, Input, run_fake, same_geometry
+from torchweave.compiler.ir.mutation import mutated_args
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import Piece
 from torchweave.compiler.passes.aten import add_rms_norm, gated_activation, qk_norm_rope, raise_rms_norm, rope
@@ -25,10 +25,14 @@ from torchweave.compiler.passes.aten.fp8_norm import FUSION as FP8_NORM
 from torchweave.compiler.passes.aten.fused_linears import FusedLinears
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.aten.route import FUSION as ROUTE
-from torchweave.compiler.passes.base import Build, NearMiss, Pass, PassResult, Stage, misdeclared
+from torchweave.compiler.passes.base import Build, NearMiss, Pass, PassResult, Stage, declaration_error
 from torchweave.compiler.passes.collectives import all_reduce_norm, all_reduce_norm_quant
 from torchweave.compiler.passes.collectives.sequence_parallel import SequenceParallel
-from torchweave.compiler.passes.collectives.user_buffers import Convert, Finalize, Prologue
+from torchweave.compiler.passes.collectives.user_buffers import (
+    UserBuffersConvert,
+    UserBuffersFinalize,
+    UserBuffersPrologue,
+)
 from torchweave.compiler.passes.load import load_pass
 from torchweave.compiler.passes.torch_ir.fp8_attention import Fp8Attention
 from torchweave.compiler.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
@@ -40,7 +44,7 @@ from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 from torchweave.utils.suggest import did_you_mean
 
-_MOST_ROUNDS = 16
+_MAX_ROUNDS = 16
 """A pass that still matches after this many rounds feeds on its own results."""
 
 
@@ -70,9 +74,9 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
         FP8_NORM,
         FP8_ACTIVATION,
         SequenceParallel(table, ranks),
-        Convert(),
-        Prologue(),
-        Finalize(table, ranks),
+        UserBuffersConvert(),
+        UserBuffersPrologue(),
+        UserBuffersFinalize(table, ranks),
         Expand(),
         Reinplace(),
     )
@@ -83,7 +87,7 @@ class Setting:
     """Whether a pass of the list runs, and why not."""
 
     each: Pass
-    on: bool
+    enabled: bool
     why: str
 
 
@@ -113,11 +117,11 @@ class PassManager:
         names = [each.name for each in passes]
         if len(set(names)) < len(names):
             raise ValueError(f"two passes have one name: {', '.join(names)}")
-        if wrong := next((f"pass {each.name}: {why}" for each in passes if (why := misdeclared(each))), None):
+        if wrong := next((f"pass {each.name}: {why}" for each in passes if (why := declaration_error(each))), None):
             raise ValueError(wrong)
         known = {*names, *(each.name for each in default_passes())}
-        asked = {*self.config.disabled_passes, *self.config.enabled_passes}
-        if unknown := sorted(asked - known):
+        requested = {*self.config.disabled_passes, *self.config.enabled_passes}
+        if unknown := sorted(requested - known):
             hint = did_you_mean(unknown[0], sorted(known), f"there are {', '.join(names)}")
             raise ValueError(f"no pass is called {unknown[0]}; {hint}")
         self.settings = tuple(self._setting(each) for each in passes)
@@ -139,13 +143,13 @@ class PassManager:
         if each.numerics == "tolerance" and config.pass_numerics == "exact":
             return Setting(each, False, "changes results within a tolerance, and pass_numerics is exact")
         shape = getattr(each, "shape", None)
-        if each.gated and not (self.table is not None and self.table.pays(each.name, shape)):
+        if each.gated and not (self.table is not None and self.table.has_winner(each.name, shape)):
             return Setting(each, False, "no measurement says that it pays here")
         return Setting(each, True, "")
 
     def passes(self, stage: Stage) -> tuple[Pass, ...]:
         """The passes of a stage that run."""
-        return tuple(setting.each for setting in self.settings if setting.on and setting.each.stage == stage)
+        return tuple(setting.each for setting in self.settings if setting.enabled and setting.each.stage == stage)
 
     def __str__(self) -> str:
         rows = []
@@ -153,7 +157,7 @@ class PassManager:
             each = setting.each
             low, high = each.token_range
             tokens = f"T {'' if low is None else low}..{'' if high is None else high}"
-            state = "on" if setting.on else f"off: {setting.why}"
+            state = "on" if setting.enabled else f"off: {setting.why}"
             rows.append(f"{index} {each.name:<24} {each.stage:<9} {each.numerics:<10} {tokens:<12} {state}")
         return "\n".join(rows)
 
@@ -162,7 +166,7 @@ class PassManager:
         results = []
         for setting in self.settings:
             each = setting.each
-            if not setting.on:
+            if not setting.enabled:
                 report.event("pass", name=each.name, stage=each.stage, enabled=False, why=setting.why)
             elif each.stage == "torch_ir":
                 result, facts = self._run_one(each, graph, "passes", report)
@@ -174,15 +178,15 @@ class PassManager:
         """The ATen stage, over one lowered piece; returns the facts of each pass's event, to be kept with what is built."""
         return [self._run_one(each, piece, f"pieces/{piece.digest}", report)[1] for each in passes]
 
-    def _run_one(self, each: Pass, graph: Faked, folder: str, report: Report) -> tuple[PassResult, dict[str, Any]]:
+    def _run_one(self, each: Pass, graph: FakeGraph, folder: str, report: Report) -> tuple[PassResult, dict[str, Any]]:
         index = next(index for index, setting in enumerate(self.settings) if setting.each is each)
         report.artifact(f"{folder}/{index:02}-{each.name}/before.py", lambda: graph_text(graph.module))
-        result, facts = receipt(each, graph, self.config.debug)
+        result, facts = run_with_report(each, graph, self.config.debug)
         report.artifact(f"{folder}/{index:02}-{each.name}/after.py", lambda: graph_text(graph.module))
         return result, facts
 
 
-def receipt(each: Pass, graph: Faked, debug: bool) -> tuple[PassResult, dict[str, Any]]:
+def run_with_report(each: Pass, graph: FakeGraph, debug: bool) -> tuple[PassResult, dict[str, Any]]:
     """Run a pass; what it did, and the facts of its event."""
     begin, before = time.monotonic(), _ops(graph)
     result = run_pass(each, graph, debug)
@@ -203,7 +207,7 @@ def receipt(each: Pass, graph: Faked, debug: bool) -> tuple[PassResult, dict[str
     return result, facts
 
 
-def run_pass(each: Pass, graph: Faked, debug: bool = False) -> PassResult:
+def run_pass(each: Pass, graph: FakeGraph, debug: bool = False) -> PassResult:
     """Run a pass, to a fixpoint where it asks for that; the graph is checked after each round.
 
     Raises:
@@ -212,26 +216,26 @@ def run_pass(each: Pass, graph: Faked, debug: bool = False) -> PassResult:
     """
     matches = rewritten = 0
     near_misses: tuple[NearMiss, ...] = ()
-    before, valueless = _face(graph), frozenset(node for node in graph.graph.nodes if value(node) is None)
-    for _ in range(_MOST_ROUNDS):
-        result = _round(each, graph)
+    before, without_value = _signature(graph), frozenset(node for node in graph.graph.nodes if value(node) is None)
+    for _ in range(_MAX_ROUNDS):
+        result = _run_once(each, graph)
         near_misses = result.near_misses
         matches, rewritten = matches + result.matches, rewritten + result.rewritten
         try:
-            _lint(graph, valueless, result.matches + result.rewritten > 0, debug)
-            _check_face(before, _face(graph))
+            _lint(graph, without_value, result.matches + result.rewritten > 0, debug)
+            _check_signature(before, _signature(graph))
         except Exception as error:
             raise RuntimeError(f"pass {each.name} left a graph that does not hold together: {error}") from error
         if not (each.fixpoint and result.matches):
             return PassResult(matches, rewritten, near_misses)
-    raise RuntimeError(f"pass {each.name} still matches after {_MOST_ROUNDS} rounds: it feeds on its own results")
+    raise RuntimeError(f"pass {each.name} still matches after {_MAX_ROUNDS} rounds: it feeds on its own results")
 
 
-def _round(each: Pass, graph: Faked) -> PassResult:
+def _run_once(each: Pass, graph: FakeGraph) -> PassResult:
     """Run a pass once. What it raises says nothing of which pass it was; a refusal of the model's goes on as it is."""
     try:
         result = each.run(graph)
-    except WeaveError:
+    except CompileError:
         raise
     except Exception as error:  # whatever a pass raises
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -243,15 +247,15 @@ def _round(each: Pass, graph: Faked) -> PassResult:
     return result
 
 
-class _Face(NamedTuple):
+class _Signature(NamedTuple):
     """What others see of a graph, and no pass may change."""
 
     inputs: list[str]
     outputs: list[str]
-    written: frozenset[str]
+    mutated_args: frozenset[str]
 
 
-def _face(graph: Faked) -> _Face:
+def _signature(graph: FakeGraph) -> _Signature:
     """Inputs by name, without tensors of the module where a pass may add and drop them; kinds of outputs; the inputs that the graph
     writes to, as far as it names them there."""
     nodes = list(graph.graph.nodes)
@@ -261,8 +265,8 @@ def _face(graph: Faked) -> _Face:
             raise ValueError(f"nothing is bound to the input {unknown[0]}; `add_constant` adds a tensor")
         inputs = sorted((each for each in inputs if isinstance(graph.bindings[each.name], Input)), key=str)
     outputs = [leaf for node in nodes if node.op == "output" for leaf in node.args[0]]
-    changed = frozenset(target.name for node in nodes for target in written(node) if target.op == "placeholder")
-    return _Face([node.name for node in inputs], [_kind(leaf) for leaf in outputs], changed)
+    changed = frozenset(target.name for node in nodes for target in mutated_args(node) if target.op == "placeholder")
+    return _Signature([node.name for node in inputs], [_kind(leaf) for leaf in outputs], changed)
 
 
 def _kind(leaf: Any) -> str:
@@ -270,28 +274,29 @@ def _kind(leaf: Any) -> str:
     return f"{fake.dtype}{list(fake.shape)} on {fake.device}" if isinstance(fake, Tensor) else str(fake)
 
 
-def _check_face(before: _Face, after: _Face) -> None:
+def _check_signature(before: _Signature, after: _Signature) -> None:
     if after.inputs != before.inputs:
         raise ValueError(f"its inputs are {', '.join(after.inputs)}, and were {', '.join(before.inputs)}")
     if after.outputs != before.outputs:
         raise ValueError(
             f"it returns {', '.join(after.outputs) or 'nothing'}, and returned {', '.join(before.outputs)}"
         )
-    if new := sorted(after.written - before.written):
+    if new := sorted(after.mutated_args - before.mutated_args):
         raise ValueError(f"it writes to the input {new[0]}, as it did not before")
 
 
-def _lint(graph: Faked, valueless: frozenset[fx.Node], changed: bool, debug: bool) -> None:
-    """Raises what is wrong with a graph; nodes that are `valueless` were so before, as what `sdpa_kernel` makes of its names."""
+def _lint(graph: FakeGraph, without_value: frozenset[fx.Node], changed: bool, debug: bool) -> None:
+    """Raises what is wrong with a graph; nodes that are `without_value` were so before, as what `sdpa_kernel` makes of
+    its names."""
     graph.graph.lint()
     if changed or debug:
         graph.module.recompile()
     for node in graph.graph.nodes:
-        wanted = node.op.startswith("call") and node.users and not node.is_impure() and node not in valueless
+        wanted = node.op.startswith("call") and node.users and not node.is_impure() and node not in without_value
         if wanted and value(node) is None:
             raise ValueError(f"{node.name} has no fake value in meta, so nobody can know its shape")
     if debug:
-        with graph.faking():
+        with graph.enable_fake_mode():
             for node in graph.graph.nodes:
                 if node.op == "call_function" and isinstance(value(node), (Tensor, torch.SymInt, tuple, list)):
                     computed = run_fake(node, {})
@@ -299,7 +304,7 @@ def _lint(graph: Faked, valueless: frozenset[fx.Node], changed: bool, debug: boo
                         raise ValueError(f"{node.name} says that it is {value(node)}, but computes {computed}")
 
 
-def _ops(graph: Faked) -> Counter[str]:
+def _ops(graph: FakeGraph) -> Counter[str]:
     """How often each operation stands in a graph."""
     return Counter(
         str(getattr(node.target, "__name__", node.target)) if not isinstance(node.target, torch._ops.OpOverload)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.split import normalize
+from torchweave.compiler.partition.split import normalize_call
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Nearly:
+class PartialMatch:
     """Why a call that looks like the end of a pattern is none.
 
     Attributes:
@@ -70,7 +70,7 @@ class Nearly:
     """
 
     why: str
-    share: float = 1.0
+    matched_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class _State:
     calls: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     @property
-    def reached(self) -> int:
+    def num_matched(self) -> int:
         """Operations that are matched; taking a part of a result is none."""
-        return _operations(self.calls)
+        return _count_operations(self.calls)
 
 
-def _operations(calls: Iterable[fx.Node]) -> int:
+def _count_operations(calls: Iterable[fx.Node]) -> int:
     return sum(call.target is not operator.getitem for call in calls)
 
 
@@ -123,28 +123,28 @@ class Pattern:
         order = {node: position for position, node in enumerate(nodes)}
         self.anchor = max(self.outputs, key=order.__getitem__)
 
-    def at(self, node: fx.Node) -> Match | Nearly | None:
+    def match_at(self, node: fx.Node) -> Match | PartialMatch | None:
         """The match whose last call is `node`; else why it is none, when it nearly was one."""
         if not self._same_op(self.anchor, node):
             return None
-        attempt = _Attempt(self)
-        for state in attempt.call(self.anchor, node, _State()):
-            for whole in attempt.rest(state):
-                why = self._refused(whole)
+        search = _MatchSearch(self)
+        for state in search.call(self.anchor, node, _State()):
+            for whole in search.rest(state):
+                why = self._external_reader(whole)
                 if why is None:
                     return self._match(whole)
-                attempt.note(_operations(self.calls), why)
-        return attempt.near_miss()
+                search.note_mismatch(_count_operations(self.calls), why)
+        return search.near_miss()
 
     def _same_op(self, call: fx.Node, node: fx.Node) -> bool:
         if node.op != call.op:
             return False
-        wanted, target = self.targets[call], node.target
-        if wanted is operator.getitem and target is wanted and isinstance(call.args[1], int):
+        expected, target = self.targets[call], node.target
+        if expected is operator.getitem and target is expected and isinstance(call.args[1], int):
             return call.args[1] == node.args[1]  # another part of a result is no near-miss
-        if isinstance(wanted, torch._ops.OpOverloadPacket):
-            return isinstance(target, torch._ops.OpOverload) and target.overloadpacket is wanted
-        return target == wanted  # names of methods come back from the cache as other strings
+        if isinstance(expected, torch._ops.OpOverloadPacket):
+            return isinstance(target, torch._ops.OpOverload) and target.overloadpacket is expected
+        return target == expected  # names of methods come back from the cache as other strings
 
     def _match(self, state: _State) -> Match:
         covered = set(state.calls.values())
@@ -155,7 +155,7 @@ class Pattern:
             outputs=tuple(state.calls[node] for node in self.outputs),
         )
 
-    def _refused(self, state: _State) -> str | None:
+    def _external_reader(self, state: _State) -> str | None:
         """Why a complete match may not be rewritten: somebody else reads what would vanish."""
         covered = set(state.calls.values())
         kept = {state.calls[node] for node in self.outputs}
@@ -166,22 +166,22 @@ class Pattern:
         return None
 
 
-class _Attempt:
+class _MatchSearch:
     """One try at one node: a search that goes back, and remembers the furthest point that it came to."""
 
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
         self.furthest, self.why = 0, ""
 
-    def note(self, reached: int, why: str) -> None:
-        if reached > self.furthest:
-            self.furthest, self.why = reached, why
+    def note_mismatch(self, num_matched: int, why: str) -> None:
+        if num_matched > self.furthest:
+            self.furthest, self.why = num_matched, why
 
-    def near_miss(self) -> Nearly | None:
+    def near_miss(self) -> PartialMatch | None:
         """The reason at the furthest point, when at least half of the pattern was there, and more than any sum has."""
-        total = _operations(self.pattern.calls)
+        total = _count_operations(self.pattern.calls)
         enough = self.furthest >= min(2, total) and 2 * self.furthest >= total
-        return Nearly(self.why, self.furthest / total) if enough and self.why else None
+        return PartialMatch(self.why, self.furthest / total) if enough and self.why else None
 
     def call(self, call: fx.Node, node: fx.Node, state: _State) -> Iterator[_State]:
         """Every way in which a call of the pattern is this call of the graph."""
@@ -190,56 +190,68 @@ class _Attempt:
                 yield state
             return
         if not self.pattern._same_op(call, node):
-            self.note(state.reached, f"{node.name} is {_name(node.target)}, not {_name(self.pattern.targets[call])}")
+            self.note_mismatch(
+                state.num_matched, f"{node.name} is {_name(node.target)}, not {_name(self.pattern.targets[call])}"
+            )
             return
         if node in state.calls.values():
             return
         inside = _State(state.bound, {**state.calls, call: node})
         for pairs in _arguments(call, node):
-            yield from self._all(pairs, node, inside)
+            yield from self._match_all(pairs, node, inside)
 
-    def _all(self, pairs: list[tuple[str, Any, Any]], node: fx.Node, state: _State) -> Iterator[_State]:
+    def _match_all(self, pairs: list[tuple[str, Any, Any]], node: fx.Node, state: _State) -> Iterator[_State]:
         if not pairs:
             yield state
             return
-        (name, wanted, given), *rest = pairs
-        for found in self._argument(name, wanted, given, node, state):
-            yield from self._all(rest, node, found)
+        (name, expected, actual), *rest = pairs
+        for found in self._match_argument(name, expected, actual, node, state):
+            yield from self._match_all(rest, node, found)
 
-    def _argument(self, name: str, wanted: Any, given: Any, node: fx.Node, state: _State) -> Iterator[_State]:
-        if isinstance(wanted, slice) and isinstance(given, slice):
-            wanted, given = ([each.start, each.stop, each.step] for each in (wanted, given))
-        if isinstance(wanted, fx.Node):
-            if wanted.op == "placeholder":
-                yield from self._wildcard(name, wanted, given, node, state)
-            elif isinstance(given, fx.Node):
-                yield from self.call(wanted, given, state)
+    def _match_argument(self, name: str, expected: Any, actual: Any, node: fx.Node, state: _State) -> Iterator[_State]:
+        if isinstance(expected, slice) and isinstance(actual, slice):
+            expected, actual = ([each.start, each.stop, each.step] for each in (expected, actual))
+        if isinstance(expected, fx.Node):
+            if expected.op == "placeholder":
+                yield from self._bind_wildcard(name, expected, actual, node, state)
+            elif isinstance(actual, fx.Node):
+                yield from self.call(expected, actual, state)
             else:
-                self.note(state.reached, f"argument {name} of {node.name} is {_show(given)}, not computed")
-        elif isinstance(wanted, (tuple, list)) and isinstance(given, (tuple, list)) and len(wanted) == len(given):
-            items = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(wanted, given, strict=True))]
-            if _has_calls(wanted) or not _same_dims(name, wanted, given, node):
-                yield from self._all(items, node, state)
+                self.note_mismatch(
+                    state.num_matched, f"argument {name} of {node.name} is {_describe(actual)}, not computed"
+                )
+        elif isinstance(expected, (tuple, list)) and isinstance(actual, (tuple, list)) and len(expected) == len(actual):
+            items = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(expected, actual, strict=True))]
+            if _has_calls(expected) or not _same_dims(name, expected, actual, node):
+                yield from self._match_all(items, node, state)
             else:
                 yield state
-        elif _equal(wanted, given) or _same_dims(name, wanted, given, node):
+        elif _equal(expected, actual) or _same_dims(name, expected, actual, node):
             yield state
         else:
-            self.note(state.reached, f"argument {name} of {node.name} is {_show(given)}, not {_show(wanted)}")
+            self.note_mismatch(
+                state.num_matched, f"argument {name} of {node.name} is {_describe(actual)}, not {_describe(expected)}"
+            )
 
-    def _wildcard(self, name: str, wanted: fx.Node, given: Any, node: fx.Node, state: _State) -> Iterator[_State]:
-        if wanted in state.bound:
-            if _equal(state.bound[wanted], given):
+    def _bind_wildcard(
+        self, name: str, expected: fx.Node, actual: Any, node: fx.Node, state: _State
+    ) -> Iterator[_State]:
+        if expected in state.bound:
+            if _equal(state.bound[expected], actual):
                 yield state
             else:
-                known = _show(state.bound[wanted])
-                self.note(state.reached, f"argument {name} of {node.name} is {_show(given)}, not {known}")
+                known = _describe(state.bound[expected])
+                self.note_mismatch(
+                    state.num_matched, f"argument {name} of {node.name} is {_describe(actual)}, not {known}"
+                )
             return
-        kind = self.pattern.kinds[wanted]
-        if _is_kind(given, kind):
-            yield _State({**state.bound, wanted: given}, state.calls)
+        kind = self.pattern.kinds[expected]
+        if _is_kind(actual, kind):
+            yield _State({**state.bound, expected: actual}, state.calls)
         else:
-            self.note(state.reached, f"argument {name} of {node.name} is {_show(given)}, no {_kind_name(kind)}")
+            self.note_mismatch(
+                state.num_matched, f"argument {name} of {node.name} is {_describe(actual)}, no {_kind_name(kind)}"
+            )
 
     def rest(self, state: _State) -> Iterator[_State]:
         """The outputs that the anchor does not lead to, among the readers of what is matched."""
@@ -250,7 +262,9 @@ class _Attempt:
         for node in self._candidates(missing, state):
             for found in self.call(missing, node, state):
                 yield from self.rest(found)
-        self.note(state.reached, f"{self.pattern.name} wants {_name(self.pattern.targets[missing])} as well")
+        self.note_mismatch(
+            state.num_matched, f"{self.pattern.name} wants {_name(self.pattern.targets[missing])} as well"
+        )
 
     def _candidates(self, missing: fx.Node, state: _State) -> list[fx.Node]:
         for argument in missing.all_input_nodes:
@@ -269,12 +283,12 @@ def _arguments(call: fx.Node, node: fx.Node) -> Iterator[list[tuple[str, Any, An
     names = [argument.name for argument in target._schema.arguments]
     if len(call.args) > len(names) or not set(call.kwargs) <= set(names):
         return  # the pattern names no overload, and means another one
-    wanted, given = (_by_name(target, each) for each in (call, node))
-    pairs = [(name, wanted.get(name), given.get(name)) for name in names]
+    expected, actual = (_by_name(target, each) for each in (call, node))
+    pairs = [(name, expected.get(name), actual.get(name)) for name in names]
     yield pairs
-    if target in _COMMUTATIVE and given.get("alpha", 1) == 1:
+    if target in _COMMUTATIVE and actual.get("alpha", 1) == 1:
         (one, first, _), (two, second, _), *others = pairs
-        yield [(two, first, given[two]), (one, second, given[one]), *others]
+        yield [(two, first, actual[two]), (one, second, actual[one]), *others]
 
 
 def _plain_arguments(call: fx.Node, node: fx.Node) -> Iterator[list[tuple[str, Any, Any]]]:
@@ -290,23 +304,23 @@ def _plain_arguments(call: fx.Node, node: fx.Node) -> Iterator[list[tuple[str, A
 
 
 def _by_name(op: torch._ops.OpOverload, node: fx.Node) -> dict[str, Any]:
-    args, kwargs = normalize(op, tuple(node.args), dict(node.kwargs))
+    args, kwargs = normalize_call(op, tuple(node.args), dict(node.kwargs))
     positional = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
     return {**dict(zip(positional, args, strict=True)), **kwargs}
 
 
-def _is_kind(given: Any, kind: Any) -> bool:
+def _is_kind(actual: Any, kind: Any) -> bool:
     """Whether a value is what the annotation of a wildcard allows."""
-    fake = value(given) if isinstance(given, fx.Node) else given
+    fake = value(actual) if isinstance(actual, fx.Node) else actual
     if kind is Any:
         return True
     if options := typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, _UNION) else ():
-        return any(_is_kind(given, option) for option in options)
+        return any(_is_kind(actual, option) for option in options)
     origin = typing.get_origin(kind) or kind
     if origin in (None, type(None)):
-        return given is None
+        return actual is None
     if origin is Tensor:
-        return isinstance(given, fx.Node) and isinstance(fake, Tensor)
+        return isinstance(actual, fx.Node) and isinstance(fake, Tensor)
     if origin is bool:
         return isinstance(fake, bool)
     if origin is int:
@@ -332,7 +346,7 @@ def _equal(one: Any, other: Any) -> bool:
         return False
 
 
-def _same_dims(name: str, wanted: Any, given: Any, node: fx.Node) -> bool:
+def _same_dims(name: str, expected: Any, actual: Any, node: fx.Node) -> bool:
     """Whether dimensions are the same, one counted from the front and one from the back."""
     if not name.startswith("dim"):
         return False
@@ -340,7 +354,7 @@ def _same_dims(name: str, wanted: Any, given: Any, node: fx.Node) -> bool:
     fake = value(first) if isinstance(first, fx.Node) else None
     if not isinstance(fake, Tensor):
         return False
-    one, other = ([item] if isinstance(item, int) else item for item in (wanted, given))
+    one, other = ([item] if isinstance(item, int) else item for item in (expected, actual))
     if not all(isinstance(each, (list, tuple)) and all(type(item) is int for item in each) for each in (one, other)):
         return False
     return [item % fake.dim() for item in one] == [item % fake.dim() for item in other]
@@ -360,5 +374,5 @@ def _kind_name(kind: Any) -> str:
     return getattr(kind, "__name__", str(kind))
 
 
-def _show(thing: Any) -> str:
+def _describe(thing: Any) -> str:
     return thing.name if isinstance(thing, fx.Node) else repr(thing)

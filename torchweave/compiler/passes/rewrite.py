@@ -9,12 +9,12 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from torchweave.compiler.codegen.lower import trace
-from torchweave.compiler.ir.graph import Faked
-from torchweave.compiler.ir.mutation import written
+from torchweave.compiler.ir.graph import FakeGraph
+from torchweave.compiler.ir.mutation import mutated_args
 from torchweave.compiler.ir.symbols import value
 
 
-def insert(graph: Faked, before: fx.Node, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+def insert(graph: FakeGraph, before: fx.Node, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     """Put the operations of `function(*arguments)` in front of a node; returns what the function returns, as nodes.
 
     Args:
@@ -38,12 +38,12 @@ def insert(graph: Faked, before: fx.Node, function: Callable[..., Any], argument
 
     sizes = [_sizes(node) for node in nodes]
     traced = trace(on_values, [value(node) for node in nodes])
-    _refuse_what_is_no_function(traced.graph, nodes, sizes)
+    _check_replacement(traced.graph, nodes, sizes)
     flat = _copy(graph, before, traced.graph, nodes)
     return pytree.tree_unflatten(flat, returned[-1])
 
 
-def _refuse_what_is_no_function(traced: fx.Graph, nodes: list[fx.Node], sizes: list[str]) -> None:
+def _check_replacement(traced: fx.Graph, nodes: list[fx.Node], sizes: list[str]) -> None:
     """Nobody looks for writes in a functional graph, and a size that tracing fixed is fixed in all of it."""
     for node, known in zip(nodes, sizes, strict=True):
         if known != _sizes(node):
@@ -52,7 +52,7 @@ def _refuse_what_is_no_function(traced: fx.Graph, nodes: list[fx.Node], sizes: l
             )
     arguments = dict(zip((node for node in traced.nodes if node.op == "placeholder"), nodes, strict=True))
     for node in traced.nodes:
-        for target in written(node):
+        for target in mutated_args(node):
             what = arguments[target].name if target in arguments else target.name
             raise ValueError(f"a replacement writes to {what}; compute a new tensor instead")
 
@@ -62,7 +62,7 @@ def _sizes(node: fx.Node) -> str:
     return str(list(fake.shape)) if isinstance(fake, Tensor) else str(fake)
 
 
-def _copy(graph: Faked, before: fx.Node, traced: fx.Graph, nodes: list[fx.Node]) -> list[Any]:
+def _copy(graph: FakeGraph, before: fx.Node, traced: fx.Graph, nodes: list[fx.Node]) -> list[Any]:
     copies: dict[fx.Node, Any] = {}
     given = iter(nodes)
     flat: Any = []
@@ -82,7 +82,7 @@ def _copy(graph: Faked, before: fx.Node, traced: fx.Graph, nodes: list[fx.Node])
     return list(flat)
 
 
-def make_room(covered: Sequence[fx.Node], outputs: Sequence[fx.Node], read: Sequence[fx.Node]) -> str | None:
+def move_readers_after(covered: Sequence[fx.Node], outputs: Sequence[fx.Node], read: Sequence[fx.Node]) -> str | None:
     """Move readers of `outputs` behind the last covered node, so that something new can stand there.
 
     Returns:
@@ -106,7 +106,7 @@ def make_room(covered: Sequence[fx.Node], outputs: Sequence[fx.Node], read: Sequ
     return None if not set(read) & late.keys() else "it reads what is computed from its own result"
 
 
-def same_kind(one: Any, other: Any) -> bool:
+def same_tensor_metadata(one: Any, other: Any) -> bool:
     """Whether two fake values agree in shape, dtype, device, and the strides of every dimension that has more than one row."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return False
@@ -118,18 +118,18 @@ def same_kind(one: Any, other: Any) -> bool:
     )
 
 
-def kind(fake: Any) -> str:
+def describe_tensor(fake: Any) -> str:
     """A fake value as a reason names it: dtype, shape, strides."""
     if not isinstance(fake, Tensor):
         return repr(fake)
     return f"{str(fake.dtype).removeprefix('torch.')}{list(fake.shape)} with strides {list(fake.stride())}"
 
 
-def erase(graph: Faked, nodes: Sequence[fx.Node]) -> int:
+def erase(graph: FakeGraph, nodes: Sequence[fx.Node]) -> int:
     """Take nodes out that nobody reads any more, last first; returns how many."""
-    gone = 0
+    num_erased = 0
     for node in reversed(nodes):
         if not node.users:
             graph.graph.erase_node(node)
-            gone += 1
-    return gone
+            num_erased += 1
+    return num_erased

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from torchweave.compiler.codegen.lower import as_piece, trace
-from torchweave.compiler.ir.symbols import shapes_mode
+from torchweave.compiler.ir.symbols import dynamic_shapes_mode
 from torchweave.compiler.partition.split import Piece
 from torchweave.compiler.passes.base import Pass, PassResult
 from torchweave.compiler.passes.manager import run_pass
@@ -39,7 +39,7 @@ def graph_of(function: Callable[..., Any], examples: Sequence[Any]) -> Piece:
         dims = [DimDynamic.DUCK if size == T else DimDynamic.STATIC for size in tensor.shape]
         return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dims))
 
-    with shapes_mode("backed_size_oblivious"):
+    with dynamic_shapes_mode("backed_size_oblivious"):
         return as_piece(trace(function, [fake(item) if isinstance(item, Tensor) else item for item in examples]))
 
 
@@ -65,7 +65,7 @@ def check(
     """
     graph = graph_of(function, examples)
     before = {node.target for node in graph.graph.nodes}
-    with shapes_mode("backed_size_oblivious"):
+    with dynamic_shapes_mode("backed_size_oblivious"):
         result = run_pass(each, graph, debug=True)
     wanted = (0 if near_miss is not None else 1) if matches is None else matches
     whys = [f"{miss.node}: {miss.why}" for miss in result.near_misses]

@@ -13,14 +13,14 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
-from torchweave.config.options import keep_kernels_in
+from torchweave.config.options import set_triton_cache_dir
 
-_looking = threading.Lock()
-_LOOK_SECONDS = 0.1  # between two looks for what another process builds
+_hook_lock = threading.Lock()
+_POLL_SECONDS = 0.1  # between two looks for what another process builds
 
 
 @dataclass(frozen=True)
-class Order:
+class KernelSpec:
     """A kernel to be built: everything that it is specialised for.
 
     Attributes:
@@ -60,11 +60,11 @@ class Order:
         key = get_cache_key(self._source(), backend, options, env_vars=get_cache_invalidating_env_vars())
         return hashlib.sha256(key.encode()).hexdigest()
 
-    def kept(self) -> Built | None:
+    def cached_kernel(self) -> BuiltKernel | None:
         """The kernel from Triton's cache, which must be that of this process; None when it is not there."""
-        return self._found(self.digest, self._source().name)
+        return self._find_built(self.digest, self._source().name)
 
-    def build(self) -> Built:
+    def build(self) -> BuiltKernel:
         """The kernel and what launches it, built or from Triton's cache; no GPU is needed.
 
         In a process of its own: it names the folder of the cache.
@@ -72,10 +72,10 @@ class Order:
         import triton
         from triton.backends.compiler import GPUTarget
 
-        keep_kernels_in(self.folder)
+        set_triton_cache_dir(self.folder)
         source = self._source()
         compiled = triton.compile(source, target=GPUTarget(*self.target), options=dict(self.options))
-        built = self._found(compiled.hash, source.name)
+        built = self._find_built(compiled.hash, source.name)
         assert built is not None
         if self.target[0] == "cuda":
             # Up to Triton 3.6 that is C, and takes as long as a small kernel. Where it cannot be built, the first launch says so.
@@ -83,7 +83,7 @@ class Order:
                 _cuda_launcher(source, compiled.metadata)
         return built
 
-    def put_in_place(self, built: Built) -> None:
+    def install(self, built: BuiltKernel) -> None:
         """Let launches find the kernel; the first of them loads it onto the GPU."""
         from triton.compiler import CompiledKernel
 
@@ -105,23 +105,23 @@ class Order:
         return ASTSource(self.kernel(), self.signature, self.constants, self.attributes)
 
     @staticmethod
-    def _found(digest: str, name: str) -> Built | None:
+    def _find_built(digest: str, name: str) -> BuiltKernel | None:
         from triton.runtime.cache import get_cache_manager
 
         facts = f"{name[:150]}.json"
         files = get_cache_manager(digest).get_group(facts)
-        return None if not files or facts not in files else Built(digest, files)
+        return None if not files or facts not in files else BuiltKernel(digest, files)
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltKernel:
     """A built kernel: its digest in Triton's cache, and the paths of its files by name."""
 
     digest: str
     files: dict[str, str]
 
 
-def orders(launch: Callable[[], None]) -> list[Order]:
+def kernel_specs(launch: Callable[[], None]) -> list[KernelSpec]:
     """The kernels that `launch` needs and this process has not built yet. None is launched: their results must steer nothing.
 
     Other threads launch as they always do.
@@ -130,24 +130,24 @@ def orders(launch: Callable[[], None]) -> list[Order]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    keep_kernels_in(knobs.cache.dir)  # Inductor would name another folder when it first builds one
-    found: dict[tuple[str, str, int, str], Order] = {}
-    with _looking:
+    set_triton_cache_dir(knobs.cache.dir)  # Inductor would name another folder when it first builds one
+    found: dict[tuple[str, str, int, str], KernelSpec] = {}
+    with _hook_lock:
         mine, run, hook = threading.get_ident(), JITFunction.run, knobs.runtime.jit_cache_hook
 
-        def look(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        def run_without_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             return run(kernel, *args, grid=grid, warmup=warmup or threading.get_ident() == mine, **kwargs)
 
-        def note(**facts: Any) -> bool | None:
+        def record_spec(**facts: Any) -> bool | None:
             if threading.get_ident() != mine:
                 return None if hook is None else hook(**facts)
-            order = _order(
+            spec = _kernel_spec(
                 facts["fn"].jit_function, facts["compile"], driver.active.get_current_target(), knobs.cache.dir
             )
-            found.setdefault((order.module, order.name, order.device, order.key), order)
+            found.setdefault((spec.module, spec.name, spec.device, spec.key), spec)
             return True
 
-        JITFunction.run, knobs.runtime.jit_cache_hook = look, note  # type: ignore[method-assign]
+        JITFunction.run, knobs.runtime.jit_cache_hook = run_without_launch, record_spec  # type: ignore[method-assign]
         try:
             launch()
         finally:
@@ -175,33 +175,33 @@ def _hash_inner_first(kernel: Any) -> None:
     assert kernel.cache_key
 
 
-def missing(wanted: Iterable[Order]) -> list[Order]:
+def missing_kernels(wanted: Iterable[KernelSpec]) -> list[KernelSpec]:
     """What has to be built; what Triton's cache has is put in place."""
-    absent = []
-    for order in wanted:
-        kept = order.kept()
-        if kept is None:
-            absent.append(order)
+    not_built = []
+    for spec in wanted:
+        cached_kernel = spec.cached_kernel()
+        if cached_kernel is None:
+            not_built.append(spec)
         else:
-            order.put_in_place(kept)
-    return absent
+            spec.install(cached_kernel)
+    return not_built
 
 
-def wait_for(wanted: list[Order], patience: float) -> list[Order]:
-    """Wait while another process builds kernels, and put each in place; returns what is missing once none came for `patience` s."""
+def wait_for_kernels(wanted: list[KernelSpec], timeout: float) -> list[KernelSpec]:
+    """Wait while another process builds kernels, and put each in place; returns what is missing once none came for `timeout` s."""
     since = time.monotonic()
-    while wanted and time.monotonic() - since < patience:
-        time.sleep(_LOOK_SECONDS)
-        absent = missing(wanted)
-        if len(absent) < len(wanted):
-            wanted, since = absent, time.monotonic()
+    while wanted and time.monotonic() - since < timeout:
+        time.sleep(_POLL_SECONDS)
+        not_built = missing_kernels(wanted)
+        if len(not_built) < len(wanted):
+            wanted, since = not_built, time.monotonic()
     return wanted
 
 
-def _order(kernel: Any, facts: dict[str, Any], target: Any, folder: str) -> Order:
+def _kernel_spec(kernel: Any, facts: dict[str, Any], target: Any, folder: str) -> KernelSpec:
     """An order from what Triton tells its hook."""
     options = json.loads(facts["specialization_data"])["options"]
-    return Order(
+    return KernelSpec(
         module=kernel.fn.__module__,
         name=kernel.fn.__qualname__,
         device=facts["device"],

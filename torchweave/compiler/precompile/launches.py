@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, fx
 
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.collectives import group_of, schema_of
-from torchweave.compiler.partition.split import Piece, normalize
-from torchweave.distributed.fake_collectives import alone
-from torchweave.ops.collectives.user_buffers import made_shape
+from torchweave.compiler.partition.collectives import collective_group, op_schema
+from torchweave.compiler.partition.split import Piece, normalize_call
+from torchweave.distributed.fake_collectives import fake_collectives
+from torchweave.ops.collectives.user_buffers import operand_shape
 from torchweave.ops.registry import cuda_kernel
 
 _TOKENS = tuple(1 << power for power in range(13))
 """Up to 4096: kernels change with the size of their operand, at sizes further apart than these."""
-_MOST_BYTES = 64 << 20  # of an operand
+_MAX_OPERAND_BYTES = 64 << 20  # of an operand
 _PRODUCTS = frozenset(f"torchweave::{name}" for name in ("linear", "fused_linear", "fp4_linear", "fp8_linear"))
 """What they launch is chosen when they run, and is not only the project's."""
 
@@ -51,7 +51,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """A call of an op in a piece: what its kernels depend on.
 
     Attributes:
@@ -69,67 +69,67 @@ class Call:
             if self.group is None:
                 self._launch_all(cuda_kernel(self.op._schema.name) or self.op, device)
                 return
-            with alone(self.group) as has_kernels:
+            with fake_collectives(self.group) as has_kernels:
                 if has_kernels:
                     self._launch_all(self.op, device)
 
     def _launch_all(self, function: Callable[..., Any], device: torch.device) -> None:
         for tokens in _TOKENS:
-            if max(each.bytes(tokens) for each in self._operands()) > _MOST_BYTES:
+            if max(each.bytes(tokens) for each in self._operands()) > _MAX_OPERAND_BYTES:
                 return
-            function(*(_made(each, tokens, device) for each in self.arguments))
+            function(*(_materialize(each, tokens, device) for each in self.arguments))
 
     def _operands(self) -> Iterator[Operand]:
         for each in self.arguments:
             yield from (part for part in (each if isinstance(each, tuple) else (each,)) if isinstance(part, Operand))
 
 
-def calls_of(piece: Piece) -> Iterator[Call]:
+def op_calls(piece: Piece) -> Iterator[OpCall]:
     """The calls of a piece that have kernels to be seen, as far as they differ."""
-    found: dict[Call, None] = {}
+    found: dict[OpCall, None] = {}
     for node in piece.module.graph.nodes:
-        group = group_of(node)
-        if (group is not None or _has_kernels(node)) and (call := _call(node, group)) is not None:
+        group = collective_group(node)
+        if (group is not None or _has_kernels(node)) and (call := _op_call(node, group)) is not None:
             found[call] = None
     yield from found
 
 
 def _has_kernels(node: fx.Node) -> bool:
-    schema = schema_of(node)
+    schema = op_schema(node)
     return schema is not None and schema.name not in _PRODUCTS and cuda_kernel(schema.name) is not None
 
 
-class _NotPlain(Exception):
+class _ComputedArgument(Exception):
     """An argument that is computed, and no tensor."""
 
 
-def _call(node: fx.Node, group: str | None) -> Call | None:
+def _op_call(node: fx.Node, group: str | None) -> OpCall | None:
     """What a call depends on; None for an op that is not the project's, or that takes sizes."""
     op: Any = node.target
     if isinstance(op, torch._ops.OpOverloadPacket):
         op = getattr(op, op.overloads()[0])
-    args, keywords = normalize(op, tuple(node.args), dict(node.kwargs))
-    if keywords or schema_of(node).name.partition("::")[0] != "torchweave":
+    args, keywords = normalize_call(op, tuple(node.args), dict(node.kwargs))
+    if keywords or op_schema(node).name.partition("::")[0] != "torchweave":
         return None
     names = [argument.name for argument in op._schema.arguments]
     try:
         plain = [_plain(each) for each in args]
-    except _NotPlain:
+    except _ComputedArgument:
         return None
     if "producer" in names:
         known = dict(zip(names, args, strict=True))
-        shape = made_shape(str(known["producer"]), [value(each) for each in known["operands"]])
+        shape = operand_shape(str(known["producer"]), [value(each) for each in known["operands"]])
         operand = Operand(_sizes(shape), known["dtype"])
         copied = {"producer": "copy", "operands": (operand,), "choices": "", "slot": 0}
         plain = [copied.get(name, each) for name, each in zip(names, plain, strict=True)]
-    return Call(op, group, tuple(plain))
+    return OpCall(op, group, tuple(plain))
 
 
 def _plain(argument: Any) -> Any:
     if isinstance(argument, fx.Node):
         known = value(argument)
         if not isinstance(known, Tensor):
-            raise _NotPlain
+            raise _ComputedArgument
         return Operand(_sizes(known.shape), known.dtype, _sizes(known.stride()))
     return tuple(map(_plain, argument)) if isinstance(argument, (tuple, list)) else argument
 
@@ -142,7 +142,7 @@ def _sizes(shape: Any) -> tuple[Any, ...]:
     return tuple(size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in shape)
 
 
-def _made(argument: Any, tokens: int, device: torch.device) -> Any:
+def _materialize(argument: Any, tokens: int, device: torch.device) -> Any:
     if isinstance(argument, Operand):
         return argument.make(tokens, device)
-    return [_made(each, tokens, device) for each in argument] if isinstance(argument, tuple) else argument
+    return [_materialize(each, tokens, device) for each in argument] if isinstance(argument, tuple) else argument

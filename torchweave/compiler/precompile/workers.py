@@ -20,10 +20,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 
-from torchweave.compiler.precompile.kernel_jobs import Built, Order
+from torchweave.compiler.precompile.kernel_jobs import BuiltKernel, KernelSpec
 
-_MOST = 16  # kernels that are built at once
-_PATIENCE = 120.0  # seconds; what is still missing then is built when it is first launched
+_MAX_PARALLEL_BUILDS = 16  # kernels that are built at once
+_TIMEOUT_SECONDS = 120.0  # seconds; what is still missing then is built when it is first launched
 _ENDED = "the process that builds kernels ended"
 _START = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {most})"
 
@@ -35,7 +35,7 @@ class KernelWorkers:
         most: kernels to build at once.
     """
 
-    def __init__(self, most: int = _MOST) -> None:
+    def __init__(self, most: int = _MAX_PARALLEL_BUILDS) -> None:
         self._connection, theirs = Pipe()
         most = max(min(most, len(os.sched_getaffinity(0))), 1)
         with theirs:
@@ -46,7 +46,7 @@ class KernelWorkers:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
-        self._asked: dict[int, tuple[Order, Future[str | None]]] = {}
+        self._requested: dict[int, tuple[KernelSpec, Future[str | None]]] = {}
         self._finished = 0  # how many of them were waited for
         threading.Thread(target=self._receive, name="torchweave-kernel-workers", daemon=True).start()
 
@@ -57,39 +57,39 @@ class KernelWorkers:
         self._process.terminate()
         self._process.wait()
 
-    def begin(self, orders: Iterable[Order]) -> None:
+    def begin(self, kernel_specs: Iterable[KernelSpec]) -> None:
         """Begin to build kernels; each is put in place when it is there."""
-        for order in orders:
-            number = len(self._asked)
-            self._asked[number] = order, Future()
+        for spec in kernel_specs:
+            number = len(self._requested)
+            self._requested[number] = spec, Future()
             try:
-                self._connection.send((number, order))
+                self._connection.send((number, spec))
             except OSError:
-                self._settle(number, _ENDED)
+                self._complete(number, _ENDED)
 
     def finish(self) -> list[str]:
         """Wait for all that was begun since the last time. Returns why some were not built."""
-        futures = [self._asked[number][1] for number in range(self._finished, len(self._asked))]
-        self._finished = len(self._asked)
-        done, late = wait(futures, _PATIENCE)
+        futures = [self._requested[number][1] for number in range(self._finished, len(self._requested))]
+        self._finished = len(self._requested)
+        done, late = wait(futures, _TIMEOUT_SECONDS)
         return [*filter(None, (each.result() for each in done)), *["it took too long"] * len(late)]
 
     def _receive(self) -> None:
         try:
             while True:
-                self._settle(*self._connection.recv())
+                self._complete(*self._connection.recv())
         except (EOFError, OSError):
-            for number in list(self._asked):
-                self._settle(number, _ENDED)
+            for number in list(self._requested):
+                self._complete(number, _ENDED)
 
-    def _settle(self, number: int, result: Built | str) -> None:
-        order, future = self._asked[number]
+    def _complete(self, number: int, result: BuiltKernel | str) -> None:
+        spec, future = self._requested[number]
         failure = result if isinstance(result, str) else None
-        if isinstance(result, Built):
+        if isinstance(result, BuiltKernel):
             try:
-                order.put_in_place(result)
+                spec.install(result)
             except Exception as error:  # of reading files, and of what Triton's next version does otherwise
-                failure = f"{order.name}: {type(error).__name__}: {error}"
+                failure = f"{spec.name}: {type(error).__name__}: {error}"
         with contextlib.suppress(InvalidStateError):  # it was settled when the process ended
             future.set_result(failure)
 
@@ -101,13 +101,13 @@ def main(fd: int, most: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it means the process that this one works for
     gc.disable()  # every fork builds one kernel and ends
     triton_key()  # read and hashed once, not in every fork
-    waiting: deque[tuple[int, Order]] = deque()
+    waiting: deque[tuple[int, KernelSpec]] = deque()
     running: dict[Connection, int] = {}
     with Connection(fd) as leader:
         while True:
             while waiting and len(running) < most:
-                number, order = waiting.popleft()
-                running[_fork(order)] = number
+                number, spec = waiting.popleft()
+                running[_fork(spec)] = number
             ready = wait_for_any([leader, *running])
             for connection in [each for each in running if each in ready]:
                 leader.send((running.pop(connection), _result(connection)))
@@ -119,21 +119,21 @@ def main(fd: int, most: int) -> None:
                 waiting[-1][1].kernel()  # imported and hashed once too
 
 
-def _fork(order: Order) -> Connection:
+def _fork(spec: KernelSpec) -> Connection:
     """Build an order in a process of its own, which says what came of it."""
     ours, theirs = Pipe(duplex=False)
     if os.fork() == 0:
         try:
-            theirs.send(order.build())
+            theirs.send(spec.build())
         except BaseException as error:
-            theirs.send(f"{order.name}: {type(error).__name__}: {error}")
+            theirs.send(f"{spec.name}: {type(error).__name__}: {error}")
         finally:
             os._exit(0)
     theirs.close()
     return ours
 
 
-def _result(connection: Connection) -> Built | str:
+def _result(connection: Connection) -> BuiltKernel | str:
     with connection:
         try:
             return connection.recv()

@@ -13,17 +13,17 @@ from torch.utils import _pytree as pytree
 
 from torchweave.compiler.codegen.pieces import BuiltPiece
 from torchweave.compiler.ir.graph import Attribute, CapturedGraph, Constant, Input, OutputTree, Size
-from torchweave.compiler.ir.mutation import storage, written
+from torchweave.compiler.ir.mutation import mutated_args, storage_id
 from torchweave.compiler.ir.symbols import is_size, token_count, value
 from torchweave.compiler.partition.split import BoundaryCall, Piece
-from torchweave.compiler.runtime.forward import Boundary
+from torchweave.compiler.runtime.forward import BoundaryHandler
 from torchweave.report import Report
 
 Parts = list[Piece | BoundaryCall]
 
 
-class Woven:
-    """A compiled forward: `woven(boundary, *inputs)`.
+class CompiledGraph:
+    """A compiled forward: `compiled_graph(boundary, *inputs)`.
 
     Attributes:
         code: the Python that a call runs; `piece_<digest>` are the built pieces, `constants_<i>` what piece i reads.
@@ -50,12 +50,12 @@ class Woven:
         self.pieces = [part for part in parts if isinstance(part, Piece)]
         self.built = dict(built)
         self.sizes = sizes
-        self.code, namespace = stitch(graph, parts, built, sizes)
+        self.code, namespace = generate_forward(graph, parts, built, sizes)
         exec(compile(self.code, "<torchweave stitched>", "exec"), namespace)
         self._run = namespace["forward"]
         self.constants = {piece.index: namespace.get(f"constants_{piece.index}", ()) for piece in self.pieces}
 
-    def __call__(self, boundary: Boundary, *inputs: Tensor) -> Any:
+    def __call__(self, boundary: BoundaryHandler, *inputs: Tensor) -> Any:
         """Run a step.
 
         Args:
@@ -85,14 +85,14 @@ class Woven:
         return piece.module.code
 
 
-def stitch(
+def generate_forward(
     graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece], sizes: tuple[int, int]
 ) -> tuple[str, dict[str, Any]]:
     """Straight-line code over the parts, and the namespace that it runs in. Each value is dropped after its last use."""
-    return _Stitcher(graph, parts, built, sizes).run()
+    return _ForwardGenerator(graph, parts, built, sizes).run()
 
 
-class _Stitcher:
+class _ForwardGenerator:
     def __init__(
         self, graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece], sizes: tuple[int, int]
     ) -> None:
@@ -100,20 +100,20 @@ class _Stitcher:
         self.namespace: dict[str, Any] = {"no_grad": torch.no_grad, "refuse": refuse, "refuse_shared": refuse_shared}
         self.names: dict[fx.Node, str] = {}
         self.arguments: dict[str, str] = {}
-        self.taken: set[str] = set(self.namespace)
+        self.used_names: set[str] = set(self.namespace)
         self.lines: list[str] = []
-        self.chosen: dict[str, str] = {}
+        self.callables: dict[str, str] = {}
         self.tokens = ""
 
     def run(self) -> tuple[str, dict[str, Any]]:
         pieces = [part for part in self.parts if isinstance(part, Piece)]
-        self.taken |= {
+        self.used_names |= {
             "tree",
             *(f"piece_{piece.digest}" for piece in pieces),
             *(f"constants_{piece.index}" for piece in pieces),
         }
-        boundary = self._fresh("boundary")
-        self.arguments = {name: self._fresh(name) for name in self.graph.inputs}
+        boundary = self._unique_name("boundary")
+        self.arguments = {name: self._unique_name(name) for name in self.graph.inputs}
         self._check_inputs()
         last_use = self._last_uses()
         for position, part in enumerate(self.parts):
@@ -124,18 +124,18 @@ class _Stitcher:
             dead = [self.names[node] for node, last in last_use.items() if last == position and node in self.names]
             if dead:
                 self.lines.append(f"del {', '.join(dead)}")
-        self.lines.append(f"return {self._result()}")
+        self.lines.append(f"return {self._return_expression()}")
         body = "".join(f"    {line}\n" for line in self.lines)
         return f"@no_grad()\ndef forward({', '.join((boundary, *self.arguments.values()))}):\n{body}", self.namespace
 
-    def _fresh(self, wanted: str) -> str:
+    def _unique_name(self, wanted: str) -> str:
         base = re.sub(r"\W", "_", wanted)
         base = f"{base}_" if keyword.iskeyword(base) else base
         name, count = base, 1
-        while name in self.taken:
+        while name in self.used_names:
             count += 1
             name = f"{base}_{count}"
-        self.taken.add(name)
+        self.used_names.add(name)
         return name
 
     def _check_inputs(self) -> None:
@@ -151,9 +151,9 @@ class _Stitcher:
                 ]
                 self.names[node] = self.arguments[binding.name]
                 self._check_input(binding.name, sizes, fake.dtype, fake.device.type, known)
-        for each in self.graph.unread:
+        for each in self.graph.unused_inputs:
             self._check_input(each.name, each.sizes, each.dtype, each.device, known)
-        self._check_memory()
+        self._check_aliasing()
         symbol = token_count(self.graph.symbols)
         self.tokens = known[self.graph.symbols[symbol]] if symbol is not None else ""
         for node in self.graph.placeholders():
@@ -169,21 +169,21 @@ class _Stitcher:
         given, conditions = self.arguments[name], []
         for dim, size in enumerate(sizes):
             if isinstance(size, str) and size not in known:
-                known[size] = self._fresh(size)
+                known[size] = self._unique_name(size)
                 self.lines.append(f"{known[size]} = {given}.shape[{dim}] if {given}.dim() == {len(sizes)} else -1")
                 conditions.append(f"{low} <= {known[size]} <= {high}")
         shape = "".join(f"{known[size] if isinstance(size, str) else size}, " for size in sizes)
         text = str(dtype).removeprefix("torch.")
-        conditions += [f"{given}.dtype is {self._bound(text, dtype, None)}", f"{given}.shape == ({shape})"]
+        conditions += [f"{given}.dtype is {self._bind_object(text, dtype, None)}", f"{given}.shape == ({shape})"]
         conditions += [f"{given}.is_contiguous()", f"{given}.is_cuda" if device == "cuda" else f"not {given}.is_cuda"]
         self.lines.append(f"if not ({' and '.join(conditions)}):")
         kind = f"{text}[{shape.strip(', ')}] on {device}"
         self.lines.append(f"    refuse({name!r}, {given}, {f'{kind}, {low} <= sizes <= {high}'!r})")
 
-    def _check_memory(self) -> None:
+    def _check_aliasing(self) -> None:
         """Refuse inputs of one memory where one of them is written to: pieces are built for inputs that are apart."""
         nodes = self.graph.graph.nodes
-        changed = {storage(target) for node in nodes for target in written(node)} - {None}
+        changed = {storage_id(target) for node in nodes for target in mutated_args(node)} - {None}
         read = {
             node: self.arguments[binding.name]
             for node in self.graph.placeholders()
@@ -191,7 +191,7 @@ class _Stitcher:
         }
         for node, given in read.items():
             others = ", ".join(other for other in read.values() if other != given)
-            if storage(node) in changed and others:
+            if storage_id(node) in changed and others:
                 self.lines.append(f"refuse_shared({given!r}, {given}, {others})")
 
     def _last_uses(self) -> dict[fx.Node, int]:
@@ -216,26 +216,28 @@ class _Stitcher:
             self.namespace[constants] = tuple(self._tensor(node) for node in piece.constants)
             arguments.append(f"*{constants}")
         for node in piece.outputs:
-            self.names[node] = self._fresh(node.name)
+            self.names[node] = self._unique_name(node.name)
         targets = ", ".join(self.names[node] for node in piece.outputs)
-        call = f"{self._chosen(piece.digest)}([{', '.join(arguments)}])"
+        call = f"{self._callable_for(piece.digest)}([{', '.join(arguments)}])"
         self.lines.append(f"{targets}{',' if len(piece.outputs) == 1 else ''} = {call}" if targets else call)
 
-    def _chosen(self, digest: str) -> str:
+    def _callable_for(self, digest: str) -> str:
         """The built piece to call: itself, or the first of its variants that holds at this token count."""
-        if digest not in self.chosen:
+        if digest not in self.callables:
             built, choice = self.built[digest], f"piece_{digest}"
             self.namespace[choice] = built.call
             for variant in reversed(built.variants):
-                name = self._fresh(f"piece_{digest}_T{variant.high}")
+                name = self._unique_name(f"piece_{digest}_T{variant.high}")
                 self.namespace[name] = variant.built.call
                 holds = f"{self.tokens} {'==' if variant.low == variant.high else '<='} {variant.high}"
                 choice = f"{name} if {holds} else {choice}"
-            self.chosen[digest] = f"({choice})" if built.variants else choice
-        return self.chosen[digest]
+            self.callables[digest] = f"({choice})" if built.variants else choice
+        return self.callables[digest]
 
     def _call_boundary(self, call: BoundaryCall) -> None:
-        function = self._fresh(call.op._schema.name.split("::")[-1]) if call.op not in self.namespace.values() else ""
+        function = (
+            self._unique_name(call.op._schema.name.split("::")[-1]) if call.op not in self.namespace.values() else ""
+        )
         if function:
             self.namespace[function] = call.op
         function = next(name for name, item in self.namespace.items() if item is call.op)
@@ -247,11 +249,11 @@ class _Stitcher:
         if node in self.names:
             return self.names[node]
         if self.graph.constant(node) is not None:
-            return self._bound(node.name, self._tensor(node), node)
+            return self._bind_object(node.name, self._tensor(node), node)
         assert is_size(node), f"{node} is not computed by any piece"
         arguments = ", ".join(self._expression(argument) for argument in node.args)
-        self.names[node] = self._fresh(node.name)
-        self.lines.append(f"{self.names[node]} = {self._bound(node.name, node.target, None)}({arguments})")
+        self.names[node] = self._unique_name(node.name)
+        self.lines.append(f"{self.names[node]} = {self._bind_object(node.name, node.target, None)}({arguments})")
         return self.names[node]
 
     def _tensor(self, node: fx.Node) -> Tensor:
@@ -259,8 +261,8 @@ class _Stitcher:
         assert constant is not None
         return constant.detach()
 
-    def _bound(self, wanted: str, thing: Any, node: fx.Node | None) -> str:
-        name = self._fresh(f"const_{wanted}")
+    def _bind_object(self, wanted: str, thing: Any, node: fx.Node | None) -> str:
+        name = self._unique_name(f"const_{wanted}")
         self.namespace[name] = thing
         if node is not None:
             self.names[node] = name
@@ -274,15 +276,15 @@ class _Stitcher:
             return f"[{inner}]" if isinstance(thing, list) else f"({inner})"
         if thing is None or (isinstance(thing, (bool, int, str)) or (isinstance(thing, float) and thing - thing == 0)):
             return repr(thing)
-        return self._bound("value", thing, None)
+        return self._bind_object("value", thing, None)
 
-    def _result(self) -> str:
+    def _return_expression(self) -> str:
         (output,) = (node for node in self.graph.graph.nodes if node.op == "output")
         flat = [self._expression(item) for item in output.args[0]]
         tree = self.graph.output
         if tree.is_single_tensor():
             return flat[0]
-        self.namespace["tree"] = _Tree(tree)
+        self.namespace["tree"] = _OutputBuilder(tree)
         return f"tree(({''.join(f'{item}, ' for item in flat)}), {{{self._inputs_of(tree)}}})"
 
     def _inputs_of(self, tree: OutputTree) -> str:
@@ -307,7 +309,7 @@ def refuse_shared(name: str, changed: Tensor, *others: Tensor) -> None:
             )
 
 
-class _Tree:
+class _OutputBuilder:
     """Builds forward's return value from flat outputs."""
 
     def __init__(self, tree: OutputTree) -> None:

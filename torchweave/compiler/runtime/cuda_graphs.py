@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchweave.compiler.errors import InvariantError
-from torchweave.compiler.runtime.forward import Boundary, Forward
+from torchweave.compiler.runtime.forward import BoundaryHandler, Forward
 from torchweave.utils.cuda_streams import side_stream
-from torchweave.utils.gc import uncollected
+from torchweave.utils.gc import gc_paused
 
-__all__ = ["Boundary", "Forward", "GraphPool", "Recorder", "Recording", "record"]
+__all__ = ["BoundaryHandler", "Forward", "GraphPool", "Recorder", "Recording", "record"]
 
 T = TypeVar("T")
 
@@ -31,8 +31,8 @@ T = TypeVar("T")
 class Recorder(Protocol):
     """What records and replays segments; CUDA graphs in `GraphPool`, anything that can do the same in a test."""
 
-    def recording(self, loading: bool) -> contextlib.AbstractContextManager[None]:
-        """Wraps the warm-up and all segments of one recording; `loading`: kernels may have to be loaded meanwhile."""
+    def recording(self, may_load_kernels: bool) -> contextlib.AbstractContextManager[None]:
+        """Wraps the warm-up and all segments of one recording; `may_load_kernels`: kernels may have to be loaded meanwhile."""
         ...
 
     def begin(self) -> None:
@@ -43,7 +43,7 @@ class Recorder(Protocol):
         """End the segment; the function replays it."""
         ...
 
-    def by_address(self, tensor: Tensor) -> Tensor:
+    def weak_ref_tensor(self, tensor: Tensor) -> Tensor:
         """A tensor at the same address: one that owns nothing when the pool owns the memory, else `tensor` itself."""
         ...
 
@@ -64,22 +64,24 @@ class GraphPool:
         self.handle = torch.cuda.graph_pool_handle()
         self._stream = side_stream(self, self.device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._rules = "thread_local"
+        self._capture_error_mode = "thread_local"
         self._segments: list[tuple[int, int]] = []
 
     @contextlib.contextmanager
-    def recording(self, loading: bool = False) -> Iterator[None]:
+    def recording(self, may_load_kernels: bool = False) -> Iterator[None]:
         """Record on the current stream, or on the pool's own when that is the default one, which cannot be recorded.
 
         No garbage is collected meanwhile: a tensor or graph that dies during a capture would end it.
         """
-        self._rules = "relaxed" if loading else "thread_local"  # to load a kernel is against the strict ones
+        self._capture_error_mode = (
+            "relaxed" if may_load_kernels else "thread_local"
+        )  # to load a kernel is against the strict ones
         current = torch.cuda.current_stream(self.device)
         stream = self._stream if current == torch.cuda.default_stream(self.device) else current
         stream.wait_stream(current)
         try:
             with (
-                uncollected(),
+                gc_paused(),
                 torch.cuda.device(self.device),
                 torch.cuda.stream(stream),
                 warnings.catch_warnings(),
@@ -89,14 +91,14 @@ class GraphPool:
                     yield
                 finally:
                     if self._graph is not None:
-                        self._abandon()  # on the stream on which it began
+                        self._abort_capture()  # on the stream on which it began
         finally:
             current.wait_stream(stream)
 
     def begin(self) -> None:
         assert self._graph is None, "a segment is being recorded"
         self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self.handle, capture_error_mode=self._rules)
+        self._graph.capture_begin(pool=self.handle, capture_error_mode=self._capture_error_mode)
 
     def end(self) -> Callable[[], None]:
         graph, self._graph = self._graph, None
@@ -104,7 +106,7 @@ class GraphPool:
         graph.capture_end()
         return graph.replay
 
-    def _abandon(self) -> None:
+    def _abort_capture(self) -> None:
         """End a capture in which something was raised, so that the stream can be used again.
 
         Later recordings get memory of their own: torch cannot go back to a pool whose only graph is gone.
@@ -115,7 +117,7 @@ class GraphPool:
             graph.capture_end()
         self.handle = torch.cuda.graph_pool_handle()
 
-    def by_address(self, tensor: Tensor) -> Tensor:
+    def weak_ref_tensor(self, tensor: Tensor) -> Tensor:
         if not tensor.is_cuda:
             return tensor
         storage = tensor.untyped_storage()
@@ -134,20 +136,20 @@ class GraphPool:
         return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(facts, bare)
 
     def _owns(self, address: int) -> bool:
-        if not _inside(address, self._segments):
-            self._refresh()
-        return _inside(address, self._segments)
+        if not _is_in_segments(address, self._segments):
+            self._refresh_segments()
+        return _is_in_segments(address, self._segments)
 
-    def _refresh(self) -> None:
+    def _refresh_segments(self) -> None:
         segments = torch.cuda.memory_snapshot(self.handle, include_traces=False)
         self._segments = [(segment["address"], segment["total_size"]) for segment in segments]
 
     def num_bytes(self) -> int:
-        self._refresh()
+        self._refresh_segments()
         return sum(size for _, size in self._segments)
 
 
-def _inside(address: int, segments: list[tuple[int, int]]) -> bool:
+def _is_in_segments(address: int, segments: list[tuple[int, int]]) -> bool:
     return any(start <= address < start + size for start, size in segments)
 
 
@@ -163,8 +165,8 @@ class Recording(Generic[T]):
 
     def __init__(
         self,
-        steps: list[Callable[[Boundary], None]],
-        boundary: Boundary,
+        steps: list[Callable[[BoundaryHandler], None]],
+        boundary: BoundaryHandler,
         output: T,
         inputs: Sequence[Tensor],
         debug: bool,
@@ -173,13 +175,13 @@ class Recording(Generic[T]):
         self._boundary = boundary
         self.output = output
         self._inputs = tuple(inputs)
-        self._addresses = [(tensor.data_ptr(), tensor.shape) for tensor in inputs]
+        self._data_ptrs = [(tensor.data_ptr(), tensor.shape) for tensor in inputs]
         self._debug = debug
         self.num_segments = sum(isinstance(step, _Segment) for step in steps)
         self.bytes = 0
         self.seconds = 0.0
 
-    def replay(self, boundary: Boundary | None = None, inputs: Sequence[Tensor] | None = None) -> T:
+    def replay(self, boundary: BoundaryHandler | None = None, inputs: Sequence[Tensor] | None = None) -> T:
         """Run the step again on what its inputs hold now.
 
         Args:
@@ -197,9 +199,9 @@ class Recording(Generic[T]):
         return self.output
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
-        if len(inputs) != len(self._addresses):
-            raise InvariantError(f"recorded with {len(self._addresses)} inputs, replayed with {len(inputs)}")
-        for index, (tensor, (address, shape)) in enumerate(zip(inputs, self._addresses, strict=True)):
+        if len(inputs) != len(self._data_ptrs):
+            raise InvariantError(f"recorded with {len(self._data_ptrs)} inputs, replayed with {len(inputs)}")
+        for index, (tensor, (address, shape)) in enumerate(zip(inputs, self._data_ptrs, strict=True)):
             if tensor.data_ptr() != address or tensor.shape != shape:
                 raise InvariantError(
                     f"input {index} is {tuple(tensor.shape)} at {tensor.data_ptr():#x}, but {tuple(shape)} at {address:#x} "
@@ -211,32 +213,32 @@ class _Segment:
     def __init__(self, replay: Callable[[], None]) -> None:
         self._replay = replay
 
-    def __call__(self, boundary: Boundary) -> None:
+    def __call__(self, boundary: BoundaryHandler) -> None:
         self._replay()
 
 
-class _BoundaryStep:
+class _BoundaryOpStep:
     """A boundary op between two segments, with its arguments by address."""
 
     def __init__(self, op: Any, args: tuple, kwargs: dict, debug: bool) -> None:
         self.op, self.args, self.kwargs = op, args, kwargs
-        self.addresses = _addresses((args, kwargs)) if debug else None
+        self.addresses = _data_ptrs((args, kwargs)) if debug else None
 
-    def __call__(self, boundary: Boundary) -> None:
-        if self.addresses is not None and _addresses((self.args, self.kwargs)) != self.addresses:
+    def __call__(self, boundary: BoundaryHandler) -> None:
+        if self.addresses is not None and _data_ptrs((self.args, self.kwargs)) != self.addresses:
             raise InvariantError(f"an argument of boundary op {self.op} moved since it was recorded")
         boundary(self.op, self.args, self.kwargs)
 
 
-def _addresses(tree: Any) -> list[int]:
+def _data_ptrs(tree: Any) -> list[int]:
     return [leaf.data_ptr() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def record(
-    fn: Callable[[Boundary], T],
-    boundary: Boundary,
+    fn: Callable[[BoundaryHandler], T],
+    boundary: BoundaryHandler,
     *,
-    whole: bool,
+    capture_boundary_ops: bool,
     pool: Recorder,
     debug: bool = False,
     inputs: Sequence[Tensor] = (),
@@ -258,33 +260,38 @@ def record(
     """
     begin, before = time.monotonic(), pool.num_bytes()
     try:
-        steps, output = _recorded(fn, boundary, whole, pool, debug, warm_up)
+        steps, output = _record_segments(fn, boundary, capture_boundary_ops, pool, debug, warm_up)
     except RuntimeError:
         if warm_up:
             raise
-        steps, output = _recorded(fn, boundary, whole, pool, debug, True)
+        steps, output = _record_segments(fn, boundary, capture_boundary_ops, pool, debug, True)
     recording = Recording(steps, boundary, output, inputs, debug)
     recording.bytes = pool.num_bytes() - before
     recording.seconds = time.monotonic() - begin
     return recording
 
 
-def _recorded(
-    fn: Callable[[Boundary], T], boundary: Boundary, whole: bool, pool: Recorder, debug: bool, warm_up: bool
-) -> tuple[list[Callable[[Boundary], None]], T]:
+def _record_segments(
+    fn: Callable[[BoundaryHandler], T],
+    boundary: BoundaryHandler,
+    capture_boundary_ops: bool,
+    pool: Recorder,
+    debug: bool,
+    warm_up: bool,
+) -> tuple[list[Callable[[BoundaryHandler], None]], T]:
     """The segments of a step and the boundary ops between them, and what the step returned."""
-    steps: list[Callable[[Boundary], None]] = []
+    steps: list[Callable[[BoundaryHandler], None]] = []
 
     def cut(op: Any, args: tuple, kwargs: dict) -> None:
         steps.append(_Segment(pool.end()))
-        args, kwargs = pytree.tree_map_only(Tensor, pool.by_address, (args, kwargs))
-        steps.append(_BoundaryStep(op, args, kwargs, debug))
+        args, kwargs = pytree.tree_map_only(Tensor, pool.weak_ref_tensor, (args, kwargs))
+        steps.append(_BoundaryOpStep(op, args, kwargs, debug))
         pool.begin()
 
-    with torch.no_grad(), pool.recording(loading=not warm_up):
+    with torch.no_grad(), pool.recording(may_load_kernels=not warm_up):
         if warm_up:
             fn(boundary)
         pool.begin()
-        output = fn(boundary if whole else cut)
+        output = fn(boundary if capture_boundary_ops else cut)
         steps.append(_Segment(pool.end()))
-        return steps, pytree.tree_map_only(Tensor, pool.by_address, output)
+        return steps, pytree.tree_map_only(Tensor, pool.weak_ref_tensor, output)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchweave.compiler.partition.split import boundary_op, normalize
-from torchweave.compiler.runtime.forward import Boundary
+from torchweave.compiler.partition.split import boundary_op, normalize_call
+from torchweave.compiler.runtime.forward import BoundaryHandler
 
 
-class _HandOver(TorchDispatchMode):
-    def __init__(self, boundary: Boundary, names: frozenset[str]) -> None:
+class _BoundaryDispatchMode(TorchDispatchMode):
+    def __init__(self, boundary: BoundaryHandler, names: frozenset[str]) -> None:
         super().__init__()
         self.boundary, self.names = boundary, names
 
@@ -26,21 +26,21 @@ class _HandOver(TorchDispatchMode):
         op = boundary_op(func, self.names)
         if op is None:
             return func(*args, **(kwargs or {}))
-        return self.boundary(op, *normalize(op, args, kwargs or {}))
+        return self.boundary(op, *normalize_call(op, args, kwargs or {}))
 
 
-class Broken:
-    """`broken(boundary, *inputs)`: the module's own forward, eagerly, without gradients."""
+class EagerForward:
+    """`eager_forward(boundary, *inputs)`: the module's own forward, eagerly, without gradients."""
 
     def __init__(self, module: nn.Module, boundary_ops: Iterable[str]) -> None:
         self.module = module
         self.boundary_ops = frozenset(boundary_ops)
 
-    def __call__(self, boundary: Boundary, *inputs: Tensor) -> Any:
-        with torch.no_grad(), _HandOver(boundary, self.boundary_ops):
+    def __call__(self, boundary: BoundaryHandler, *inputs: Tensor) -> Any:
+        with torch.no_grad(), _BoundaryDispatchMode(boundary, self.boundary_ops):
             return self.module(*inputs)
 
 
-def broken(module: nn.Module, boundary_ops: Iterable[str]) -> Broken:
-    """A forward that needs no compiler; see `Broken`."""
-    return Broken(module, boundary_ops)
+def eager_forward(module: nn.Module, boundary_ops: Iterable[str]) -> EagerForward:
+    """A forward that needs no compiler; see `EagerForward`."""
+    return EagerForward(module, boundary_ops)

@@ -7,16 +7,16 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-Boundary = Callable[[Any, tuple, dict], None]
+BoundaryHandler = Callable[[Any, tuple, dict], None]
 """Carries out a boundary op: `boundary(op, args, kwargs)`. Positional arguments are complete, defaults filled in."""
 
 
 class Forward(Protocol):
     """A step of a model: woven, or run as it is."""
 
-    def __call__(self, boundary: Boundary, *inputs: Tensor) -> Any: ...
+    def __call__(self, boundary: BoundaryHandler, *inputs: Tensor) -> Any: ...
 
 
-def call_as_is(op: Any, args: tuple, kwargs: dict) -> None:
+def call_op(op: Any, args: tuple, kwargs: dict) -> None:
     """The boundary of a module without an engine: the op does what it does by itself."""
     op(*args, **kwargs)

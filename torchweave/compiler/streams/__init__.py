@@ -6,5 +6,5 @@ cost      what a task takes: measured, else by the kind of its operations
 schedule  tasks onto streams: longest path first, onto a stream that is free when the inputs are ready
 program   runs of tasks between synchronisation points, and the events that order them
 simulate  when each run begins and ends, against one after the other
-build     each run as a piece of its own, called from straight-line code over `lanes`
+build     each run as a piece of its own, called from straight-line code over `streams`
 """

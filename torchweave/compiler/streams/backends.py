@@ -11,7 +11,7 @@ waits for every other one. From there on two facts make reuse safe without `reco
 
 Inside a capture the same order is what the graph is built of, and blocks come from the graph's pool, which nothing but replays
 of that pool uses. `record_stream` would keep blocks there until the capture ends. A caller that changes streams between two
-calls is waited for (`CudaLanes.begin`), except inside a capture, whose pool no earlier call has memory in.
+calls is waited for (`CudaStreams.begin`), except inside a capture, whose pool no earlier call has memory in.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Event(Protocol):
         ...
 
 
-class Lanes(Protocol):
-    """Lane 0 is the caller's; the others are entered by `with lanes[1]:`."""
+class Streams(Protocol):
+    """Lane 0 is the caller's; the others are entered by `with streams[1]:`."""
 
-    def __getitem__(self, lane: int) -> AbstractContextManager[Any]: ...
+    def __getitem__(self, stream: int) -> AbstractContextManager[Any]: ...
 
     def event(self) -> Event: ...
 
@@ -56,22 +56,22 @@ class Lanes(Protocol):
         """The call returns: all that the lanes were given comes before what the caller does next."""
         ...
 
-    def watched(self, call: Boxed, written: Sequence[int]) -> Boxed:
+    def with_race_checks(self, call: Boxed, written: Sequence[int]) -> Boxed:
         """`call`, which writes to these of its arguments, with whatever checks the lanes make."""
         ...
 
 
-class CudaLanes:
+class CudaStreams:
     """Streams of one device, shared by all pieces of a model: what one layer frees, the next one uses again."""
 
-    def __init__(self, num_lanes: int, device: torch.device) -> None:
+    def __init__(self, num_streams: int, device: torch.device) -> None:
         self._device = device
-        self._streams = [side_stream(self, device) for _ in range(1, num_lanes)]
+        self._streams = [side_stream(self, device) for _ in range(1, num_streams)]
         self._caller: torch.cuda.Stream | None = None
 
-    def __getitem__(self, lane: int) -> AbstractContextManager[Any]:
-        assert lane, "the caller's lane is the current one"
-        return torch.cuda.stream(self._streams[lane - 1])
+    def __getitem__(self, stream: int) -> AbstractContextManager[Any]:
+        assert stream, "the caller's lane is the current one"
+        return torch.cuda.stream(self._streams[stream - 1])
 
     def event(self) -> Event:
         return torch.cuda.Event()
@@ -88,15 +88,15 @@ class CudaLanes:
     def end(self) -> None:
         """The generated code has made the caller's stream wait for the others."""
 
-    def watched(self, call: Boxed, written: Sequence[int]) -> Boxed:
+    def with_race_checks(self, call: Boxed, written: Sequence[int]) -> Boxed:
         return call
 
 
-class Race(AssertionError):
+class DataRace(AssertionError):
     """Two lanes touch one storage, at least one of them writes, and nothing orders them."""
 
 
-class CheckedLanes:
+class CheckedStreams:
     """Lanes without a device: all run at once, in the order of the code, and every access is checked against the events.
 
     Each lane counts its steps, and knows how far it has waited for every other (a vector clock). Of a storage, the last
@@ -104,89 +104,89 @@ class CheckedLanes:
     on a GPU, whatever order the code happens to be in here.
     """
 
-    def __init__(self, num_lanes: int) -> None:
-        self._clocks = [[0] * num_lanes for _ in range(num_lanes)]
+    def __init__(self, num_streams: int) -> None:
+        self._clocks = [[0] * num_streams for _ in range(num_streams)]
         self._stack = [0]
         self._writes: dict[int, tuple[int, int]] = {}
         self._reads: dict[int, dict[int, int]] = {}
         self._used: set[int] = set()
-        self._held: list[Any] = []  # a storage that dies would lend its identity to another
+        self._live_storages: list[Any] = []  # a storage that dies would lend its identity to another
 
     @property
-    def lane(self) -> int:
+    def stream(self) -> int:
         return self._stack[-1]
 
     @property
     def clock(self) -> list[int]:
-        return self._clocks[self.lane]
+        return self._clocks[self.stream]
 
-    def __getitem__(self, lane: int) -> AbstractContextManager[Any]:
-        return _Entered(self._stack, lane)
+    def __getitem__(self, stream: int) -> AbstractContextManager[Any]:
+        return _StreamContext(self._stack, stream)
 
     def event(self) -> Event:
-        return _Point(self)
+        return _CheckedEvent(self)
 
     def begin(self) -> None:
         """Whatever was launched before is over for the caller's lane, and for no other."""
         self._writes.clear()
         self._reads.clear()
-        self._held.clear()
+        self._live_storages.clear()
         self._used.clear()
-        for lane, clock in enumerate(self._clocks):
+        for stream, clock in enumerate(self._clocks):
             clock[:] = [0] * len(clock)
-            clock[lane] = 1
+            clock[stream] = 1
         self._stack[:] = [0]
 
     def end(self) -> None:
-        late = [
-            lane
-            for lane, clock in enumerate(self._clocks)
-            if self._clocks[0][lane] < clock[lane] and lane in self._used
+        unjoined = [
+            stream
+            for stream, clock in enumerate(self._clocks)
+            if self._clocks[0][stream] < clock[stream] and stream in self._used
         ]
-        if late or self.lane:
-            raise Race(f"the call returns on lane {self.lane} while lanes {late} may still run")
+        if unjoined or self.stream:
+            raise DataRace(f"the call returns on lane {self.stream} while lanes {unjoined} may still run")
 
-    def watched(self, call: Boxed, written: Sequence[int]) -> Boxed:
+    def with_race_checks(self, call: Boxed, written: Sequence[int]) -> Boxed:
         def checked(args: list[Any]) -> Sequence[Any]:
             given = list(args)
-            self.clock[self.lane] += 1
-            self._used.add(self.lane)
+            self.clock[self.stream] += 1
+            self._used.add(self.stream)
             for index, each in enumerate(given):
                 if isinstance(each, Tensor):
-                    self._touch(each, index in written)
+                    self._record_access(each, index in written)
             made = call(args)
             known = {_storage(each) for each in given if isinstance(each, Tensor)}
             for each in made:
                 if isinstance(each, Tensor) and _storage(each) not in known:
-                    self._touch(each, True)
+                    self._record_access(each, True)
             return made
 
         return checked
 
-    def _touch(self, tensor: Tensor, writes: bool) -> None:
+    def _record_access(self, tensor: Tensor, writes: bool) -> None:
         storage = _storage(tensor)
         if storage not in self._writes:
-            self._held.append(tensor.untyped_storage())
+            self._live_storages.append(tensor.untyped_storage())
             self._writes[storage] = (0, 1)  # what the caller brings was made before the call
-        self._behind("write", *self._writes[storage])
+        self._check_ordered("write", *self._writes[storage])
         if not writes:
-            self._reads.setdefault(storage, {})[self.lane] = self.clock[self.lane]
+            self._reads.setdefault(storage, {})[self.stream] = self.clock[self.stream]
             return
-        for lane, count in self._reads.pop(storage, {}).items():
-            self._behind("read", lane, count)
-        self._writes[storage] = (self.lane, self.clock[self.lane])
+        for stream, count in self._reads.pop(storage, {}).items():
+            self._check_ordered("read", stream, count)
+        self._writes[storage] = (self.stream, self.clock[self.stream])
 
-    def _behind(self, what: str, lane: int, count: int) -> None:
-        if self.clock[lane] < count:
-            raise Race(f"lane {self.lane} touches what lane {lane} may still {what}")
+    def _check_ordered(self, what: str, stream: int, count: int) -> None:
+        if self.clock[stream] < count:
+            raise DataRace(f"lane {self.stream} touches what lane {stream} may still {what}")
 
 
-class _Entered:
-    def __init__(self, stack: list[int], lane: int) -> None:
-        self._stack, self._lane = stack, lane
+class _StreamContext:
+    def __init__(self, stack: list[int], stream: int) -> None:
+        self._stack, self._stream = stack, stream
 
     def __enter__(self) -> None:
-        self._stack.append(self._lane)
+        self._stack.append(self._stream)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -194,17 +194,17 @@ class _Entered:
         self._stack.pop()
 
 
-class _Point:
-    def __init__(self, lanes: CheckedLanes) -> None:
-        self._lanes = lanes
+class _CheckedEvent:
+    def __init__(self, streams: CheckedStreams) -> None:
+        self._streams = streams
         self._clock: list[int] | None = None
 
     def record(self) -> None:
-        self._clock = list(self._lanes.clock)
+        self._clock = list(self._streams.clock)
 
     def wait(self) -> None:
         assert self._clock is not None, "waited for an event that was never recorded"
-        clock = self._lanes.clock
+        clock = self._streams.clock
         clock[:] = list(map(max, clock, self._clock))
 
 
@@ -212,6 +212,6 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def lanes_for(num_lanes: int, device: torch.device) -> Lanes:
+def make_streams(num_streams: int, device: torch.device) -> Streams:
     """The lanes of a device."""
-    return CudaLanes(num_lanes, device) if device.type == "cuda" else CheckedLanes(num_lanes)
+    return CudaStreams(num_streams, device) if device.type == "cuda" else CheckedStreams(num_streams)

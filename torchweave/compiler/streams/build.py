@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from torchweave.compiler.codegen.pieces import BuiltPiece
-from torchweave.compiler.ir.aliasing import NotUnderstood
+from torchweave.compiler.ir.aliasing import AliasAnalysisError
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.split import Piece, carve
-from torchweave.compiler.streams.backends import Boxed, Lanes
+from torchweave.compiler.partition.split import Piece, extract_subgraph
+from torchweave.compiler.streams.backends import Boxed, Streams
 from torchweave.compiler.streams.cost import EVENT, Costs
 from torchweave.compiler.streams.program import Program, program
 from torchweave.compiler.streams.schedule import schedule
@@ -24,7 +24,7 @@ from torchweave.compiler.streams.tasks import TaskGraph, task_graph
 from torchweave.report import Report
 
 Build = Callable[[Piece], BuiltPiece]
-Saved = Callable[[Piece], float | None]
+MeasuredSaving = Callable[[Piece], float | None]
 
 
 @dataclass(frozen=True)
@@ -58,91 +58,93 @@ class StreamBuilder:
 
     def __init__(
         self,
-        lanes: Lanes,
+        streams: Streams,
         max_num_streams: int,
         report: Report,
         built_by: Literal["inductor", "fx"],
-        saved: Saved | None = None,
+        measured_saving: MeasuredSaving | None = None,
         measured: Mapping[str, float] | None = None,
     ) -> None:
-        self._lanes, self._report = lanes, report
-        self._max_num_streams, self._saved = max_num_streams, saved
+        self._streams, self._report = streams, report
+        self._max_num_streams, self._measured_saving = max_num_streams, measured_saving
         self._costs = Costs(fused=built_by == "inductor", measured=measured or {})
 
-    def build(self, piece: Piece, one: Build) -> BuiltPiece:
-        """A piece, built by `one` as it is or run by run."""
+    def build(self, piece: Piece, build_piece: Build) -> BuiltPiece:
+        """A piece, built by `build_piece` as it is or run by run."""
         try:
-            split = plan(piece, self._max_num_streams, self._costs)
+            split = plan_split(piece, self._max_num_streams, self._costs)
             if self._costs.fused:
-                _refuse_aliases(split)
-        except NotUnderstood as error:
-            self._report.event("streams", piece=piece.digest, lanes=[], kept=False, why=str(error))
-            return one(piece)
+                _reject_aliases(split)
+        except AliasAnalysisError as error:
+            self._report.event("streams", piece=piece.digest, streams=[], kept=False, why=str(error))
+            return build_piece(piece)
         kept, why = self._verdict(split)
         names = [[node.name for node in split.nodes(run)] for run in range(len(split.parts))]
         self._report.event(
             "streams",
             piece=piece.digest,
-            lanes=split.timeline.lanes(names),
+            streams=split.timeline.streams(names),
             serial=split.timeline.serial,
             makespan=split.timeline.makespan,
             kept=kept,
             why=why,
         )
-        return self._build(split, one) if kept else one(piece)
+        return self._build(split, build_piece) if kept else build_piece(piece)
 
     def _verdict(self, split: Split) -> tuple[bool, str]:
         if split.program.num_streams < 2:
             return False, "each operation waits for the one before it"
         kept, why = split.timeline.verdict()
-        saved = self._saved(split.piece) if kept and self._saved is not None else None
-        if saved is None:
+        measured_saving = self._measured_saving(split.piece) if kept and self._measured_saving is not None else None
+        if measured_saving is None:
             return kept, f"{why}; not measured" if kept else why
-        return saved > 0, f"{why}; measured to save {saved:.3g} us"
+        return measured_saving > 0, f"{why}; measured to save {measured_saving:.3g} us"
 
-    def _build(self, split: Split, one: Build) -> BuiltPiece:
+    def _build(self, split: Split, build_piece: Build) -> BuiltPiece:
         begin = time.monotonic()
-        built = [one(part) for part in split.parts]
-        call, code = join(split, [each.call for each in built], self._lanes)
+        built = [build_piece(part) for part in split.parts]
+        call, code = join(split, [each.call for each in built], self._streams)
         self._report.artifact(f"pieces/{split.piece.digest}/streams.py", code)
         kind = "cache" if all(each.built == "cache" for each in built) else built[0].built
-        highest = min(each.highest for each in built)
-        return BuiltPiece(split.piece.digest, call, kind, time.monotonic() - begin, highest=highest)
+        max_size = min(each.max_size for each in built)
+        return BuiltPiece(split.piece.digest, call, kind, time.monotonic() - begin, max_size=max_size)
 
 
-def plan(piece: Piece, max_num_streams: int, costs: Costs) -> Split:
+def plan_split(piece: Piece, max_num_streams: int, costs: Costs) -> Split:
     """The best split of a piece that list scheduling finds.
 
     Raises:
-        NotUnderstood: why it cannot be split.
+        AliasAnalysisError: why it cannot be split.
     """
     graph = task_graph(piece.module.graph, costs)
     each = [task.cost for task in graph.tasks]
-    pinned = {index for index, task in enumerate(graph.tasks) if task.meets_ranks}
-    slots = schedule(each, graph.before, max_num_streams, EVENT, pinned)
-    runs = program(slots, graph.before)
+    pinned = {index for index, task in enumerate(graph.tasks) if task.has_collective}
+    scheduled_tasks = schedule(each, graph.dependencies, max_num_streams, EVENT, pinned)
+    runs = program(scheduled_tasks, graph.dependencies)
     placeholders = [node for node in piece.module.graph.nodes if node.op == "placeholder"]
     constants = frozenset(placeholders[len(piece.inputs) :])
     parts, written = [], []
     for index, run in enumerate(runs.runs):
         body = {node for task in run.tasks for node in graph.tasks[task].nodes}
         ordered = [node for node in piece.module.graph.nodes if node in body]
-        part = carve(piece.module, ordered, index, is_constant=constants.__contains__, is_free=graph.free.__contains__)
+        part = extract_subgraph(
+            piece.module, ordered, index, is_constant=constants.__contains__, is_free=graph.recomputable.__contains__
+        )
         parts.append(part)
         written.append(_written(part, ordered, graph))
     return Split(piece, graph, runs, simulate(runs, each), tuple(parts), tuple(written))
 
 
-def _refuse_aliases(split: Split) -> None:
+def _reject_aliases(split: Split) -> None:
     """Inductor must know which inputs share memory when it writes to one of them, and a run's do not say.
 
     Raises:
-        NotUnderstood: a run writes to an input, and another one may be a view of it.
+        AliasAnalysisError: a run writes to an input, and another one may be a view of it.
     """
     for part, written in zip(split.parts, split.written, strict=True):
         if len(written) > 1:
             node = [*part.inputs, *part.constants][written[0]]
-            raise NotUnderstood(f"a run would write to {node.name}, of which another input may be a view")
+            raise AliasAnalysisError(f"a run would write to {node.name}, of which another input may be a view")
 
 
 def _written(part: Piece, body: list[fx.Node], graph: TaskGraph) -> tuple[int, ...]:
@@ -151,16 +153,16 @@ def _written(part: Piece, body: list[fx.Node], graph: TaskGraph) -> tuple[int, .
     return tuple(index for index, node in enumerate(taken) if graph.memory.holds[node] & writes)
 
 
-def join(split: Split, calls: list[Boxed], lanes: Lanes) -> tuple[Boxed, str]:
+def join(split: Split, calls: list[Boxed], streams: Streams) -> tuple[Boxed, str]:
     """One call out of the runs' calls, and the code that it is."""
-    namespace: dict[str, Any] = {"lanes": lanes}
+    namespace: dict[str, Any] = {"streams": streams}
     for index, (call, written) in enumerate(zip(calls, split.written, strict=True)):
-        namespace[f"run_{index}"] = lanes.watched(call, written)
+        namespace[f"run_{index}"] = streams.with_race_checks(call, written)
     for stream in sorted({run.stream for run in split.program.runs} - {0}):
-        namespace[f"lane_{stream}"] = lanes[stream]
+        namespace[f"stream_{stream}"] = streams[stream]
     code = _Writer(split).text()
     for name in set(re.findall(r"\b(?:event_\d+|fork)\b", code)):
-        namespace[name] = lanes.event()
+        namespace[name] = streams.event()
     exec(compile(code, f"<torchweave streams {split.piece.digest}>", "exec"), namespace)
     return namespace["call"], code
 
@@ -182,11 +184,11 @@ class _Writer:
         lines = [
             f"{''.join(f'{self.names[node]}, ' for node in self.placeholders)}= args",
             "args.clear()",
-            "lanes.begin()",
+            "streams.begin()",
         ]
         if self.program.forks:
             lines.append("fork.record()")
-        dropped = self._dropped()
+        dropped = self._last_uses()
         started: set[int] = set()
         for index, run in enumerate(self.program.runs):
             body = ["fork.wait()"] if run.stream in self.program.forks and run.stream not in started else []
@@ -196,9 +198,9 @@ class _Writer:
             body += [f"event_{index}.record()"] if run.signals else []
             dead = ", ".join(self.names[node] for node in dropped.get(index, ()))
             body += [f"del {dead}"] if dead else []
-            lines += [f"with lane_{run.stream}:", *(f"    {line}" for line in body)] if run.stream else body
+            lines += [f"with stream_{run.stream}:", *(f"    {line}" for line in body)] if run.stream else body
         lines += [f"event_{each}.wait()" for each in self.program.joins]
-        lines += ["lanes.end()", f"return ({self._results()})"]
+        lines += ["streams.end()", f"return ({self._results()})"]
         return "def call(args):\n" + "".join(f"    {line}\n" for line in lines)
 
     def _call(self, index: int) -> str:
@@ -210,21 +212,21 @@ class _Writer:
     def _results(self) -> str:
         return "".join(f"{self.names[x] if isinstance(x, fx.Node) else repr(x)}, " for x in self.output.args[0])
 
-    def _dropped(self) -> dict[int, list[fx.Node]]:
+    def _last_uses(self) -> dict[int, list[fx.Node]]:
         """What can be dropped after which run: a tensor that was made, and is read, on one lane only.
 
         What crosses is held to the end, so that its memory is not used again while another lane may read it. So is what the
         caller brings: another piece may have made it on any lane.
         """
-        lanes: dict[fx.Node, set[int]] = {}
+        streams: dict[fx.Node, set[int]] = {}
         last: dict[fx.Node, int] = {}
         for index, (run, part) in enumerate(zip(self.program.runs, self.split.parts, strict=True)):
             for node in (*part.inputs, *part.constants, *part.outputs):
-                lanes.setdefault(node, set()).add(run.stream)
+                streams.setdefault(node, set()).add(run.stream)
                 last[node] = index
         found: dict[int, list[fx.Node]] = {}
         for node, index in last.items():
-            held = node.op == "placeholder" or node in self.output.all_input_nodes or len(lanes[node]) > 1
+            held = node.op == "placeholder" or node in self.output.all_input_nodes or len(streams[node]) > 1
             if not held and isinstance(value(node), torch.Tensor):
                 found.setdefault(index, []).append(node)
         return found

@@ -20,7 +20,7 @@ EVENT = 1.0
 """What it costs a stream to wait for another one, beside the wait."""
 
 ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
-_FREE = ALLOCATIONS | frozenset(
+_ZERO_COST_OPS = ALLOCATIONS | frozenset(
     {
         "getitem",
         "size",
@@ -79,7 +79,7 @@ def is_opaque(node: fx.Node) -> bool:
 def weight_of(node: fx.Node, is_view: bool) -> float:
     """TensorRT-LLM's weight of a node."""
     namespace, name = op_name(node)
-    if is_view or name in _FREE:
+    if is_view or name in _ZERO_COST_OPS:
         return SHAPE
     words = set(name.split("_")) if namespace else set()
     if words & {"experts", "moe"}:

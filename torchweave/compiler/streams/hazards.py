@@ -11,13 +11,13 @@ from typing import Literal
 
 from torch import fx
 
-from torchweave.compiler.ir.aliasing import Memory, is_number
+from torchweave.compiler.ir.aliasing import AliasInfo, computes_sizes
 
 Hazard = Literal["value", "RAW", "WAR", "WAW"]
 Edges = dict[tuple[fx.Node, fx.Node], frozenset[Hazard]]
 
 
-def hazards(graph: fx.Graph, memory: Memory) -> Edges:
+def hazards(graph: fx.Graph, memory: AliasInfo) -> Edges:
     """Every pair of nodes that must stay in order, and why.
 
     Views only hand on, and touch no memory; one that is returned counts as a reader, as the caller is.
@@ -37,7 +37,7 @@ def hazards(graph: fx.Graph, memory: Memory) -> Edges:
             if argument.op != "placeholder":
                 add(argument, node, "value")
         returned = any(user.op == "output" for user in node.users)
-        if (node in memory.views and not returned) or is_number(node):
+        if (node in memory.views and not returned) or computes_sizes(node):
             continue
         access = memory.access[node]
         for group in access.reads:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchweave.compiler.streams.schedule import Slot
+from torchweave.compiler.streams.schedule import ScheduledTask
 
 
 @dataclass(frozen=True)
@@ -51,23 +51,23 @@ class Program:
         return tuple(stream for stream, run in sorted(first.items()) if stream and not run.waits)
 
 
-def program(slots: Sequence[Slot], before: Sequence[Mapping[int, object]]) -> Program:
-    """The program of a schedule; `slots` are in the order of launching."""
-    waits, joins = _waits(slots, before)
+def program(scheduled_tasks: Sequence[ScheduledTask], dependencies: Sequence[Mapping[int, object]]) -> Program:
+    """The program of a schedule; `scheduled_tasks` are in the order of launching."""
+    waits, joins = _waits(scheduled_tasks, dependencies)
     signals = {each for found in waits.values() for each in found} | set(joins)
-    runs: list[list[Slot]] = []
-    latest: dict[int, list[Slot]] = {}  # stream -> its run so far
-    for slot in slots:
-        run = latest.get(slot.stream)
-        if run is None or waits[slot.task] or run[-1].task in signals:
-            run = latest[slot.stream] = []
+    runs: list[list[ScheduledTask]] = []
+    latest: dict[int, list[ScheduledTask]] = {}  # stream -> its run so far
+    for scheduled in scheduled_tasks:
+        run = latest.get(scheduled.stream)
+        if run is None or waits[scheduled.task] or run[-1].task in signals:
+            run = latest[scheduled.stream] = []
             runs.append(run)
-        run.append(slot)
-    run_of = {slot.task: index for index, run in enumerate(runs) for slot in run}
+        run.append(scheduled)
+    run_of = {scheduled.task: index for index, run in enumerate(runs) for scheduled in run}
     done = (
         Run(
             run[0].stream,
-            tuple(slot.task for slot in run),
+            tuple(scheduled.task for scheduled in run),
             tuple(run_of[each] for each in waits[run[0].task]),
             run[-1].task in signals,
         )
@@ -76,12 +76,16 @@ def program(slots: Sequence[Slot], before: Sequence[Mapping[int, object]]) -> Pr
     return Program(tuple(done), tuple(run_of[each] for each in joins))
 
 
-def _waits(slots: Sequence[Slot], before: Sequence[Mapping[int, object]]) -> tuple[dict[int, list[int]], list[int]]:
+def _waits(
+    scheduled_tasks: Sequence[ScheduledTask], dependencies: Sequence[Mapping[int, object]]
+) -> tuple[dict[int, list[int]], list[int]]:
     """For each task the tasks of other streams that its stream must wait for first, and those that the caller's must at the
     end: none that other waits imply."""
-    place = {slot.task: index for index, slot in enumerate(slots)}
-    stream = {slot.task: slot.stream for slot in slots}
-    seen: dict[int, dict[int, int]] = {}  # task -> stream -> how far along `slots` that stream is over once the task is
+    place = {scheduled.task: index for index, scheduled in enumerate(scheduled_tasks)}
+    stream = {scheduled.task: scheduled.stream for scheduled in scheduled_tasks}
+    seen: dict[
+        int, dict[int, int]
+    ] = {}  # task -> stream -> how far along `scheduled_tasks` that stream is over once the task is
     latest: dict[int, dict[int, int]] = {}  # the same for the last task of a stream
 
     def needed(wanted: set[int], have: dict[int, int]) -> list[int]:
@@ -95,10 +99,10 @@ def _waits(slots: Sequence[Slot], before: Sequence[Mapping[int, object]]) -> tup
         return sorted(found, key=place.__getitem__)
 
     waits: dict[int, list[int]] = {}
-    for slot in slots:
-        have = dict(latest.get(slot.stream, {}))
-        waits[slot.task] = needed(set(before[slot.task]), have)
-        seen[slot.task] = latest[slot.stream] = {**have, slot.stream: place[slot.task]}
+    for scheduled in scheduled_tasks:
+        have = dict(latest.get(scheduled.stream, {}))
+        waits[scheduled.task] = needed(set(dependencies[scheduled.task]), have)
+        seen[scheduled.task] = latest[scheduled.stream] = {**have, scheduled.stream: place[scheduled.task]}
     ends = {max((task for task in place if stream[task] == each), key=place.__getitem__) for each in latest if each}
     return waits, needed(ends, dict(latest.get(0, {})))
 

@@ -9,12 +9,12 @@ from typing import Any
 from torchweave.compiler.streams.cost import EVENT
 from torchweave.compiler.streams.program import Program
 
-LEAST_GAIN = 0.05
+MIN_GAIN = 0.05
 """A split must be predicted to take this part off the serial time, or it is not made."""
 
 
 @dataclass(frozen=True)
-class Lap:
+class Span:
     """One run of the timeline; times in microseconds, as far as costs are."""
 
     run: int
@@ -27,7 +27,7 @@ class Lap:
 class Timeline:
     """A program beside the same tasks on one stream."""
 
-    laps: tuple[Lap, ...]
+    spans: tuple[Span, ...]
     makespan: float
     serial: float
 
@@ -39,27 +39,27 @@ class Timeline:
     def verdict(self) -> tuple[bool, str]:
         """Whether the split is worth making, and why."""
         figures = f"{self.makespan:.4g} against {self.serial:.4g} on one stream"
-        if self.gain < LEAST_GAIN:
-            return False, f"predicted {figures}: less than {LEAST_GAIN:.0%} faster"
+        if self.gain < MIN_GAIN:
+            return False, f"predicted {figures}: less than {MIN_GAIN:.0%} faster"
         return True, f"predicted {figures}"
 
-    def lanes(self, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    def streams(self, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
         """The timeline as a report event holds it; `names` are those of each run's nodes."""
         return [
-            {"stream": lap.stream, "start": lap.start, "end": lap.end, "nodes": list(names[lap.run])}
-            for lap in self.laps
+            {"stream": span.stream, "start": span.start, "end": span.end, "nodes": list(names[span.run])}
+            for span in self.spans
         ]
 
 
 def simulate(program: Program, costs: Sequence[float], event: float = EVENT) -> Timeline:
     """Run the program on paper: a stream runs in order, a wait for another stream costs `event` beside the wait."""
-    laps: list[Lap] = []
+    spans: list[Span] = []
     free: dict[int, float] = {}
     for index, run in enumerate(program.runs):
-        start = max([free.get(run.stream, 0.0), *(laps[each].end + event for each in run.waits)])
+        start = max([free.get(run.stream, 0.0), *(spans[each].end + event for each in run.waits)])
         if run.stream in program.forks and run.stream not in free:
             start = max(start, event)
-        laps.append(Lap(index, run.stream, start, start + sum(costs[task] for task in run.tasks)))
-        free[run.stream] = laps[-1].end
-    ends = [free.get(0, 0.0), *(laps[each].end + event for each in program.joins)]
-    return Timeline(tuple(laps), max(ends), sum(costs))
+        spans.append(Span(index, run.stream, start, start + sum(costs[task] for task in run.tasks)))
+        free[run.stream] = spans[-1].end
+    ends = [free.get(0, 0.0), *(spans[each].end + event for each in program.joins)]
+    return Timeline(tuple(spans), max(ends), sum(costs))

@@ -18,9 +18,9 @@ from itertools import islice
 
 from torch import Tensor, fx
 
-from torchweave.compiler.ir.aliasing import Memory, NotUnderstood, is_number, memory_of, op_name
+from torchweave.compiler.ir.aliasing import AliasAnalysisError, AliasInfo, analyze_aliasing, computes_sizes, op_name
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.collectives import group_of
+from torchweave.compiler.partition.collectives import collective_group
 from torchweave.compiler.streams.cost import ALLOCATIONS, Costs, is_opaque
 from torchweave.compiler.streams.hazards import Edges, Hazard, hazards
 
@@ -38,9 +38,9 @@ class Task:
         return next((node.name for node in self.nodes if is_opaque(node)), self.nodes[-1].name)
 
     @property
-    def meets_ranks(self) -> bool:
+    def has_collective(self) -> bool:
         """Whether a collective is among them."""
-        return any(group_of(node) is not None for node in self.nodes)
+        return any(collective_group(node) is not None for node in self.nodes)
 
 
 @dataclass(frozen=True)
@@ -54,51 +54,52 @@ class TaskGraph:
     """
 
     tasks: tuple[Task, ...]
-    before: tuple[dict[int, frozenset[Hazard]], ...]
-    free: frozenset[fx.Node]
-    memory: Memory
+    dependencies: tuple[dict[int, frozenset[Hazard]], ...]
+    recomputable: frozenset[fx.Node]
+    memory: AliasInfo
 
 
 def task_graph(graph: fx.Graph, costs: Costs) -> TaskGraph:
     """The tasks of a piece.
 
     Raises:
-        NotUnderstood: the piece holds something that cannot be told apart safely.
+        AliasAnalysisError: the piece holds something that cannot be told apart safely.
     """
-    memory = memory_of(graph)
-    free = _free(graph, memory)
-    edges = _without(hazards(graph, memory), free)
+    memory = analyze_aliasing(graph)
+    recomputable = _recomputable_views(graph, memory)
+    edges = _contract_views(hazards(graph, memory), recomputable)
     live = _live(graph, memory)
-    nodes = [node for node in graph.nodes if node in live and node not in free]
+    nodes = [node for node in graph.nodes if node in live and node not in recomputable]
     edges = {pair: why for pair, why in edges.items() if live.issuperset(pair)}
-    sets = _Sets(nodes)
-    for first, second in _glued(nodes, memory):
+    sets = _DisjointSets(nodes)
+    for first, second in _inseparable_pairs(nodes, memory):
         sets.join(sets[first], sets[second])
     _join_fusible(edges, sets)
     _join_chains(edges, sets, memory)
-    return TaskGraph(*_assemble(nodes, edges, sets, costs, memory), free, memory)
+    return TaskGraph(*_assemble(nodes, edges, sets, costs, memory), recomputable, memory)
 
 
-def _free(graph: fx.Graph, memory: Memory) -> frozenset[fx.Node]:
+def _recomputable_views(graph: fx.Graph, memory: AliasInfo) -> frozenset[fx.Node]:
     """Views and sizes that a reader can compute for itself, from tensors that a piece can be handed.
 
     A view that the piece returns is made once, by a task.
     """
     (output,) = (node for node in graph.nodes if node.op == "output")
     returned = set(output.all_input_nodes)
-    free: set[fx.Node] = set()
+    recomputable: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op in ("placeholder", "output") or not (is_number(node) or node in memory.views):
+        if node.op in ("placeholder", "output") or not (computes_sizes(node) or node in memory.views):
             continue
         reachable = all(
-            isinstance(value(each), Tensor) or is_number(each) or each in free for each in node.all_input_nodes
+            isinstance(value(each), Tensor) or computes_sizes(each) or each in recomputable
+            for each in node.all_input_nodes
         )
         if reachable and node not in returned:
-            free.add(node)
-    return frozenset(free)
+            recomputable.add(node)
+    return frozenset(recomputable)
 
 
-def _live(graph: fx.Graph, memory: Memory) -> frozenset[fx.Node]:
+def _live(graph: fx.Graph, memory: AliasInfo) -> frozenset[fx.Node]:
     """Operations that something comes of: a result that is read, a write, or an effect."""
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -108,25 +109,25 @@ def _live(graph: fx.Graph, memory: Memory) -> frozenset[fx.Node]:
     return frozenset(live)
 
 
-def _without(edges: Edges, free: frozenset[fx.Node]) -> Edges:
+def _contract_views(edges: Edges, recomputable: frozenset[fx.Node]) -> Edges:
     """The same order among the other nodes: what a view hands on comes from what it looks at."""
     sources: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for first, second in edges:
-        if second in free:
+        if second in recomputable:
             sources[second].append(first)
 
     def origins(node: fx.Node) -> set[fx.Node]:
-        return {node} if node not in free else {origin for each in sources[node] for origin in origins(each)}
+        return {node} if node not in recomputable else {origin for each in sources[node] for origin in origins(each)}
 
     found: dict[tuple[fx.Node, fx.Node], frozenset[Hazard]] = {}
     for (first, second), why in edges.items():
-        for origin in origins(first) if second not in free else ():
+        for origin in origins(first) if second not in recomputable else ():
             if origin is not second:
                 found[origin, second] = found.get((origin, second), frozenset()) | why
     return found
 
 
-class _Sets:
+class _DisjointSets:
     """A partition of nodes. A set is known by the position of its first node, so that nothing depends on chance."""
 
     def __init__(self, nodes: list[fx.Node]) -> None:
@@ -148,7 +149,7 @@ class _Sets:
         return any(map(is_opaque, self.members[key]))
 
 
-def _glued(nodes: list[fx.Node], memory: Memory) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _inseparable_pairs(nodes: list[fx.Node], memory: AliasInfo) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Pairs that cannot be told apart: several results and their unpacking, an allocation and who first touches it."""
     kept = set(nodes)
     for node in nodes:
@@ -159,7 +160,7 @@ def _glued(nodes: list[fx.Node], memory: Memory) -> Iterator[tuple[fx.Node, fx.N
             yield from ((node, each) for each in islice(touching, 1))
 
 
-def _before(edges: Edges, sets: _Sets) -> dict[int, set[int]]:
+def _predecessors(edges: Edges, sets: _DisjointSets) -> dict[int, set[int]]:
     """Which sets come before which."""
     found: dict[int, set[int]] = {key: set() for key in sets.members}
     for first, second in edges:
@@ -168,10 +169,10 @@ def _before(edges: Edges, sets: _Sets) -> dict[int, set[int]]:
     return found
 
 
-def _in_order(before: Mapping[int, set[int]]) -> list[int]:
+def _topological_order(dependencies: Mapping[int, set[int]]) -> list[int]:
     """An order in which every set comes after those before it, and otherwise as the graph has them."""
-    missing = {each: len(earlier) for each, earlier in before.items()}
-    after = _inverse(before)
+    missing = {each: len(earlier) for each, earlier in dependencies.items()}
+    after = _inverse(dependencies)
     ready = [each for each, count in missing.items() if not count]
     order: list[int] = []
     heapify(ready)
@@ -181,83 +182,85 @@ def _in_order(before: Mapping[int, set[int]]) -> list[int]:
             missing[follower] -= 1
             if not missing[follower]:
                 heappush(ready, follower)
-    if len(order) < len(before):
-        raise NotUnderstood("operations that belong together cannot be put in an order")
+    if len(order) < len(dependencies):
+        raise AliasAnalysisError("operations that belong together cannot be put in an order")
     return order
 
 
-def _inverse(before: Mapping[int, set[int]]) -> dict[int, set[int]]:
-    after: dict[int, set[int]] = {each: set() for each in before}
-    for each, earlier in before.items():
+def _inverse(dependencies: Mapping[int, set[int]]) -> dict[int, set[int]]:
+    after: dict[int, set[int]] = {each: set() for each in dependencies}
+    for each, earlier in dependencies.items():
         for one in earlier:
             after[one].add(each)
     return after
 
 
-def _join_fusible(edges: Edges, sets: _Sets) -> None:
+def _join_fusible(edges: Edges, sets: _DisjointSets) -> None:
     """Connected operations that Inductor can fuse, with equally many opaque ones above them, become one set."""
-    before = _before(edges, sets)
-    opaque = {key: sets.is_opaque(key) for key in before}
+    dependencies = _predecessors(edges, sets)
+    opaque = {key: sets.is_opaque(key) for key in dependencies}
     first = {key: members[0] for key, members in sets.members.items()}
     depth: dict[int, int] = {}
-    for key in _in_order(before):
-        depth[key] = max((depth[earlier] + opaque[earlier] for earlier in before[key]), default=0)
-    for key, earlier in before.items():
+    for key in _topological_order(dependencies):
+        depth[key] = max((depth[earlier] + opaque[earlier] for earlier in dependencies[key]), default=0)
+    for key, earlier in dependencies.items():
         for one in earlier:
             if depth[one] == depth[key] and not opaque[one] and not opaque[key]:
                 sets.join(sets[first[one]], sets[first[key]])
 
 
-def _join_chains(edges: Edges, sets: _Sets, memory: Memory) -> None:
+def _join_chains(edges: Edges, sets: _DisjointSets, memory: AliasInfo) -> None:
     """Join a set with its only follower when that one follows nothing else, or when both are of the kind that Inductor fuses;
     and views that are returned with what they follow.
 
     None of these joins closes a circle, whatever others are made beside it: no other way leads between the two.
     """
-    while pairs := list(_chained(_reduced(_before(edges, sets)), sets, memory)):
+    while pairs := list(_joinable_chains(_transitive_reduction(_predecessors(edges, sets)), sets, memory)):
         for one, other in pairs:
             sets.join(sets[one], sets[other])
 
 
-def _chained(before: dict[int, set[int]], sets: _Sets, memory: Memory) -> Iterator[tuple[fx.Node, fx.Node]]:
-    for key, followers in _inverse(before).items():
+def _joinable_chains(
+    dependencies: dict[int, set[int]], sets: _DisjointSets, memory: AliasInfo
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    for key, followers in _inverse(dependencies).items():
         if len(followers) == 1:
             (other,) = followers
-            joined = len(before[other]) == 1 or not (sets.is_opaque(key) or sets.is_opaque(other))
+            joined = len(dependencies[other]) == 1 or not (sets.is_opaque(key) or sets.is_opaque(other))
         else:
-            (other, *more) = before[key] or [key]
+            (other, *more) = dependencies[key] or [key]
             joined = not (followers or more) and other != key and memory.views.issuperset(sets.members[key])
         if joined:
             yield sets.members[key][0], sets.members[other][0]
 
 
-def _reduced(before: Mapping[int, set[int]]) -> dict[int, set[int]]:
+def _transitive_reduction(dependencies: Mapping[int, set[int]]) -> dict[int, set[int]]:
     """The same order without what follows from the rest."""
     ancestors: dict[int, int] = {}  # as bits
     reduced: dict[int, set[int]] = {}
-    for each in _in_order(before):
+    for each in _topological_order(dependencies):
         implied = 0
-        for earlier in before[each]:
+        for earlier in dependencies[each]:
             implied |= ancestors[earlier]
-        reduced[each] = {earlier for earlier in before[each] if not implied >> earlier & 1}
+        reduced[each] = {earlier for earlier in dependencies[each] if not implied >> earlier & 1}
         ancestors[each] = implied | sum(1 << earlier for earlier in reduced[each])
     return reduced
 
 
 def _assemble(
-    nodes: list[fx.Node], edges: Edges, sets: _Sets, costs: Costs, memory: Memory
+    nodes: list[fx.Node], edges: Edges, sets: _DisjointSets, costs: Costs, memory: AliasInfo
 ) -> tuple[tuple[Task, ...], tuple[dict[int, frozenset[Hazard]], ...]]:
     """Tasks in order, and for each the tasks before it."""
     place = {node: index for index, node in enumerate(nodes)}
     tasks: list[Task] = []
     index_of: dict[fx.Node, int] = {}
-    for index, key in enumerate(_in_order(_before(edges, sets))):
+    for index, key in enumerate(_topological_order(_predecessors(edges, sets))):
         chosen = tuple(sorted(sets.members[key], key=place.__getitem__))
         tasks.append(Task(chosen, costs.of(chosen, memory.views)))
         index_of.update(dict.fromkeys(chosen, index))
-    before: list[dict[int, frozenset[Hazard]]] = [{} for _ in tasks]
+    dependencies: list[dict[int, frozenset[Hazard]]] = [{} for _ in tasks]
     for (first, second), why in edges.items():
         earlier, later = index_of[first], index_of[second]
         if earlier != later:
-            before[later][earlier] = before[later].get(earlier, frozenset()) | why
-    return tuple(tasks), tuple(before)
+            dependencies[later][earlier] = dependencies[later].get(earlier, frozenset()) | why
+    return tuple(tasks), tuple(dependencies)

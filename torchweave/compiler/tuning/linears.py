@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchweave.compiler.tuning.measure import Call, copies_for
 from torchweave.compiler.tuning.table import Table
-from torchweave.compiler.tuning.tuner import Question
-from torchweave.ops.linear import Around, run, run_apart
-from torchweave.ops.linear_config import LinearConfig, read_choices, rule, supported, write_choices
+from torchweave.compiler.tuning.tuner import TuningTask
+from torchweave.ops.linear import LinearFusion, run, run_unfused
+from torchweave.ops.linear_config import LinearConfig, default_choices, format_choices, parse_choices, supported
 
 TOKENS = (1, 2, 4, 8, 16, 32, 48, 64)
 """Numbers of tokens that are measured; one between two takes the choice of the larger."""
@@ -53,27 +53,29 @@ class LinearShape:
         """Of the result."""
         return self.outputs // 2 if "g" in self.around else self.outputs
 
-    def fused(self, tokens: int, dtype: torch.dtype, device: torch.device | str) -> Around:
+    def fused(self, tokens: int, dtype: torch.dtype, device: torch.device | str) -> LinearFusion:
         """Operands around a product, of random numbers."""
         residual = torch.randn(tokens, self.columns, device=device, dtype=dtype) if "r" in self.around else None
         norm = torch.rand(self.width, device=device, dtype=dtype) if "n" in self.around else None
-        return Around(norm=norm, eps=1e-5, residual=residual, activation="silu" if "g" in self.around else None)
+        return LinearFusion(norm=norm, eps=1e-5, residual=residual, activation="silu" if "g" in self.around else None)
 
     def choices(self, table: Table, dtype: torch.dtype) -> str:
         """How the op is to run at every number of tokens: as measured; by the rule below what was measured, or where nothing was;
         by the BLAS where there is no kernel."""
         if not supported(self.outputs, self.width, dtype):
             return ""
-        ruled = read_choices(rule(self.outputs, self.width, dtype))
-        answers = table.answers(self.subject, self.key)
-        if not answers:
-            return write_choices(ruled)
-        below = (each for each in ruled if each[0] < answers[0].tokens)
-        measured = ((each.tokens, LinearConfig.parse(each.choice) if each.choice else None) for each in answers)
-        return write_choices((*below, *measured))
+        rule_choices = parse_choices(default_choices(self.outputs, self.width, dtype))
+        matching_entries = table.matching_entries(self.subject, self.key)
+        if not matching_entries:
+            return format_choices(rule_choices)
+        below = (each for each in rule_choices if each[0] < matching_entries[0].tokens)
+        measured = (
+            (each.tokens, LinearConfig.parse(each.choice) if each.choice else None) for each in matching_entries
+        )
+        return format_choices((*below, *measured))
 
 
-def letters(around: Around) -> str:
+def letters(around: LinearFusion) -> str:
     """What is around a product as a `LinearShape` says it."""
     found = [("n", around.norm), ("g", around.activation), ("r", around.residual)]
     return "".join(letter for letter, thing in found if thing is not None)
@@ -107,7 +109,7 @@ def candidates(tokens: int, around: str) -> list[LinearConfig]:
     return apart if tokens > 4 else found + apart
 
 
-def question(shape: LinearShape, tokens: int, weights: ColdWeights) -> Question:
+def tuning_task(shape: LinearShape, tokens: int, weights: ColdWeights) -> TuningTask:
     """What runs the product best; the weights take turns, so that each comes from memory."""
     dtype, device = weights.dtype, weights.device
     x = torch.randn(tokens, shape.width, device=device, dtype=dtype)
@@ -118,7 +120,7 @@ def question(shape: LinearShape, tokens: int, weights: ColdWeights) -> Question:
 
     tried = {str(config): call(config) for config in candidates(tokens, shape.around)}
     copies = copies_for(shape.outputs * shape.width * dtype.itemsize)
-    return Question(shape.subject, shape.key, tokens, lambda i: run_apart(x, weights[i], around), tried, copies)
+    return TuningTask(shape.subject, shape.key, tokens, lambda i: run_unfused(x, weights[i], around), tried, copies)
 
 
 class ColdWeights:
@@ -142,7 +144,7 @@ def cold_weights(shape: LinearShape, dtype: torch.dtype, device: torch.device) -
     return [torch.empty(size, device=device, dtype=dtype).normal_(std=shape.width**-0.5) for _ in range(copies)]
 
 
-class Products(TorchDispatchMode):
+class LinearRecorder(TorchDispatchMode):
     """Sees which products of few tokens run, and what is around each; `shapes` are the distinct ones, with their dtypes."""
 
     def __init__(self) -> None:
@@ -152,17 +154,19 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.torchweave.linear.default, torch.ops.torchweave.fused_linear.default):
             _, w, _, *rest = (*args, None)
-            fused = Around(norm=rest[0], residual=rest[4], activation=rest[5]) if len(rest) > 5 else Around()
+            fused = (
+                LinearFusion(norm=rest[0], residual=rest[4], activation=rest[5]) if len(rest) > 5 else LinearFusion()
+            )
             self.shapes[LinearShape(w.shape[0], w.shape[1], letters(fused)), w.dtype] = None
         return func(*args, **(kwargs or {}))
 
 
-Asked = Mapping[tuple[LinearShape, torch.dtype], Sequence[int]]
+TokenCounts = Mapping[tuple[LinearShape, torch.dtype], Sequence[int]]
 """The numbers of tokens at which a product runs."""
 
 
-def questions(asked: Asked, device: torch.device) -> Iterator[Question]:
+def tuning_tasks(token_counts: TokenCounts, device: torch.device) -> Iterator[TuningTask]:
     """One question for every shape and number of tokens; the weights of one shape are there at a time."""
-    for (shape, dtype), tokens in asked.items():
+    for (shape, dtype), tokens in token_counts.items():
         weights = ColdWeights(shape, dtype, device)
-        yield from (question(shape, count, weights) for count in tokens)
+        yield from (tuning_task(shape, count, weights) for count in tokens)

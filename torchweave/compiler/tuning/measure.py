@@ -73,7 +73,7 @@ class GraphClock:
         graphs: dict[str, torch.cuda.CUDAGraph] = {}
         for name, call in candidates.items():
             try:
-                graphs[name] = _recorded(call, copies)
+                graphs[name] = _capture_graph(call, copies)
             except Exception as error:
                 self.failed(name, error)
         marks = {name: [] for name in graphs}
@@ -93,7 +93,7 @@ class GraphClock:
         }
 
 
-def _recorded(call: Call, copies: int) -> torch.cuda.CUDAGraph:
+def _capture_graph(call: Call, copies: int) -> torch.cuda.CUDAGraph:
     """A graph of one call on every copy, after a first call outside of it that builds what there is to build."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -11,31 +11,33 @@ from torch import Tensor
 from torchweave.compiler.codegen.pieces import Boxed, BuiltPiece
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import Piece
-from torchweave.compiler.runtime.compiled_graph import Woven
+from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.tuning.measure import Call, copies_for
 from torchweave.compiler.tuning.table import COMPILE_SIZES, STREAMS
-from torchweave.compiler.tuning.tuner import Question
+from torchweave.compiler.tuning.tuner import TuningTask
 
 
-def questions(subject: str, today: Woven, other: Woven, tokens: Sequence[int]) -> Iterator[Question]:
-    """Whether `other`'s build of each piece is worth it, at each number of tokens; pieces that both built alike are left out.
+def tuning_tasks(
+    subject: str, baseline: CompiledGraph, candidate: CompiledGraph, tokens: Sequence[int]
+) -> Iterator[TuningTask]:
+    """Whether `candidate`'s build of each piece is worth it, at each number of tokens; pieces that both built alike are left out.
 
     The two are woven from one module and differ by `subject` alone: a pass of the ATen stage, streams, builds for fixed sizes.
     The choice is called `on`.
     """
-    first = {piece.digest: piece for piece in reversed(today.pieces)}
+    first = {piece.digest: piece for piece in reversed(baseline.pieces)}
     for digest, piece in first.items():
-        if digest not in other.built:
+        if digest not in candidate.built:
             continue
-        layers = [today.constants[each.index] for each in today.pieces if each.digest == digest]
+        layers = [baseline.constants[each.index] for each in baseline.pieces if each.digest == digest]
         for count in tokens:
-            before, after = at(today.built[digest], count), at(other.built[digest], count)
+            before, after = variant_for(baseline.built[digest], count), variant_for(candidate.built[digest], count)
             if _differ(subject, before, after):
                 inputs = operands(piece, count)
                 calls = [_call(each.call, inputs, layers) for each in (before, after)]
                 size = sum(tensor.numel() * tensor.element_size() for tensor in layers[0])
                 copies = max(len(layers), copies_for(max(size, 1)))
-                yield Question(subject, digest, count, calls[0], {"on": calls[1]}, copies)
+                yield TuningTask(subject, digest, count, calls[0], {"on": calls[1]}, copies)
 
 
 def _differ(subject: str, before: BuiltPiece, after: BuiltPiece) -> bool:
@@ -48,7 +50,7 @@ def _differ(subject: str, before: BuiltPiece, after: BuiltPiece) -> bool:
     return facts[0] != facts[1] or not before.code
 
 
-def at(built: BuiltPiece, tokens: int) -> BuiltPiece:
+def variant_for(built: BuiltPiece, tokens: int) -> BuiltPiece:
     """The variant of a built piece that is called at a number of tokens."""
     for variant in built.variants:
         if variant.low <= tokens and (variant.high is None or tokens <= variant.high):

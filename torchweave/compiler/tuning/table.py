@@ -82,13 +82,13 @@ class Table:
             index[entry.subject, entry.shape] = (*index.get((entry.subject, entry.shape), ()), entry)
         return index
 
-    def answers(self, subject: str, shape: str) -> tuple[Entry, ...]:
+    def matching_entries(self, subject: str, shape: str) -> tuple[Entry, ...]:
         """What is known of a subject on a shape, by increasing tokens."""
         return self._index.get((subject, shape), ())
 
-    def answer(self, subject: str, shape: str, tokens: int) -> Entry | None:
+    def entry_for(self, subject: str, shape: str, tokens: int) -> Entry | None:
         """The answer for a number of tokens: that of the smallest number measured that is not below it."""
-        return next((entry for entry in self.answers(subject, shape) if entry.tokens >= tokens), None)
+        return next((entry for entry in self.matching_entries(subject, shape) if entry.tokens >= tokens), None)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
@@ -98,16 +98,16 @@ class Table:
         """Of the answers; a factor of what is built by them."""
         return hashlib.sha256(repr(sorted(map(repr, self.entries))).encode()).hexdigest()[:16]
 
-    def pays(self, subject: str, shape: str | None = None) -> bool:
+    def has_winner(self, subject: str, shape: str | None = None) -> bool:
         """Whether a choice won anywhere, or for a shape."""
         return any(entry.subject == subject and shape in (None, entry.shape) and entry.choice for entry in self)
 
-    def saves(self, subject: str, shape: str) -> float | None:
+    def measured_saving_us(self, subject: str, shape: str) -> float | None:
         """Microseconds that a choice saves, over all token counts that were asked; None when nobody asked."""
-        answers = self.answers(subject, shape)
-        return sum(entry.saved for entry in answers) if answers else None
+        matching_entries = self.matching_entries(subject, shape)
+        return sum(entry.saved for entry in matching_entries) if matching_entries else None
 
-    def over(self, other: Table) -> Table:
+    def merged_over(self, other: Table) -> Table:
         """This table's answers, and the other's where this one has none. Both are of one kind of device."""
         assert self.device == other.device, "tables of two kinds of device are not mixed"
         own = {(entry.subject, entry.shape, entry.tokens) for entry in self}
@@ -172,7 +172,7 @@ def device_kind(device: torch.device) -> str:
     return "-".join(torch.cuda.get_device_name(device).lower().split())
 
 
-def shipped(kind: str) -> Table:
+def shipped_table(kind: str) -> Table:
     """The table that comes with the package for a kind of device; an empty one when there is none."""
     found = files("torchweave.compiler.tuning").joinpath("tables", f"{kind}.json")
     if not found.is_file():
@@ -181,10 +181,10 @@ def shipped(kind: str) -> Table:
     return table if table.device == kind else Table(kind)
 
 
-def merged(tables: Iterable[Table], kind: str) -> Table:
+def merge_tables(tables: Iterable[Table], kind: str) -> Table:
     """One table of those that are for this kind of device; earlier ones go before later ones."""
     result = Table(kind)
     for table in tables:
         if table.device == kind:
-            result = result.over(table)
+            result = result.merged_over(table)
     return result

@@ -8,24 +8,24 @@ import torch
 
 from torchweave.compiler.cache.store import CompileCache, key_of
 from torchweave.compiler.ir.graph import CapturedGraph
-from torchweave.compiler.tuning.table import FORMAT, DamagedTable, Table, device_kind, merged, shipped
+from torchweave.compiler.tuning.table import FORMAT, DamagedTable, Table, device_kind, merge_tables, shipped_table
 from torchweave.report import Report
 
 
-def table_for(device: torch.device, cache: CompileCache | None, report: Report) -> Table:
+def load_tables(device: torch.device, cache: CompileCache | None, report: Report) -> Table:
     """Everything that is known of a kind of device: what was tuned here, before what the package ships."""
     kind = device_kind(device)
-    kept = Table(kind) if cache is None else load(cache, kind)
+    tuned_here = Table(kind) if cache is None else load(cache, kind)
     try:
-        default = shipped(kind)
+        default = shipped_table(kind)
     except DamagedTable as error:
         why = f"ignored the table of {kind} that came with the package: {error}"
         report.event("warning", what="choice table", why=why)
         default = Table(kind)
-    return merged((kept, default), kind)
+    return merge_tables((tuned_here, default), kind)
 
 
-def tell(table: Table, graph: CapturedGraph, report: Report) -> None:
+def report_table(table: Table, graph: CapturedGraph, report: Report) -> None:
     """An event `table`: how much is known of the device, and the answers about weights of this graph."""
     weights = (binding.tensor for _, binding in graph.constants())
     shapes = {f"{each.shape[0]}x{each.shape[1]}" for each in weights if each.ndim == 2}
@@ -53,7 +53,7 @@ def load(cache: CompileCache, kind: str) -> Table:
 
 def store(cache: CompileCache, table: Table) -> str:
     """Keep a table, over what was kept before; returns the entry's key."""
-    whole = table.over(load(cache, table.device))
+    whole = table.merged_over(load(cache, table.device))
     factors = _factors(table.device)
     cache.store("table", factors, whole.write().encode(), {"answers": len(whole.entries)})
     return key_of("table", factors)

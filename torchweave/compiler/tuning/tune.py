@@ -10,11 +10,11 @@ from itertools import chain
 import torch
 
 from torchweave.compiler.passes.manager import default_passes
-from torchweave.compiler.runtime.compiled_graph import Woven
+from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.tuning import linears, pieces
 from torchweave.compiler.tuning.measure import Clock
 from torchweave.compiler.tuning.table import COMPILE_SIZES, STREAMS, Table
-from torchweave.compiler.tuning.tuner import Question, tune
+from torchweave.compiler.tuning.tuner import TuningTask, tune
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -29,8 +29,8 @@ class Module:
         device: where it is.
     """
 
-    weave: Callable[[TorchCompileConfig], Woven]
-    step: Callable[[Woven, int], object]
+    compile_graph: Callable[[TorchCompileConfig], CompiledGraph]
+    step: Callable[[CompiledGraph, int], object]
     device: torch.device
 
 
@@ -49,28 +49,28 @@ def tune_module(
         tokens: numbers of tokens to ask for.
     """
     plain = replace(config, max_num_streams=1, compile_sizes=())
-    woven = module.weave(plain)
-    asked: dict[tuple[linears.LinearShape, torch.dtype], list[int]] = {}
+    compiled_graph = module.compile_graph(plain)
+    token_counts: dict[tuple[linears.LinearShape, torch.dtype], list[int]] = {}
     for count in tokens:
-        with linears.Products() as products:
-            module.step(woven, count)
-        for shape, dtype in products.shapes:
-            if not known.answers(shape.subject, shape.key):
-                asked.setdefault((shape, dtype), []).append(count)
-    about_pieces = list(_about_pieces(module, woven, plain, config, known, tokens))
-    about_products = linears.questions(asked, module.device)
-    total = sum(map(len, asked.values())) + len(about_pieces)
-    return tune(chain(about_products, about_pieces), clock, known.device, report, total)
+        with linears.LinearRecorder() as recorder:
+            module.step(compiled_graph, count)
+        for shape, dtype in recorder.shapes:
+            if not known.matching_entries(shape.subject, shape.key):
+                token_counts.setdefault((shape, dtype), []).append(count)
+    piece_tasks = list(_piece_tasks(module, compiled_graph, plain, config, known, tokens))
+    linear_tasks = linears.tuning_tasks(token_counts, module.device)
+    total = sum(map(len, token_counts.values())) + len(piece_tasks)
+    return tune(chain(linear_tasks, piece_tasks), clock, known.device, report, total)
 
 
-def _about_pieces(
+def _piece_tasks(
     module: Module,
-    woven: Woven,
+    compiled_graph: CompiledGraph,
     plain: TorchCompileConfig,
     config: TorchCompileConfig,
     known: Table,
     tokens: Sequence[int],
-) -> Iterator[Question]:
+) -> Iterator[TuningTask]:
     others = {
         each.name: (replace(plain, enabled_passes=(*plain.enabled_passes, each.name)), tokens)
         for each in default_passes()
@@ -81,5 +81,5 @@ def _about_pieces(
     if config.compile_sizes:
         others[COMPILE_SIZES] = (replace(plain, compile_sizes=config.compile_sizes), config.compile_sizes)
     for subject, (other, counts) in others.items():
-        found = pieces.questions(subject, woven, module.weave(other), counts)
-        yield from (each for each in found if not known.answers(each.subject, each.shape))
+        found = pieces.tuning_tasks(subject, compiled_graph, module.compile_graph(other), counts)
+        yield from (each for each in found if not known.matching_entries(each.subject, each.shape))

@@ -17,12 +17,12 @@ from torchweave.report import Report
 BASELINE = ""
 """The name of what runs today, among the candidates and as a choice."""
 
-_NOISE = 2.0  # a candidate wins when it saves more than twice the noise of both
-_LEAST = 0.01  # and at least a hundredth of what the baseline takes
+_NOISE_FACTOR = 2.0  # a candidate wins when it saves more than twice the noise of both
+_MIN_GAIN = 0.01  # and at least a hundredth of what the baseline takes
 
 
 @dataclass(frozen=True)
-class Question:
+class TuningTask:
     """What to run for a subject on a shape at a number of tokens.
 
     Attributes:
@@ -39,14 +39,14 @@ class Question:
     copies: int
 
 
-def decide(question: Question, clock: Clock) -> Entry | None:
+def measure_task(tuning_task: TuningTask, clock: Clock) -> Entry | None:
     """The answer to a question; None when not even what runs today can be timed."""
-    assert BASELINE not in question.candidates, "the empty name is the baseline's"
-    timings = clock.time({BASELINE: question.baseline, **question.candidates}, question.copies)
-    return answer(question.subject, question.shape, question.tokens, timings)
+    assert BASELINE not in tuning_task.candidates, "the empty name is the baseline's"
+    timings = clock.time({BASELINE: tuning_task.baseline, **tuning_task.candidates}, tuning_task.copies)
+    return best_entry(tuning_task.subject, tuning_task.shape, tuning_task.tokens, timings)
 
 
-def answer(subject: str, shape: str, tokens: int, timings: Mapping[str, Timing]) -> Entry | None:
+def best_entry(subject: str, shape: str, tokens: int, timings: Mapping[str, Timing]) -> Entry | None:
     """What the timings of a question's candidates say; None when the baseline is not among them."""
     if BASELINE not in timings:
         return None
@@ -54,18 +54,20 @@ def answer(subject: str, shape: str, tokens: int, timings: Mapping[str, Timing])
     name = min(timings, key=lambda each: timings[each].microseconds)
     best = timings[name]
     noise = baseline.noise + best.noise
-    if baseline.microseconds - best.microseconds <= max(_NOISE * noise, _LEAST * baseline.microseconds):
+    if baseline.microseconds - best.microseconds <= max(_NOISE_FACTOR * noise, _MIN_GAIN * baseline.microseconds):
         name, best = BASELINE, baseline
     times = (round(best.microseconds, 3), round(baseline.microseconds, 3), round(noise, 3))
     return Entry(subject, shape, tokens, name, *times)
 
 
-def tune(questions: Iterable[Question], clock: Clock, device: str, report: Report, total: int | None = None) -> Table:
+def tune(
+    tuning_tasks: Iterable[TuningTask], clock: Clock, device: str, report: Report, total: int | None = None
+) -> Table:
     """A table of the answers; an event `tuned` for each. Questions are drawn one by one, so that each may hold much memory."""
     entries: list[Entry] = []
     with report.progress("measuring choices", total or 0) as advance:
-        for question in questions:
-            entry = decide(question, clock)
+        for tuning_task in tuning_tasks:
+            entry = measure_task(tuning_task, clock)
             if entry is not None:
                 entries.append(entry)
                 report.event(
@@ -79,5 +81,5 @@ def tune(questions: Iterable[Question], clock: Clock, device: str, report: Repor
                     saved=entry.saved,
                     noise=entry.noise,
                 )
-            advance(1, f"{question.subject} {question.shape} T={question.tokens}")
+            advance(1, f"{tuning_task.subject} {tuning_task.shape} T={tuning_task.tokens}")
     return Table(device, tuple(entries), "tuned on this machine")

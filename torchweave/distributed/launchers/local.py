@@ -21,24 +21,24 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from torchweave.distributed import channel
-from torchweave.distributed.channel import Link
-from torchweave.distributed.gpu_context import open_gpu
+from torchweave.distributed.channel import Channel
+from torchweave.distributed.gpu_context import open_gpu_context
 from torchweave.utils import gc
 
-_START = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {function!r}, {gpu})"
-_LOOK_SECONDS = 2.0  # for a process whose connection has ended to end too
+_BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {function!r}, {gpu})"
+_EXIT_WAIT_SECONDS = 2.0  # for a process whose connection has ended to end too
 
 
-class LocalMember:
+class LocalWorker:
     """A rank that this process has started."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], link: Link) -> None:
-        self.link = link
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], peer_channel: Channel) -> None:
+        self.peer_channel = peer_channel
         self.name = f"Rank {rank} (process {process.pid})"
         self._process = process
 
-    def how_it_ended(self) -> str:
-        self.wait(_LOOK_SECONDS)
+    def exit_reason(self) -> str:
+        self.wait(_EXIT_WAIT_SECONDS)
         code = self._process.poll()
         if code is None:
             return ""
@@ -53,7 +53,7 @@ class LocalMember:
         self._process.wait()
 
 
-class WaitingRanks:
+class WorkerPool:
     """Ranks that are on their way: each imports what it will run and then waits for its task. `with` ends those that got none.
 
     Args:
@@ -64,43 +64,43 @@ class WaitingRanks:
 
     def __init__(self, function: str, count: int = 0, gpu: int | None = None) -> None:
         self._function, self._gpu = function, gpu
-        self._members: list[LocalMember] = []
-        self._start(count)
+        self._workers: list[LocalWorker] = []
+        self._spawn(count)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for member in self._members:
-            member.link.abort()
-            member.kill()
-        self._members.clear()
+        for worker in self._workers:
+            worker.peer_channel.abort()
+            worker.kill()
+        self._workers.clear()
 
-    def give(self, tasks: Sequence[Any]) -> list[LocalMember]:
+    def assign(self, tasks: Sequence[Any]) -> list[LocalWorker]:
         """The ranks 1, 2, ..., each with its task: those that wait, and new ones where they are too few."""
         with self:
-            self._start(len(tasks))
-            for member, task in zip(self._members, tasks, strict=False):
+            self._spawn(len(tasks))
+            for worker, task in zip(self._workers, tasks, strict=False):
                 with contextlib.suppress(OSError):  # it has ended, which whoever listens to it will hear
-                    member.link.send(channel.TASK, pickle.dumps(task))
-            given = self._members[: len(tasks)]
-            self._members = self._members[len(tasks) :]
-        return given
+                    worker.peer_channel.send(channel.TASK, pickle.dumps(task))
+            assigned = self._workers[: len(tasks)]
+            self._workers = self._workers[len(tasks) :]
+        return assigned
 
-    def _start(self, count: int) -> None:
+    def _spawn(self, count: int) -> None:
         """Start ranks until there are so many."""
         try:
-            while len(self._members) < count:
-                rank = len(self._members) + 1
-                self._members.append(_start(rank, self._function, None if self._gpu is None else self._gpu + rank))
+            while len(self._workers) < count:
+                rank = len(self._workers) + 1
+                self._workers.append(_spawn(rank, self._function, None if self._gpu is None else self._gpu + rank))
         except BaseException:
             self.__exit__()
             raise
 
 
-def _start(rank: int, function: str, gpu: int | None) -> LocalMember:
+def _spawn(rank: int, function: str, gpu: int | None) -> LocalWorker:
     ours, theirs = Pipe()
-    code = _START.format(module=__name__, path=sys.path, fd=theirs.fileno(), function=function, gpu=gpu)
+    code = _BOOTSTRAP.format(module=__name__, path=sys.path, fd=theirs.fileno(), function=function, gpu=gpu)
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         pass_fds=[theirs.fileno()],
@@ -108,25 +108,25 @@ def _start(rank: int, function: str, gpu: int | None) -> LocalMember:
         process_group=0,  # Ctrl-C is for the leader, who ends them
     )
     theirs.close()
-    return LocalMember(rank, process, Link(ours))
+    return LocalWorker(rank, process, Channel(ours))
 
 
 def main(fd: int, function: str, gpu: int | None) -> None:
     """What a started process runs: it imports, and then does the task that comes first over its connection."""
-    link = Link(Connection(fd))
+    peer_channel = Channel(Connection(fd))
     if gpu is not None:
-        open_gpu(gpu)
-    with gc.for_good():
-        run = named(function)
+        open_gpu_context(gpu)
+    with gc.gc_frozen_after():
+        run = resolve_function(function)
     try:
-        kind, payload = link.receive()
+        kind, payload = peer_channel.receive()
     except (EOFError, OSError):  # the leader has ended, or needs no ranks
         os._exit(1)
     assert kind == channel.TASK
-    run(link, pickle.loads(payload))
+    run(peer_channel, pickle.loads(payload))
 
 
-def named(function: str) -> Any:
+def resolve_function(function: str) -> Any:
     """What `module:name` names."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -10,16 +10,16 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from torchweave.distributed.launchers.local import named
-from torchweave.distributed.rendezvous import Door, RemoteMember, enter
-from torchweave.distributed.worker_group import Crew, RankFailure
+from torchweave.distributed.launchers.local import resolve_function
+from torchweave.distributed.rendezvous import RemoteWorker, RendezvousServer, connect_to_rendezvous
+from torchweave.distributed.worker_group import RankFailure, WorkerGroup
 
-_PLACE_SECONDS = 60.0  # for the cluster to find room, once it says that it has as much in all
+_PLACEMENT_SECONDS = 60.0  # for the cluster to find room, once it says that it has as much in all
 _JOIN_SECONDS = 300.0  # for the actors to start and connect: each imports torch
 
 
 @dataclass(frozen=True)
-class Places:
+class RankPlacement:
     """Room for every rank in a cluster.
 
     Attributes:
@@ -31,7 +31,7 @@ class Places:
     device: str
     on_gpus: bool
     group: Any
-    seat: Any
+    leader_actor: Any
     owns_ray: bool
 
     def release(self) -> None:
@@ -43,7 +43,7 @@ class Places:
             ray.shutdown()
 
 
-def reserve(num_ranks: int, on_gpus: bool) -> Places:
+def reserve_placement(num_ranks: int, on_gpus: bool) -> RankPlacement:
     """Reserve a CPU, and a GPU with `on_gpus`, for each rank; that of rank 0 on this machine, the others as near as possible.
 
     A cluster that this process is connected to, or can find, is used; else one of this machine alone is started.
@@ -59,24 +59,27 @@ def reserve(num_ranks: int, on_gpus: bool) -> Places:
     if owns_ray:
         ray.init(logging_level=logging.ERROR, include_dashboard=False)
     host = ray.util.get_node_ip_address()
-    room = {"CPU": 1.0} | ({"GPU": 1.0} if on_gpus else {})
-    group = ray.util.placement_group([room | {f"node:{host}": 0.001}, *[room] * (num_ranks - 1)], strategy="PACK")
-    there = ray.cluster_resources()
-    enough = all(there.get(kind, 0.0) >= number * num_ranks for kind, number in room.items())
-    if not enough or not group.wait(_PLACE_SECONDS):
+    resources = {"CPU": 1.0} | ({"GPU": 1.0} if on_gpus else {})
+    group = ray.util.placement_group(
+        [resources | {f"node:{host}": 0.001}, *[resources] * (num_ranks - 1)], strategy="PACK"
+    )
+    available = ray.cluster_resources()
+    enough = all(available.get(kind, 0.0) >= number * num_ranks for kind, number in resources.items())
+    if not enough or not group.wait(_PLACEMENT_SECONDS):
         ray.util.remove_placement_group(group)
         if owns_ray:
             ray.shutdown()
         raise ValueError(
             f"The Ray cluster has no room for {num_ranks} ranks with {'a GPU' if on_gpus else 'a CPU'} each, one of them on this "
-            f"machine (it has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs); add machines, or end what uses them"
+            f"machine (it has {available.get('CPU', 0):g} CPUs and {available.get('GPU', 0):g} GPUs); add machines, or "
+            f"end what uses them"
         )
-    seat = _options(ray, group, 0, on_gpus)(ray.remote(_Seat)).remote()
-    gpus = ray.get(seat.gpus.remote())
-    return Places(host, f"cuda:{gpus[0]}" if on_gpus else "cpu", on_gpus, group, seat, owns_ray)
+    leader_actor = _options(ray, group, 0, on_gpus)(ray.remote(_LeaderActor)).remote()
+    gpus = ray.get(leader_actor.gpus.remote())
+    return RankPlacement(host, f"cuda:{gpus[0]}" if on_gpus else "cpu", on_gpus, group, leader_actor, owns_ray)
 
 
-def start_on_ray(places: Places, function: str, tasks: list[Any], rank_timeout: float) -> Crew:
+def start_on_ray(placement: RankPlacement, function: str, tasks: list[Any], rank_timeout: float) -> WorkerGroup:
     """Start an actor for each of `tasks`, of ranks 1, 2, ...; each calls `function` (`module:name`) with its link and task.
 
     Raises:
@@ -84,11 +87,11 @@ def start_on_ray(places: Places, function: str, tasks: list[Any], rank_timeout: 
     """
     import ray
 
-    door = Door(places.host)
+    server = RendezvousServer(placement.host)
     actors, runs = {}, []
     for rank, task in enumerate(tasks, 1):
-        actors[rank] = _options(ray, places.group, rank, places.on_gpus)(ray.remote(_Rank)).remote()
-        runs.append(actors[rank].run.remote(function, door.address, door.key, rank, task))
+        actors[rank] = _options(ray, placement.group, rank, placement.on_gpus)(ray.remote(_WorkerActor)).remote()
+        runs.append(actors[rank].run.remote(function, server.address, server.key, rank, task))
 
     def check() -> None:
         ended, _ = ray.wait(runs, num_returns=1, timeout=0)
@@ -99,12 +102,14 @@ def start_on_ray(places: Places, function: str, tasks: list[Any], rank_timeout: 
                 raise RankFailure(f"An actor of Ray could not start its rank: {str(error).splitlines()[-1]}") from error
 
     try:
-        found = door.admit(set(actors), _JOIN_SECONDS, check)
+        found = server.accept_ranks(set(actors), _JOIN_SECONDS, check)
     except BaseException:
         for actor in actors.values():
             ray.kill(actor)
         raise
-    return Crew([RemoteMember(rank, *found[rank], kill=_Killer(actors[rank])) for rank in sorted(found)], rank_timeout)
+    return WorkerGroup(
+        [RemoteWorker(rank, *found[rank], kill=_ActorKiller(actors[rank])) for rank in sorted(found)], rank_timeout
+    )
 
 
 def _options(ray: Any, group: Any, bundle: int, on_gpus: bool) -> Any:
@@ -113,7 +118,7 @@ def _options(ray: Any, group: Any, bundle: int, on_gpus: bool) -> Any:
     return lambda actor: actor.options(num_cpus=1, num_gpus=1 if on_gpus else 0, scheduling_strategy=strategy)
 
 
-class _Killer:
+class _ActorKiller:
     """Ends an actor; once is enough."""
 
     def __init__(self, actor: Any) -> None:
@@ -127,7 +132,7 @@ class _Killer:
             ray.kill(actor)
 
 
-class _Seat:
+class _LeaderActor:
     """Keeps the leader's device for it."""
 
     def gpus(self) -> list[int]:
@@ -136,8 +141,8 @@ class _Seat:
         return [int(number) for number in ray.get_gpu_ids()]
 
 
-class _Rank:
+class _WorkerActor:
     """One of the other ranks."""
 
     def run(self, function: str, address: tuple[str, int], key: bytes, rank: int, task: Any) -> None:
-        named(function)(enter(address, key, rank), task)
+        resolve_function(function)(connect_to_rendezvous(address, key, rank), task)

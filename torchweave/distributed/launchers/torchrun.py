@@ -8,37 +8,37 @@ import socket
 from torch.distributed import Store
 from torch.distributed.rendezvous import rendezvous
 
-from torchweave.config.options import Launched
-from torchweave.distributed.channel import Link
-from torchweave.distributed.rendezvous import Door, RemoteMember, enter
-from torchweave.distributed.worker_group import Crew
+from torchweave.config.options import TorchrunEnv
+from torchweave.distributed.channel import Channel
+from torchweave.distributed.rendezvous import RemoteWorker, RendezvousServer, connect_to_rendezvous
+from torchweave.distributed.worker_group import WorkerGroup
 
-_WHERE = "torchweave/leader"
-_SECONDS = 300.0  # scripts may do other things first
+_LEADER_KEY = "torchweave/leader"
+_JOIN_SECONDS = 300.0  # scripts may do other things first
 
 
-def meet() -> Store:
+def torchrun_store() -> Store:
     """The store that torchrun's ranks have in common."""
     store, _, _ = next(rendezvous("env://"))
     return store
 
 
-def gather(launched: Launched, store: Store, rank_timeout: float) -> Crew:
+def accept_workers(launched: TorchrunEnv, store: Store, rank_timeout: float) -> WorkerGroup:
     """Rank 0: wait until the other ranks have come.
 
     Raises:
         TimeoutError: some did not.
     """
-    door = Door(socket.gethostbyname(launched.address))
-    store.set(_WHERE, json.dumps([*door.address, door.key.hex()]))
-    found = door.admit(set(range(1, launched.size)), _SECONDS, lambda: None)
-    members = [
-        RemoteMember(rank, *found[rank], kill=lambda: None) for rank in sorted(found)
+    server = RendezvousServer(socket.gethostbyname(launched.address))
+    store.set(_LEADER_KEY, json.dumps([*server.address, server.key.hex()]))
+    found = server.accept_ranks(set(range(1, launched.size)), _JOIN_SECONDS, lambda: None)
+    workers = [
+        RemoteWorker(rank, *found[rank], kill=lambda: None) for rank in sorted(found)
     ]  # torchrun's agent does that
-    return Crew(members, rank_timeout)
+    return WorkerGroup(workers, rank_timeout)
 
 
-def report_to_leader(launched: Launched, store: Store) -> Link:
+def connect_to_leader(launched: TorchrunEnv, store: Store) -> Channel:
     """Another rank: connect to rank 0."""
-    host, port, key = json.loads(store.get(_WHERE))
-    return enter((host, port), bytes.fromhex(key), launched.rank)
+    host, port, key = json.loads(store.get(_LEADER_KEY))
+    return connect_to_rendezvous((host, port), bytes.fromhex(key), launched.rank)

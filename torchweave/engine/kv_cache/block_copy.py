@@ -10,112 +10,114 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.engine.kv_cache.cpu_offload import Mover
-from torchweave.ops.attention.op import KVLayer
+from torchweave.engine.kv_cache.cpu_offload import BlockCopier
+from torchweave.ops.attention.op import LayerKVCache
 from torchweave.utils.cuda_streams import side_stream
 
 _CHUNK = 1 << 30  # bytes that are pinned at once: torch rounds what it pins up to a power of two
 
 
-def mover_of(tensors: Sequence[Tensor], num_bytes: int) -> Mover:
+def make_block_copier(tensors: Sequence[Tensor], num_bytes: int) -> BlockCopier:
     """Copies blocks of `tensors`, each `[num_blocks, ...]` contiguous, to `num_bytes` of the host."""
-    return StreamMover(tensors, num_bytes) if tensors[0].is_cuda else PlainMover(tensors, num_bytes)
+    return CudaBlockCopier(tensors, num_bytes) if tensors[0].is_cuda else CpuBlockCopier(tensors, num_bytes)
 
 
 def _by_block(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.view(tensor.shape[0], -1).view(torch.uint8) for tensor in tensors]
 
 
-class PlainMover:
+class CpuBlockCopier:
     """For a cache in the CPU's memory: a copy has landed when it is begun."""
 
     def __init__(self, tensors: Sequence[Tensor], num_bytes: int) -> None:
         self._parts = _by_block(tensors)
-        self.num_places = num_bytes // sum(part.shape[1] for part in self._parts)
-        self._host = [torch.empty(self.num_places, part.shape[1], dtype=torch.uint8) for part in self._parts]
+        self.num_host_blocks = num_bytes // sum(part.shape[1] for part in self._parts)
+        self._host = [torch.empty(self.num_host_blocks, part.shape[1], dtype=torch.uint8) for part in self._parts]
 
-    def store(self, blocks: np.ndarray, places: np.ndarray) -> int:
+    def store(self, blocks: np.ndarray, host_blocks: np.ndarray) -> int:
         for part, host in zip(self._parts, self._host, strict=True):
-            host[torch.from_numpy(places)] = part[torch.from_numpy(blocks)]
+            host[torch.from_numpy(host_blocks)] = part[torch.from_numpy(blocks)]
         return 0
 
-    def load(self, places: np.ndarray, blocks: np.ndarray) -> int:
+    def load(self, host_blocks: np.ndarray, blocks: np.ndarray) -> int:
         for part, host in zip(self._parts, self._host, strict=True):
-            part[torch.from_numpy(blocks)] = host[torch.from_numpy(places)]
+            part[torch.from_numpy(blocks)] = host[torch.from_numpy(host_blocks)]
         return 0
 
-    def landed(self, ticket: int) -> bool:
+    def is_done(self, ticket: int) -> bool:
         return True
 
-    def hold(self, ticket: int) -> None:
+    def wait_for(self, ticket: int) -> None:
         raise AssertionError("nothing is ever on its way")
 
 
-class StreamMover:
+class CudaBlockCopier:
     """On a GPU: one kernel a copy, on a stream of its own, into pinned memory.
 
     It is called by the thread that launches the steps, whose current stream is theirs.
     """
 
     def __init__(self, tensors: Sequence[Tensor], num_bytes: int) -> None:
-        from torchweave.ops.kernels.attention.copy_blocks import WORD
+        from torchweave.ops.kernels.attention.copy_blocks import WORD_BYTES
 
         parts = _by_block(tensors)
         self._device = tensors[0].device
         self._tensors = parts  # keeps the memory that the table names
         widths = [part.shape[1] for part in parts]
-        assert not any(width % WORD for width in widths), "a block is whole words"
-        self._place_bytes = sum(widths)
+        assert not any(width % WORD_BYTES for width in widths), "a block is whole words"
+        self._host_block_bytes = sum(widths)
         offsets = np.cumsum([0, *widths[:-1]])
         table = [
-            (part.data_ptr(), width // WORD, offset // WORD)
+            (part.data_ptr(), width // WORD_BYTES, offset // WORD_BYTES)
             for part, width, offset in zip(parts, widths, offsets.tolist(), strict=True)
         ]
         self._table = torch.tensor(table, dtype=torch.int64, device=self._device)
-        self._per_chunk = max(_CHUNK // self._place_bytes, 1)
-        chunks = num_bytes // (self._per_chunk * self._place_bytes)
-        rest = num_bytes // self._place_bytes - chunks * self._per_chunk
-        self.num_places = chunks * self._per_chunk + rest
+        self._per_chunk = max(_CHUNK // self._host_block_bytes, 1)
+        chunks = num_bytes // (self._per_chunk * self._host_block_bytes)
+        rest = num_bytes // self._host_block_bytes - chunks * self._per_chunk
+        self.num_host_blocks = chunks * self._per_chunk + rest
         sizes = [self._per_chunk] * chunks + [rest] * (rest > 0)
-        self._chunks = [torch.empty(size * self._place_bytes, dtype=torch.uint8, pin_memory=True) for size in sizes]
+        self._chunks = [
+            torch.empty(size * self._host_block_bytes, dtype=torch.uint8, pin_memory=True) for size in sizes
+        ]
         self._addresses = np.array([chunk.data_ptr() for chunk in self._chunks], np.int64)
         self._stream = side_stream(self, self._device)
         self._pending: deque[tuple[int, torch.cuda.Event, Tensor, Tensor]] = deque()
         self._begun = self._done = -1
 
-    def store(self, blocks: np.ndarray, places: np.ndarray) -> int:
-        return self._move(blocks, places, to_host=True)
+    def store(self, blocks: np.ndarray, host_blocks: np.ndarray) -> int:
+        return self._copy(blocks, host_blocks, to_host=True)
 
-    def load(self, places: np.ndarray, blocks: np.ndarray) -> int:
-        return self._move(blocks, places, to_host=False)
+    def load(self, host_blocks: np.ndarray, blocks: np.ndarray) -> int:
+        return self._copy(blocks, host_blocks, to_host=False)
 
-    def _move(self, blocks: np.ndarray, places: np.ndarray, to_host: bool) -> int:
-        from torchweave.ops.kernels.attention.copy_blocks import launch_move
+    def _copy(self, blocks: np.ndarray, host_blocks: np.ndarray, to_host: bool) -> int:
+        from torchweave.ops.kernels.attention.copy_blocks import launch_copy_blocks
 
-        at = self._addresses[places // self._per_chunk] + places % self._per_chunk * self._place_bytes
+        at = self._addresses[host_blocks // self._per_chunk] + host_blocks % self._per_chunk * self._host_block_bytes
         pairs = torch.from_numpy(np.stack([blocks, at], 1).astype(np.int64)).pin_memory()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         event = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
             on_device = pairs.to(self._device, non_blocking=True)
-            launch_move(on_device, self._table, to_host)
+            launch_copy_blocks(on_device, self._table, to_host)
             event.record()
         self._begun += 1
         self._pending.append((self._begun, event, pairs, on_device))
         return self._begun
 
-    def landed(self, ticket: int) -> bool:
+    def is_done(self, ticket: int) -> bool:
         while self._pending and self._pending[0][1].query():
             self._done = self._pending.popleft()[0]
         return ticket <= self._done
 
-    def hold(self, ticket: int) -> None:
+    def wait_for(self, ticket: int) -> None:
         for number, event, _, _ in self._pending:
             if number == ticket:
                 torch.cuda.current_stream(self._device).wait_event(event)
 
 
-def copy_blocks(caches: Sequence[KVLayer], sources: np.ndarray, targets: np.ndarray) -> None:
+def copy_blocks(caches: Sequence[LayerKVCache], sources: np.ndarray, targets: np.ndarray) -> None:
     """Copy blocks of every layer's cache in the order of the current stream; no target is a source."""
     tensors = {tensor.data_ptr(): tensor for layer in caches for tensor in layer.tensors}  # groups of layers share some
     device = next(iter(tensors.values())).device

@@ -19,54 +19,56 @@ MAX_GROUPS = 8  # each has a block table of its own, which every step reads
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionWindow:
     """What a query sees: the last `window` keys, itself included; those of its own stretch of `chunk`; 0: all."""
 
     window: int = 0
     chunk: int = 0
 
     @property
-    def reach(self) -> int:
+    def max_keys(self) -> int:
         """Most keys that a query sees; 0: all."""
         return min((size for size in (self.window, self.chunk) if size), default=0)
 
-    def lowest(self, positions: np.ndarray) -> np.ndarray:
+    def first_visible(self, positions: np.ndarray) -> np.ndarray:
         """First position that queries at `positions` see, or one before."""
-        lowest = np.zeros_like(positions)
+        first_visible = np.zeros_like(positions)
         if self.window:
-            lowest = np.maximum(positions - self.window + 1, lowest)
+            first_visible = np.maximum(positions - self.window + 1, first_visible)
         if self.chunk:
-            lowest = np.maximum(positions // self.chunk * self.chunk, lowest)
-        return lowest
+            first_visible = np.maximum(positions // self.chunk * self.chunk, first_visible)
+        return first_visible
 
-    def begins_at(self, position: int) -> bool:
+    def resets_at(self, position: int) -> bool:
         """Whether a query at `position` sees nothing before itself."""
         return self.window == 1 or bool(self.chunk and position % self.chunk == 0)
 
     def most_tokens(self, num_tokens: int, longest_step: int) -> int:
         """Most tokens of a sequence of `num_tokens` that are held at once, when a step adds up to `longest_step`."""
-        return min(num_tokens, self.reach + longest_step) if self.reach else num_tokens
+        return min(num_tokens, self.max_keys + longest_step) if self.max_keys else num_tokens
 
 
-def most_blocks(sights: Sequence[Sight], num_tokens: int, step: int, block_size: int) -> np.ndarray:
+def max_blocks_needed(windows: Sequence[AttentionWindow], num_tokens: int, step: int, block_size: int) -> np.ndarray:
     """Most blocks of each group that a sequence of `num_tokens` tokens holds at once, if it grows by at most `step` at a time."""
-    columns = -(-num_tokens // block_size)
-    tokens = (sight.most_tokens(num_tokens, step) for sight in sights)
-    return np.array([min(-(-each // block_size) + 1, columns) for each in tokens])
+    num_logical_blocks = -(-num_tokens // block_size)
+    tokens = (window.most_tokens(num_tokens, step) for window in windows)
+    return np.array([min(-(-each // block_size) + 1, num_logical_blocks) for each in tokens])
 
 
-def longest_sequence(sights: Sequence[Sight], num_blocks: int, step: int, block_size: int, limit: int) -> int:
+def longest_sequence(
+    windows: Sequence[AttentionWindow], num_blocks: int, step: int, block_size: int, limit: int
+) -> int:
     """Most tokens, `limit` at the most, of a sequence that so many blocks hold to its end."""
     low, high = 0, -(-limit // block_size)  # in columns
     while low < high:
         middle = (low + high + 1) // 2
-        needed = int(most_blocks(sights, middle * block_size, step, block_size).sum())
-        low, high = (middle, high) if -(-needed // len(sights)) <= num_blocks // len(sights) else (low, middle - 1)
+        needed = int(max_blocks_needed(windows, middle * block_size, step, block_size).sum())
+        low, high = (middle, high) if -(-needed // len(windows)) <= num_blocks // len(windows) else (low, middle - 1)
     return min(low * block_size, limit)
 
 
 @dataclass(frozen=True)
-class Layout:
+class KVLayout:
     """Where the layers' keys and values are.
 
     Attributes:
@@ -75,35 +77,35 @@ class Layout:
         places: of each layer, its place among those that a block has room for.
     """
 
-    sights: tuple[Sight, ...]
+    windows: tuple[AttentionWindow, ...]
     groups: tuple[int, ...]
-    places: tuple[int, ...]
+    layer_slots: tuple[int, ...]
 
     @property
     def width(self) -> int:
         """Layers that a block has room for."""
-        return max(self.places) + 1
+        return max(self.layer_slots) + 1
 
 
-def layout_of(layers: Sequence[LayerSpec], max_model_len: int) -> Layout:
+def group_layers(layers: Sequence[LayerSpec], max_model_len: int) -> KVLayout:
     """Groups of layers; one group of all where that serves as well, or where layers of different sizes leave no choice."""
-    kinds: dict[Sight, list[int]] = {}
+    kinds: dict[AttentionWindow, list[int]] = {}
     for index, layer in enumerate(layers):
-        sight = Sight(layer.window, layer.chunk)
-        kinds.setdefault(sight if 0 < sight.reach < max_model_len else Sight(), []).append(index)
+        window = AttentionWindow(layer.window, layer.chunk)
+        kinds.setdefault(window if 0 < window.max_keys < max_model_len else AttentionWindow(), []).append(index)
     sizes = {replace(layer, window=0, chunk=0, softcap=0.0, sinks=False, k_scale=1.0, v_scale=1.0) for layer in layers}
     width = _width([len(members) for members in kinds.values()]) if len(sizes) == 1 else 0
     if len(kinds) == 1:
         width = len(layers)
     if not width:
-        return Layout((Sight(),), (0,) * len(layers), tuple(range(len(layers))))
-    sights: list[Sight] = []
-    groups, places = [0] * len(layers), [0] * len(layers)
-    for sight, members in sorted(kinds.items(), key=lambda kind: kind[0].reach):
+        return KVLayout((AttentionWindow(),), (0,) * len(layers), tuple(range(len(layers))))
+    windows: list[AttentionWindow] = []
+    groups, layer_slots = [0] * len(layers), [0] * len(layers)
+    for window, members in sorted(kinds.items(), key=lambda kind: kind[0].max_keys):
         for number, layer in enumerate(members):
-            groups[layer], places[layer] = len(sights) + number // width, number % width
-        sights += [sight] * -(-len(members) // width)
-    return Layout(tuple(sights), tuple(groups), tuple(places))
+            groups[layer], layer_slots[layer] = len(windows) + number // width, number % width
+        windows += [window] * -(-len(members) // width)
+    return KVLayout(tuple(windows), tuple(groups), tuple(layer_slots))
 
 
 def _width(counts: Sequence[int]) -> int:

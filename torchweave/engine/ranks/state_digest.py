@@ -7,7 +7,7 @@ import zlib
 from torchweave.ops.slot_state import SlotState
 
 
-class Digest:
+class StateDigest:
     """Counts steps and sums up their messages.
 
     Args:
@@ -15,15 +15,15 @@ class Digest:
         wanted: it is asked for (`torch_compile_config.debug`); else nothing is counted.
     """
 
-    def __init__(self, state: SlotState, wanted: bool) -> None:
-        self.wanted = wanted
+    def __init__(self, state: SlotState, enabled: bool) -> None:
+        self.enabled = enabled
         self._state = state
         self._steps = 0
         self._sum = 0
 
     def add(self, message: bytes) -> None:
         """The next step."""
-        if self.wanted:
+        if self.enabled:
             self._steps += 1
             self._sum = zlib.crc32(message, self._sum)
 

@@ -17,7 +17,7 @@ _NO_STARTS = np.empty(0, np.int64)
 
 def encode(step: Step) -> bytes:
     """The bytes of a step. A decode step leaves out log-probabilities, which one rank tells."""
-    if step.chunks or step.adjust is not None or step.scored is not None:
+    if step.chunks or step.logits_processors is not None or step.prompt_targets is not None:
         return pickle.dumps(step, 5)
     updates = None if step.updates is None else tuple((part.dtype.char, part.tobytes()) for part in step.updates)
     return pickle.dumps((step.index, step.num_rows, step.max_seq_len, updates, step.copies), 5)
@@ -25,10 +25,10 @@ def encode(step: Step) -> bytes:
 
 def decode(message: bytes) -> Step:
     """The step of a message, as far as a runner needs it."""
-    found = pickle.loads(message)
-    if isinstance(found, Step):
-        return found
-    index, num_rows, max_seq_len, updates, copies = found
+    decoded = pickle.loads(message)
+    if isinstance(decoded, Step):
+        return decoded
+    index, num_rows, max_seq_len, updates, copies = decoded
     slots, emits = np.zeros(num_rows, np.int32), np.ones(num_rows, bool)
     changed = None
     if updates is not None:

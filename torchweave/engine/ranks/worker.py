@@ -16,24 +16,30 @@ from typing import Any
 
 import torch
 
-from torchweave.compiler.codegen.inductor import inductor_imported
+from torchweave.compiler.codegen.inductor import import_inductor_in_background
 from torchweave.config.options import EngineConfig
 from torchweave.distributed import channel
-from torchweave.distributed.channel import Link
-from torchweave.distributed.leader_connection import Follower
-from torchweave.distributed.process_groups import MeetingPoint, World, close_world, init_world, join_meeting_point
-from torchweave.engine.ranks.state_digest import Digest
+from torchweave.distributed.channel import Channel
+from torchweave.distributed.leader_connection import LeaderConnection
+from torchweave.distributed.process_groups import (
+    ProcessGroups,
+    RendezvousStore,
+    destroy_process_groups,
+    init_process_groups,
+    join_rendezvous_store,
+)
+from torchweave.engine.ranks.state_digest import StateDigest
 from torchweave.engine.ranks.step_message import decode
-from torchweave.engine.runner.model_runner import Runner
+from torchweave.engine.runner.model_runner import ModelRunner
 from torchweave.engine.startup.build import build
 from torchweave.report import Report
 from torchweave.utils import gc
 
-_ECHO_SECONDS = 2.0  # by which the fault of a collective is told later than the end of the rank that caused it
+_FAULT_DELAY_SECONDS = 2.0  # by which the fault of a collective is told later than the end of the rank that caused it
 
 
 @dataclass(frozen=True)
-class Task:
+class WorkerTask:
     """What a rank has to know to begin.
 
     Attributes:
@@ -51,70 +57,74 @@ class Task:
     num_threads: int | None = None
 
 
-def work(link: Link, task: Task, store: MeetingPoint | None = None) -> None:
+def run_worker(channel: Channel, task: WorkerTask, store: RendezvousStore | None = None) -> None:
     """Run a rank until the leader ends it; a fault is told to the leader and ends the process."""
-    follower = Follower(link, task.config.rank_timeout)
+    leader = LeaderConnection(channel, task.config.rank_timeout)
     for name in ("transformers", "torch"):  # the leader says what there is to say
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        _work(follower, task, store)
+        _run_worker(leader, task, store)
     except ValueError as error:
-        _give_up(follower, str(error), asked=True)
+        _report_and_exit(leader, str(error), user_error=True)
     except Exception as error:
-        time.sleep(_ECHO_SECONDS)
+        time.sleep(_FAULT_DELAY_SECONDS)
         traceback.print_exc()
-        _give_up(follower, f"{type(error).__name__}: {error}", asked=False)
+        _report_and_exit(leader, f"{type(error).__name__}: {error}", user_error=False)
 
 
-def _give_up(follower: Follower, sentence: str, asked: bool) -> None:
+def _report_and_exit(leader: LeaderConnection, sentence: str, user_error: bool) -> None:
     with contextlib.suppress(OSError):  # all refuse the same, and the leader may have ended them for another's word
-        follower.failed(sentence, asked)
+        leader.report_failure(sentence, user_error)
     os._exit(1)
 
 
-def _work(follower: Follower, task: Task, store: MeetingPoint | None) -> None:
+def _run_worker(leader: LeaderConnection, task: WorkerTask, store: RendezvousStore | None) -> None:
     config = task.config
     if task.num_threads is not None:
         torch.set_num_threads(task.num_threads)
     if task.device != "cpu":
         torch.cuda.set_device(task.device)
-    with inductor_imported(config.torch_compile_config.enable_inductor):
-        follower.joined()
+    with import_inductor_in_background(config.torch_compile_config.enable_inductor):
+        leader.report_joined()
         if store is None:
             assert task.store is not None
-            store = join_meeting_point(task.store)
-        world = init_world(task.rank, config.tensor_parallel_size, config.pipeline_parallel_size, task.device, store)
+            store = join_rendezvous_store(task.store)
+        process_groups = init_process_groups(
+            task.rank, config.tensor_parallel_size, config.pipeline_parallel_size, task.device, store
+        )
     report = Report(show=False)
     begin = time.monotonic()
-    quiet = replace(config, torch_compile_config=replace(config.torch_compile_config, dump_dir=None))  # the leader's
-    engine = build(quiet, report, world=world)
-    follower.built(_facts(report, task, time.monotonic() - begin))
-    with gc.at_rest():
-        _carry_out(engine.runner, follower, world)
-    engine.runner.forget_recordings()
-    close_world(world)
+    worker_config = replace(
+        config, torch_compile_config=replace(config.torch_compile_config, dump_dir=None)
+    )  # the leader's
+    engine = build(worker_config, report, process_groups=process_groups)
+    leader.report_built(_rank_facts(report, task, time.monotonic() - begin))
+    with gc.gc_frozen():
+        _run_steps(engine.runner, leader, process_groups)
+    engine.runner.release_graphs()
+    destroy_process_groups(process_groups)
 
 
-def _facts(report: Report, task: Task, seconds: float) -> dict[str, Any]:
+def _rank_facts(report: Report, task: WorkerTask, seconds: float) -> dict[str, Any]:
     """What the leader tells of this rank."""
     used = [event["outcome"] for event in report.select("cache")]
     found = {"loaded": used.count("hit"), "compiled": used.count("miss")}
     return {"rank": task.rank, "device": task.device, "process": os.getpid(), "seconds": seconds, **found}
 
 
-def _carry_out(runner: Runner, follower: Follower, world: World) -> None:
+def _run_steps(runner: ModelRunner, leader: LeaderConnection, process_groups: ProcessGroups) -> None:
     """Steps in the order in which they come, as many in flight as the leader has."""
     runner.start()
-    digest = Digest(runner.state, runner.plan.config.torch_compile_config.debug)
+    digest = StateDigest(runner.state, runner.plan.config.torch_compile_config.debug)
     in_flight: deque[Any] = deque()
 
     def collect() -> None:
         runner.collect(in_flight.popleft())
-        if fault := world.fault():
+        if fault := process_groups.fault():
             raise RuntimeError(fault)
 
     while True:
-        kind, payload = follower.messages.get()
+        kind, payload = leader.messages.get()
         if kind == channel.STEP:
             digest.add(payload)
             in_flight.append(runner.launch(decode(payload)))
@@ -125,6 +135,6 @@ def _carry_out(runner: Runner, follower: Follower, world: World) -> None:
             collect()
         if kind == channel.END:
             return
-        if digest.wanted:
-            follower.digest(digest.take())
-        runner.rest()
+        if digest.enabled:
+            leader.digest(digest.take())
+        runner.on_idle()

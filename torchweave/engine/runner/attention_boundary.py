@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchweave.ops.attention.calls import carry_out_call
-from torchweave.ops.attention.op import AttentionBackend, AttentionMetadata, AttentionStep, KVLayer
+from torchweave.ops.attention.calls import run_attention_op
+from torchweave.ops.attention.op import AttentionBackend, AttentionMetadata, AttentionStep, LayerKVCache
 from torchweave.ops.slot_state import SlotState
 
 BEGIN = "begin"  # handed to the boundary once the step's metadata is in place, before the model runs
@@ -20,7 +20,9 @@ class AttentionBoundary:
     boundary like attention itself, so that a piecewise recording does it anew at every replay.
     """
 
-    def __init__(self, backend: AttentionBackend, caches: list[KVLayer], metas: Sequence[AttentionMetadata]) -> None:
+    def __init__(
+        self, backend: AttentionBackend, caches: list[LayerKVCache], metas: Sequence[AttentionMetadata]
+    ) -> None:
         self._backend = backend
         self._caches = caches
         self._metas = metas
@@ -30,11 +32,11 @@ class AttentionBoundary:
         if op is BEGIN:
             self._steps = [self._backend.begin(meta) for meta in self._metas]
             return
-        carry_out_call(self._steps, self._caches, op, args, kwargs)
+        run_attention_op(self._steps, self._caches, op, args, kwargs)
 
 
-def boundary_of(
-    backend: AttentionBackend, caches: list[KVLayer], meta: AttentionMetadata, state: SlotState
+def build_attention_boundary(
+    backend: AttentionBackend, caches: list[LayerKVCache], meta: AttentionMetadata, state: SlotState
 ) -> AttentionBoundary:
     """The boundary of a step, of which `meta` has the tables and the slot mappings of all groups of layers."""
     metas = [meta]

@@ -21,38 +21,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.compiler.runtime.compiled_graph import Woven
-from torchweave.compiler.runtime.cuda_graphs import Boundary, Forward, GraphPool, Recorder, Recording, record
+from torchweave.compiler.runtime.compiled_graph import CompiledGraph
+from torchweave.compiler.runtime.cuda_graphs import BoundaryHandler, Forward, GraphPool, Recorder, Recording, record
 from torchweave.config import Plan
 from torchweave.engine.kv_cache.block_copy import copy_blocks
-from torchweave.engine.runner.attention_boundary import BEGIN, AttentionBoundary, boundary_of
-from torchweave.engine.runner.pipeline_stage import StageForward, StageRedraw
-from torchweave.engine.runner.resample import Redraw
-from torchweave.engine.runner.step_buffers import Exchange, StepBuffers, pack, packed_size
+from torchweave.engine.runner.attention_boundary import BEGIN, AttentionBoundary, build_attention_boundary
+from torchweave.engine.runner.pipeline_stage import StageForward, StageResampler
+from torchweave.engine.runner.resample import Resampler
+from torchweave.engine.runner.step_buffers import HostBufferRing, StepBuffers, pack, packed_size
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
-from torchweave.ops.attention.op import AttentionBackend, AttentionMetadata, KVLayer
+from torchweave.ops.attention.op import AttentionBackend, AttentionMetadata, LayerKVCache
 from torchweave.ops.sampling.sample import logprobs, sample
 from torchweave.ops.slot_state import SlotState
-from torchweave.ops.step_io import advance, carry, prepare, prepare_decode
+from torchweave.ops.step_io import advance, carry, prepare, prepare_decode_inputs
 from torchweave.report import Report
-from torchweave.utils.cuda_streams import idle_within, side_stream
+from torchweave.utils.cuda_streams import side_stream, wait_until_idle
 from torchweave.utils.openmp import release_workers
 
-_PATIENCE = 5.0  # seconds, as long as ranks have to abort what waits for one that is gone
+_DRAIN_SECONDS = 5.0  # seconds, as long as ranks have to abort what waits for one that is gone
 
 
 @dataclass(frozen=True)
-class Handle:
+class LaunchedStep:
     """A launched step: where its tokens will be, and what keeps them."""
 
-    turn: int
+    ring_index: int
     rows: int
     how: str
     logprobs: tuple[np.ndarray, tuple[Tensor, ...]] | None
-    scores: tuple[np.ndarray, tuple[Tensor, ...]] | None
+    prompt_logprobs: tuple[np.ndarray, tuple[Tensor, ...]] | None
 
 
-class Runner:
+class ModelRunner:
     """Owns the device: nothing else writes the inputs of a graph.
 
     Args:
@@ -69,7 +69,7 @@ class Runner:
         plan: Plan,
         forward: Forward,
         backend: AttentionBackend,
-        caches: list[KVLayer],
+        caches: list[LayerKVCache],
         state: SlotState,
         report: Report,
     ) -> None:
@@ -78,7 +78,7 @@ class Runner:
         self.caches = caches
         self._forward = forward
         # Tokens and rows that the model may see.
-        self._least = forward.sizes[0] if isinstance(forward, (Woven, StageForward)) else 1
+        self._min_size = forward.sizes[0] if isinstance(forward, (CompiledGraph, StageForward)) else 1
         self._backend = backend
         self._report = report
         self._device = torch.device(plan.device)
@@ -86,17 +86,17 @@ class Runner:
         self._decode_graphs: dict[int, Recording] = {}
         self._mixed_graphs: dict[int, Recording] = {}
         most = packed_size(plan.max_batch_size, plan.max_num_tokens)
-        self._exchange = Exchange(most, plan.max_batch_size, plan.run_ahead + 1, self._device)
+        self._host_buffers = HostBufferRing(most, plan.max_batch_size, plan.run_ahead + 1, self._device)
         self._stream = side_stream(self, self._device) if self._device.type == "cuda" else None
-        self._decode_steps: dict[int, tuple[Callable[[Boundary], Tensor], AttentionBoundary]] = {}
-        self._redraw, self._draw, self._has_logits = Redraw(state), sample, True
+        self._decode_steps: dict[int, tuple[Callable[[BoundaryHandler], Tensor], AttentionBoundary]] = {}
+        self._resample, self._sample_tokens, self._has_logits = Resampler(state), sample, True
         if isinstance(forward, StageForward):
-            pipeline, self._draw = forward.pipeline, forward.draw
-            self._redraw, self._has_logits = StageRedraw(state, pipeline), pipeline.is_last
+            pipeline, self._sample_tokens = forward.pipeline, forward.sample_tokens
+            self._resample, self._has_logits = StageResampler(state, pipeline), pipeline.is_last
 
     # -- what a step computes ------------------------------------------------------------------------------------------
 
-    def _decode_step(self, rows: int) -> tuple[Callable[[Boundary], Tensor], AttentionBoundary]:
+    def _decode_step(self, rows: int) -> tuple[Callable[[BoundaryHandler], Tensor], AttentionBoundary]:
         """The step of `rows` generation rows, one token each; row i is the slot that the device lists at i."""
         if rows in self._decode_steps:
             return self._decode_steps[rows]
@@ -104,11 +104,11 @@ class Runner:
         slots, ids, positions = state.slots[:rows], buffers.ids[:rows], buffers.positions[:rows]
         seq_lens, mapping = buffers.seq_lens[:rows], buffers.slot_mapping[..., :rows]
         tokens, out, index = buffers.tokens[:rows], buffers.out[:rows], buffers.row_index[:rows]
-        every = buffers.every[:rows]
-        block_size, draw = self.plan.block_size, self._draw
+        emit_all = buffers.emit_all[:rows]
+        block_size, sample_tokens = self.plan.block_size, self._sample_tokens
 
-        def run(boundary: Boundary) -> Tensor:
-            prepare_decode(
+        def run(boundary: BoundaryHandler) -> Tensor:
+            prepare_decode_inputs(
                 state,
                 slots,
                 ids=ids,
@@ -119,8 +119,8 @@ class Runner:
             )
             boundary(BEGIN, (), {})
             logits = self._forward(boundary, ids, positions, index)
-            draw(logits, slots, state, tokens)
-            advance(tokens, slots, every, state, out)
+            sample_tokens(logits, slots, state, tokens)
+            advance(tokens, slots, emit_all, state, out)
             return logits
 
         meta = AttentionMetadata(
@@ -134,21 +134,22 @@ class Runner:
             decode_only=True,
             max_seq_len=self.plan.max_model_len,
         )
-        self._decode_steps[rows] = run, boundary_of(self._backend, self.caches, meta, self.state)
+        self._decode_steps[rows] = run, build_attention_boundary(self._backend, self.caches, meta, self.state)
         return self._decode_steps[rows]
 
     def _mixed_step(
-        self, rows: int, tokens: int, max_seq_len: int, scored: Tensor | None = None
-    ) -> tuple[Callable[[Boundary], Tensor], AttentionBoundary]:
-        """The step of `tokens` tokens over `rows` rows, which reads the packed inputs; also the logits of tokens `scored`."""
+        self, rows: int, tokens: int, max_seq_len: int, prompt_targets: Tensor | None = None
+    ) -> tuple[Callable[[BoundaryHandler], Tensor], AttentionBoundary]:
+        """The step of `tokens` tokens over `rows` rows, which reads the packed inputs; also the logits of tokens
+        `prompt_targets`."""
         buffers, state = self._buffers, self.state
         packed = buffers.views(rows, tokens)
         ids, positions, mapping = buffers.ids[:tokens], buffers.positions[:tokens], buffers.slot_mapping[..., :tokens]
-        seq_lens, drawn, out = buffers.seq_lens[:rows], buffers.tokens[:rows], buffers.out[:rows]
+        seq_lens, sampled, out = buffers.seq_lens[:rows], buffers.tokens[:rows], buffers.out[:rows]
         index = buffers.logits_index[:rows]
-        block_size, draw = self.plan.block_size, self._draw
+        block_size, sample_tokens = self.plan.block_size, self._sample_tokens
 
-        def run(boundary: Boundary) -> Tensor:
+        def run(boundary: BoundaryHandler) -> Tensor:
             index.copy_(packed.logits_index)
             prepare(
                 state,
@@ -163,10 +164,10 @@ class Runner:
                 block_size=block_size,
             )
             boundary(BEGIN, (), {})
-            wanted = index if scored is None else torch.cat([index, scored])
+            wanted = index if prompt_targets is None else torch.cat([index, prompt_targets])
             logits = self._forward(boundary, ids, positions, wanted)
-            draw(logits[:rows], packed.slots, state, drawn)
-            advance(drawn, packed.slots, packed.emit, state, out)
+            sample_tokens(logits[:rows], packed.slots, state, sampled)
+            advance(sampled, packed.slots, packed.emit, state, out)
             return logits
 
         meta = AttentionMetadata(
@@ -180,7 +181,7 @@ class Runner:
             decode_only=False,
             max_seq_len=max_seq_len,
         )
-        return run, boundary_of(self._backend, self.caches, meta, self.state)
+        return run, build_attention_boundary(self._backend, self.caches, meta, self.state)
 
     def rows_of(self, tokens: int) -> int:
         """Rows that a recording of `tokens` tokens has room for."""
@@ -188,59 +189,69 @@ class Runner:
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
-    def record_all(self, pool: GraphPool) -> None:
+    def record_all_graphs(self, pool: GraphPool) -> None:
         """Record every size, the largest first, so that smaller ones fit into the memory that larger ones took.
 
         Only the largest is run before it is recorded: libraries have what they keep by then, and a run takes the host as long as a
         recording. Ranks run all of them: one that had to run where the others record would wait for them.
         """
-        plan, alone = self.plan, self.plan.config.num_ranks == 1
-        mixed = plan.token_buckets if plan.whole_mixed_graphs or plan.piecewise_graphs else ()
+        plan, is_single_rank = self.plan, self.plan.config.num_ranks == 1
+        mixed = plan.token_buckets if plan.full_mixed_graphs or plan.piecewise_graphs else ()
         decode = plan.batch_sizes if plan.decode_graphs else ()
-        mixed, decode = ([size for size in sizes if size >= self._least] for sizes in (mixed, decode))
+        mixed, decode = ([size for size in sizes if size >= self._min_size] for sizes in (mixed, decode))
         if mixed:
             with self._report.progress("recording mixed steps", len(mixed)) as advance_bar, self._on_stream():
                 for number, tokens in enumerate(sorted(mixed, reverse=True)):
-                    self.record_mixed(tokens, pool, warm_up=number == 0 or not alone)
+                    self.record_mixed(tokens, pool, warm_up=number == 0 or not is_single_rank)
                     advance_bar(1, f"{tokens} tokens")
         if decode:
             with self._report.progress("recording decode steps", len(decode)) as advance_bar, self._on_stream():
                 for number, rows in enumerate(sorted(decode, reverse=True)):
-                    self.record_decode(rows, pool, warm_up=number == 0 or not alone)
+                    self.record_decode(rows, pool, warm_up=number == 0 or not is_single_rank)
                     advance_bar(1, f"batch {rows}")
 
-    def forget_recordings(self) -> None:
+    def release_graphs(self) -> None:
         """Let go of all graphs, once they have ended. While one lives that holds a collective, NCCL does not leave its group.
 
         To destroy one that runs waits for it and keeps the interpreter: a thread that is to abort a collective whose other rank is
         gone could not. So graphs that do not end are kept.
         """
-        if self._stream is None or idle_within(self._stream, _PATIENCE):
+        if self._stream is None or wait_until_idle(self._stream, _DRAIN_SECONDS):
             self._decode_graphs.clear()
             self._mixed_graphs.clear()
 
     def record_mixed(self, tokens: int, pool: Recorder, warm_up: bool = True) -> Recording:
-        rows, whole = self.rows_of(tokens), self.plan.whole_mixed_graphs
-        self._clear_packed(rows, tokens)
+        rows, capture_boundary_ops = self.rows_of(tokens), self.plan.full_mixed_graphs
+        self._upload_padding(rows, tokens)
         run, boundary = self._mixed_step(rows, tokens, self.plan.max_model_len)
-        return self._keep("mixed", self._mixed_graphs, tokens, self._record(run, boundary, whole, pool, warm_up))
+        return self._store_graph(
+            "mixed", self._mixed_graphs, tokens, self._record(run, boundary, capture_boundary_ops, pool, warm_up)
+        )
 
     def record_decode(self, rows: int, pool: Recorder, warm_up: bool = True) -> Recording:
         run, boundary = self._decode_step(rows)
-        return self._keep("decode", self._decode_graphs, rows, self._record(run, boundary, True, pool, warm_up))
+        return self._store_graph("decode", self._decode_graphs, rows, self._record(run, boundary, True, pool, warm_up))
 
     def _record(
         self,
-        run: Callable[[Boundary], Tensor],
+        run: Callable[[BoundaryHandler], Tensor],
         boundary: AttentionBoundary,
-        whole: bool,
+        capture_boundary_ops: bool,
         pool: Recorder,
         warm_up: bool,
     ) -> Recording:
         inputs, debug = self._inputs(), self.plan.config.torch_compile_config.debug
         # As steps run: without it each op of ours goes through its part of autograd, in Python.
         with torch.inference_mode():
-            return record(run, boundary, whole=whole, pool=pool, debug=debug, inputs=inputs, warm_up=warm_up)
+            return record(
+                run,
+                boundary,
+                capture_boundary_ops=capture_boundary_ops,
+                pool=pool,
+                debug=debug,
+                inputs=inputs,
+                warm_up=warm_up,
+            )
 
     def _inputs(self) -> tuple[Tensor, ...]:
         """What a replay reads beside weights: its addresses are checked under `debug`."""
@@ -248,7 +259,7 @@ class Runner:
         cache = [tensor for layer in self.caches for tensor in layer.tensors]
         return (self.state.arena, buffers.packed, buffers.ids, buffers.positions, buffers.slot_mapping, *cache)
 
-    def _keep(self, step: str, recordings: dict[int, Recording], size: int, recording: Recording) -> Recording:
+    def _store_graph(self, step: str, recordings: dict[int, Recording], size: int, recording: Recording) -> Recording:
         recordings[size] = recording
         for key in sorted(recordings):  # in ascending order, for `_bucket`
             recordings[key] = recordings.pop(key)
@@ -259,7 +270,7 @@ class Runner:
         )
         return recording
 
-    def run_padding(self, tokens: int, max_seq_len: int | None = None) -> None:
+    def run_dummy_step(self, tokens: int, max_seq_len: int | None = None) -> None:
         """Run a step with context rows on padding alone: it touches no cache and no slot.
 
         Args:
@@ -267,25 +278,25 @@ class Runner:
         """
         rows = self.rows_of(tokens)
         with torch.inference_mode(), self._on_stream():
-            self._clear_packed(rows, tokens)
+            self._upload_padding(rows, tokens)
             run, boundary = self._mixed_step(rows, tokens, max_seq_len or self.plan.max_model_len)
             run(boundary)
 
-    def run_padding_decode(self, rows: int) -> None:
+    def run_dummy_decode_step(self, rows: int) -> None:
         """The same for a decode step; no slot may be running."""
         with torch.inference_mode(), self._on_stream():
             run, boundary = self._decode_step(rows)
             run(boundary)
 
-    def _clear_packed(self, rows: int, tokens: int) -> None:
-        turn, nothing = self._exchange.next(), np.empty(0, np.int32)
-        self._say(Step(0, nothing, nothing, (), nothing, None, 0), rows, tokens, turn)
-        self._exchange.mark(turn)
+    def _upload_padding(self, rows: int, tokens: int) -> None:
+        ring_index, nothing = self._host_buffers.acquire(), np.empty(0, np.int32)
+        self._upload_inputs(Step(0, nothing, nothing, (), nothing, None, 0), rows, tokens, ring_index)
+        self._host_buffers.record_end(ring_index)
 
-    def _say(self, step: Step, rows: int, tokens: int, turn: int) -> None:
-        said = self._exchange.said[turn][: packed_size(rows, tokens)]
-        pack(step, rows, tokens, said.numpy())
-        carry(said, self._buffers.packed[: len(said)])
+    def _upload_inputs(self, step: Step, rows: int, tokens: int, ring_index: int) -> None:
+        packed_inputs = self._host_buffers.packed_inputs[ring_index][: packed_size(rows, tokens)]
+        pack(step, rows, tokens, packed_inputs.numpy())
+        carry(packed_inputs, self._buffers.packed[: len(packed_inputs)])
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -296,25 +307,25 @@ class Runner:
             torch.cuda.set_device(self._device)
             torch.cuda.set_stream(self._stream)
 
-    def launch(self, step: Step) -> Handle:
+    def launch(self, step: Step) -> LaunchedStep:
         """Begin a step without waiting for it: write what changed, replay the graph that fits, carry the tokens out."""
-        turn = self._exchange.next()
+        ring_index = self._host_buffers.acquire()
         with torch.inference_mode():
             if step.updates is not None:
                 self.state.write(*step.updates)
             if step.copies is not None:
                 copy_blocks(self.caches, *step.copies)
-            how, logits = self._launch_mixed(step, turn) if step.chunks else self._launch_decode(step.num_rows)
-            if step.adjust is not None:
-                self._redraw(step.adjust, logits, self._buffers.tokens, self._buffers.out)
-            wanted = scores = None
-            if step.scored is not None and self._has_logits:
-                scores = self._scores(step, logits)
+            how, logits = self._launch_mixed(step, ring_index) if step.chunks else self._launch_decode(step.num_rows)
+            if step.logits_processors is not None:
+                self._resample(step.logits_processors, logits, self._buffers.tokens, self._buffers.out)
+            wanted = prompt_logprobs = None
+            if step.prompt_targets is not None and self._has_logits:
+                prompt_logprobs = self._scores(step, logits)
             if step.logprobs is not None and self._has_logits:
                 wanted = step.logprobs[0], self._logprobs(logits, *step.logprobs)
-            carry(self._buffers.out[: step.num_rows], self._exchange.drawn[turn][: step.num_rows])
-            self._exchange.mark(turn)
-        return Handle(turn, step.num_rows, how, wanted, scores)
+            carry(self._buffers.out[: step.num_rows], self._host_buffers.sampled[ring_index][: step.num_rows])
+            self._host_buffers.record_end(ring_index)
+        return LaunchedStep(ring_index, step.num_rows, how, wanted, prompt_logprobs)
 
     def _logprobs(self, logits: Tensor, rows: np.ndarray, most: int) -> tuple[Tensor, ...]:
         """Host tensors that are filled when the step has completed; only the rows that asked cost anything."""
@@ -323,9 +334,11 @@ class Runner:
 
     def _scores(self, step: Step, logits: Tensor) -> tuple[np.ndarray, tuple[Tensor, ...]]:
         """The same of tokens of prompts, whose logits are the last ones."""
-        assert step.scored is not None
-        targets = torch.from_numpy(step.scored.targets).to(self._device, non_blocking=True)
-        return step.scored.index, self._on_host(logprobs(logits[-len(targets) :], targets, step.scored.most))
+        assert step.prompt_targets is not None
+        targets = torch.from_numpy(step.prompt_targets.targets).to(self._device, non_blocking=True)
+        return step.prompt_targets.index, self._on_host(
+            logprobs(logits[-len(targets) :], targets, step.prompt_targets.most)
+        )
 
     def _on_host(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._stream is None:
@@ -338,25 +351,28 @@ class Runner:
             recording = self._decode_graphs[bucket]
             recording.replay()
             return "decode_graph", recording.output
-        run, boundary = self._decode_step(max(rows, self._least))
+        run, boundary = self._decode_step(max(rows, self._min_size))
         return "plain", run(boundary)
 
-    def _launch_mixed(self, step: Step, turn: int) -> tuple[str, Tensor]:
+    def _launch_mixed(self, step: Step, ring_index: int) -> tuple[str, Tensor]:
         bucket = self._bucket(self._mixed_graphs, step.num_tokens, padding=True)
         limit = self.plan.config.torch_compile_config.max_padding_ratio
-        scored = None
-        if step.scored is not None:  # more logits than a recording has
-            bucket, scored = None, torch.from_numpy(step.scored.index).to(self._device, non_blocking=True)
+        prompt_targets = None
+        if step.prompt_targets is not None:  # more logits than a recording has
+            bucket, prompt_targets = (
+                None,
+                torch.from_numpy(step.prompt_targets.index).to(self._device, non_blocking=True),
+            )
         if bucket is not None and (bucket > limit * step.num_tokens or step.num_rows > self.rows_of(bucket)):
             bucket = None
-        tokens = max(step.num_tokens, self._least) if bucket is None else bucket
-        rows = max(step.num_rows, self._least) if bucket is None else self.rows_of(bucket)
-        self._say(step, rows, tokens, turn)
+        tokens = max(step.num_tokens, self._min_size) if bucket is None else bucket
+        rows = max(step.num_rows, self._min_size) if bucket is None else self.rows_of(bucket)
+        self._upload_inputs(step, rows, tokens, ring_index)
         if bucket is not None:
             recording = self._mixed_graphs[bucket]
             recording.replay()
             return "mixed_graph" if recording.num_segments == 1 else "piecewise_graph", recording.output
-        run, boundary = self._mixed_step(rows, tokens, step.max_seq_len, scored)
+        run, boundary = self._mixed_step(rows, tokens, step.max_seq_len, prompt_targets)
         return "plain", run(boundary)
 
     @staticmethod
@@ -368,13 +384,15 @@ class Runner:
             return None
         return sizes[at]
 
-    def ready(self, handle: Handle) -> bool:
-        return self._exchange.ready(handle.turn)
+    def ready(self, handle: LaunchedStep) -> bool:
+        return self._host_buffers.ready(handle.ring_index)
 
-    def collect(self, handle: Handle) -> StepResult:
+    def collect(self, handle: LaunchedStep) -> StepResult:
         """Wait for a launched step and take its tokens."""
-        tokens = self._exchange.wait(handle.turn)[: handle.rows].numpy().copy()
-        return StepResult(tokens, handle.how, _found(handle.logprobs), _found(handle.scores))
+        tokens = self._host_buffers.wait(handle.ring_index)[: handle.rows].numpy().copy()
+        return StepResult(
+            tokens, handle.how, _to_step_logprobs(handle.logprobs), _to_step_logprobs(handle.prompt_logprobs)
+        )
 
     def memory_in_use(self) -> int | None:
         if self._device.type != "cuda":
@@ -382,7 +400,7 @@ class Runner:
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         """Let the workers of the CPU go, so that they are not in the way of what the process computes elsewhere."""
         if self._device.type == "cpu":
             release_workers()
@@ -391,7 +409,7 @@ class Runner:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
 
-def _found(tensors: tuple[np.ndarray, tuple[Tensor, ...]] | None) -> StepLogprobs | None:
+def _to_step_logprobs(tensors: tuple[np.ndarray, tuple[Tensor, ...]] | None) -> StepLogprobs | None:
     if tensors is None:
         return None
     rows, (chosen, values, ids, ranks) = tensors

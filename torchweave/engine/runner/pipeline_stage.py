@@ -15,13 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchweave.compiler.runtime.compiled_graph import Woven
-from torchweave.compiler.runtime.cuda_graphs import Boundary
-from torchweave.distributed.pipeline_transport import Pipeline
-from torchweave.distributed.process_groups import World
-from torchweave.engine.runner.resample import Redraw
-from torchweave.engine.scheduler.step import Adjust
-from torchweave.models.parallel import Stage
+from torchweave.compiler.runtime.compiled_graph import CompiledGraph
+from torchweave.compiler.runtime.cuda_graphs import BoundaryHandler
+from torchweave.distributed.pipeline_transport import PipelineTransport
+from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.engine.runner.resample import Resampler
+from torchweave.engine.scheduler.step import LogitsProcessorRows
+from torchweave.models.parallel import PipelineStage
 from torchweave.ops.sampling.logits_processors import ROW, SLOT
 from torchweave.ops.sampling.sample import sample
 from torchweave.ops.slot_state import SlotState
@@ -42,13 +42,13 @@ class StageForward:
         pipeline: this rank's end of the pipeline.
     """
 
-    def __init__(self, woven: Woven, stage: Stage, world: World) -> None:
-        self.sizes = woven.sizes
-        self.pipeline = Pipeline(world)
-        self._woven = woven
+    def __init__(self, compiled_graph: CompiledGraph, stage: PipelineStage, process_groups: ProcessGroups) -> None:
+        self.sizes = compiled_graph.sizes
+        self.pipeline = PipelineTransport(process_groups)
+        self._woven = compiled_graph
         self._width, self._dtype = stage.width, stage.dtype
 
-    def __call__(self, boundary: Boundary, *inputs: Tensor) -> Tensor:
+    def __call__(self, boundary: BoundaryHandler, *inputs: Tensor) -> Tensor:
         ids, _, index = inputs
         if not self.pipeline.is_first:
             inputs = (*inputs, self.pipeline.receive((1, ids.shape[0], self._width), self._dtype))
@@ -58,26 +58,26 @@ class StageForward:
         self.pipeline.send(out)
         return torch.empty((index.shape[0], 0), dtype=self._dtype, device=ids.device)
 
-    def draw(self, logits: Tensor, slots: Tensor, state: SlotState, tokens: Tensor) -> None:
+    def sample_tokens(self, logits: Tensor, slots: Tensor, state: SlotState, tokens: Tensor) -> None:
         """Sample on the last stage, and let all stages have the tokens, int32 [N]."""
         if self.pipeline.is_last:
             sample(logits, slots, state, tokens)
-        self.pipeline.share(tokens)
+        self.pipeline.broadcast_from_last(tokens)
 
 
-class StageRedraw(Redraw):
+class StageResampler(Resampler):
     """Rows with changed logits are drawn again on the last stage; the other stages hear what came of it."""
 
-    def __init__(self, state: SlotState, pipeline: Pipeline) -> None:
+    def __init__(self, state: SlotState, pipeline: PipelineTransport) -> None:
         super().__init__(state)
         self._pipeline = pipeline
 
-    def __call__(self, adjust: Adjust, logits: Tensor, tokens: Tensor, out: Tensor) -> None:
+    def __call__(self, logits_processors: LogitsProcessorRows, logits: Tensor, tokens: Tensor, out: Tensor) -> None:
         if self._pipeline.is_last:
-            super().__call__(adjust, logits, tokens, out)
-        if not adjust.rows.shape[1]:
+            super().__call__(logits_processors, logits, tokens, out)
+        if not logits_processors.rows.shape[1]:
             return
-        self._pipeline.share(tokens)
+        self._pipeline.broadcast_from_last(tokens)
         if not self._pipeline.is_last:
-            records, _ = self._on_device(replace(adjust, masks=None))
+            records, _ = self._on_device(replace(logits_processors, masks=None))
             self._state.last_token[records[SLOT].long()] = tokens[records[ROW].long()]

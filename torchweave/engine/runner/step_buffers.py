@@ -20,7 +20,7 @@ from torchweave.engine.scheduler.step import Step
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedInputs:
     """Views of the packed inputs of one (rows, tokens) bucket."""
 
     slots: Tensor
@@ -39,18 +39,18 @@ def pack(step: Step, rows: int, tokens: int, out: np.ndarray) -> None:
     """Write a step into `out`, int32 [packed_size(rows, tokens)]; rows and tokens beyond the step's are padding."""
     out[: 4 * rows + 1] = 0
     slots, starts, emit, index, ids, positions = _split(out, rows, tokens)
-    num_rows, num_generation = step.num_rows, step.num_generation
+    num_rows, num_decode_rows = step.num_rows, step.num_decode_rows
     slots[:num_rows] = step.slots
     slots[num_rows:] = -1
     sizes = [len(chunk.tokens) for chunk in step.chunks]
-    starts[1 : num_generation + 1] = np.arange(1, num_generation + 1)
-    starts[num_generation + 1 : num_rows + 1] = num_generation + np.cumsum(sizes)
+    starts[1 : num_decode_rows + 1] = np.arange(1, num_decode_rows + 1)
+    starts[num_decode_rows + 1 : num_rows + 1] = num_decode_rows + np.cumsum(sizes)
     starts[num_rows + 1 :] = step.num_tokens
     emit[:num_rows] = step.emits
     index[:num_rows] = starts[1 : num_rows + 1] - 1
-    ids[:num_generation] = -1  # the device knows the last token, the host may not know it yet
-    positions[:num_generation] = step.starts
-    at = num_generation
+    ids[:num_decode_rows] = -1  # the device knows the last token, the host may not know it yet
+    positions[:num_decode_rows] = step.starts
+    at = num_decode_rows
     for chunk, size in zip(step.chunks, sizes, strict=True):
         ids[at : at + size] = chunk.tokens
         positions[at : at + size] = np.arange(chunk.start, chunk.start + size)
@@ -85,15 +85,15 @@ class StepBuffers:
         self.logits_index = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.rows = torch.arange(max_rows + 1, dtype=torch.int32, device=device)  # query_start of a decode step
         self.row_index = torch.arange(max_rows, dtype=torch.int64, device=device)
-        self.every = torch.ones(max_rows, dtype=torch.int32, device=device)  # `emit` of a decode step
+        self.emit_all = torch.ones(max_rows, dtype=torch.int32, device=device)  # `emit` of a decode step
         self.packed = torch.zeros(packed_size(max_rows, max_tokens), dtype=torch.int32, device=device)
 
-    def views(self, rows: int, tokens: int) -> Packed:
+    def views(self, rows: int, tokens: int) -> PackedInputs:
         sizes = (rows, rows + 1, rows, rows, tokens, tokens)
-        return Packed(*self.packed[: sum(sizes)].split(sizes))
+        return PackedInputs(*self.packed[: sum(sizes)].split(sizes))
 
 
-class Exchange:
+class HostBufferRing:
     """Host memory that a step reads and writes, a turn for each step in flight; pinned when the device is a GPU.
 
     A turn is used again only after its step has ended.
@@ -109,31 +109,32 @@ class Exchange:
         drawn: int32 [drawn] a turn.
     """
 
-    def __init__(self, said: int, drawn: int, depth: int, device: torch.device) -> None:
+    def __init__(self, packed_inputs: int, sampled: int, depth: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        self.said, self.drawn = (
-            [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(depth)] for size in (said, drawn)
+        self.packed_inputs, self.sampled = (
+            [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(depth)]
+            for size in (packed_inputs, sampled)
         )
-        self._ended = [torch.cuda.Event() for _ in range(depth)] if cuda else []
-        self._turn = 0
+        self._end_events = [torch.cuda.Event() for _ in range(depth)] if cuda else []
+        self._ring_index = 0
 
-    def next(self) -> int:
+    def acquire(self) -> int:
         """A turn that no step in flight has."""
-        turn = self._turn
-        self._turn = (turn + 1) % len(self.said)
-        self.wait(turn)
-        return turn
+        ring_index = self._ring_index
+        self._ring_index = (ring_index + 1) % len(self.packed_inputs)
+        self.wait(ring_index)
+        return ring_index
 
-    def mark(self, turn: int) -> None:
+    def record_end(self, ring_index: int) -> None:
         """All of the step that has this turn has been enqueued on the current stream."""
-        if self._ended:
-            self._ended[turn].record()
+        if self._end_events:
+            self._end_events[ring_index].record()
 
-    def ready(self, turn: int) -> bool:
-        return not self._ended or self._ended[turn].query()
+    def ready(self, ring_index: int) -> bool:
+        return not self._end_events or self._end_events[ring_index].query()
 
-    def wait(self, turn: int) -> Tensor:
+    def wait(self, ring_index: int) -> Tensor:
         """Tokens that the step has drawn, once it has ended."""
-        if self._ended:
-            self._ended[turn].synchronize()
-        return self.drawn[turn]
+        if self._end_events:
+            self._end_events[ring_index].synchronize()
+        return self.sampled[ring_index]

@@ -61,42 +61,46 @@ class BeamSearch:
         self._params = params
         self._stops = np.array(sorted(stops), np.int64)
         self._max_tokens = max_tokens
-        self._answers: list[BeamOutput] = []
+        self._hypotheses: list[BeamOutput] = []
         self._may_improve = True
 
     @property
     def num_generated(self) -> int:
         return len(self.beams[0].tokens)
 
-    def advance(self, heard: list[Continuations]) -> list[int]:
+    def advance(self, continuations: list[Continuations]) -> list[int]:
         """Take in what the model says of each beam; returns for each of the new `beams` the number of the old one it continues."""
         width, length = self._params.beam_width, self.num_generated + 1
-        scores, parents, tokens = self._candidates(heard)
+        scores, parents, tokens = self._candidates(continuations)
         ends = np.isin(tokens, self._stops) | (length >= self._max_tokens)
-        self._keep_answers(heard, scores, parents, tokens, ends, length)
-        going = np.flatnonzero(~ends)[:width]
-        if not going.size:
+        self._add_hypotheses(continuations, scores, parents, tokens, ends, length)
+        alive = np.flatnonzero(~ends)[:width]
+        if not alive.size:
             self.finished = True
             return []
-        self.beams = [self._grown(heard, np.float32(scores[at]), int(parents[at]), int(tokens[at])) for at in going]
+        self.beams = [
+            self._extend(continuations, np.float32(scores[at]), int(parents[at]), int(tokens[at])) for at in alive
+        ]
         self._may_improve = self._may_improve and self._can_improve(length)
-        full = len(self._answers) == width and self._params.early_stopping is True
+        full = len(self._hypotheses) == width and self._params.early_stopping is True
         self.finished = full or not self._may_improve
-        return parents[going].tolist()
+        return parents[alive].tolist()
 
-    def _candidates(self, heard: list[Continuations]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _candidates(self, continuations: list[Continuations]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The best continuations of all beams, best first: scores, parents, tokens."""
-        scores = np.concatenate([each.values + beam.score for each, beam in zip(heard, self.beams, strict=True)])
-        parents = np.repeat(np.arange(len(heard)), [len(each.ids) for each in heard])
-        tokens = np.concatenate([each.ids for each in heard])
+        scores = np.concatenate(
+            [each.values + beam.score for each, beam in zip(continuations, self.beams, strict=True)]
+        )
+        parents = np.repeat(np.arange(len(continuations)), [len(each.ids) for each in continuations])
+        tokens = np.concatenate([each.ids for each in continuations])
         if self.num_generated < self._params.min_tokens:
             scores = np.where(np.isin(tokens, self._stops), np.float32(-np.inf), scores)
         kept = np.argsort(-scores, kind="stable")[: max(2, 1 + len(self._stops)) * self._params.beam_width]
         return scores[kept], parents[kept], tokens[kept]
 
-    def _keep_answers(
+    def _add_hypotheses(
         self,
-        heard: list[Continuations],
+        continuations: list[Continuations],
         scores: np.ndarray,
         parents: np.ndarray,
         tokens: np.ndarray,
@@ -106,38 +110,43 @@ class BeamSearch:
         """Join what ended among the best with the answers so far, and keep the best."""
         width = self._params.beam_width
         for index in np.flatnonzero(ends[:width]):
-            beam = self._grown(heard, np.float32(scores[index]), int(parents[index]), int(tokens[index]))
+            beam = self._extend(continuations, np.float32(scores[index]), int(parents[index]), int(tokens[index]))
             reason = "stop" if tokens[index] in self._stops else "length"
-            self._answers.append(BeamOutput(beam.tokens, self._divided(beam.score, length), reason, beam.logprobs))
-        self._answers.sort(key=lambda answer: -answer.score)  # stable: of equals the older one is kept
-        del self._answers[width:]
+            self._hypotheses.append(
+                BeamOutput(beam.tokens, self._length_normalized(beam.score, length), reason, beam.logprobs)
+            )
+        self._hypotheses.sort(key=lambda answer: -answer.score)  # stable: of equals the older one is kept
+        del self._hypotheses[width:]
 
-    def _grown(self, heard: list[Continuations], score: np.float32, parent: int, token: int) -> Beam:
+    def _extend(self, continuations: list[Continuations], score: np.float32, parent: int, token: int) -> Beam:
         beam, wanted = self.beams[parent], self._params.logprobs
-        grown = Beam(np.append(beam.tokens, np.int32(token)), score)
+        extended = Beam(np.append(beam.tokens, np.int32(token)), score)
         if wanted is None:
-            return grown
-        said = heard[parent]
-        chosen = said.values[said.ids == token][0]
-        top = dict(zip(said.ids[:wanted].tolist(), said.values[:wanted].tolist(), strict=True))
-        entry = TokenLogprobs(token, float(chosen), int((said.values > chosen).sum()) + 1, top)
-        return grown._replace(logprobs=(*beam.logprobs, entry))
+            return extended
+        continuation = continuations[parent]
+        chosen = continuation.values[continuation.ids == token][0]
+        top = dict(zip(continuation.ids[:wanted].tolist(), continuation.values[:wanted].tolist(), strict=True))
+        entry = TokenLogprobs(token, float(chosen), int((continuation.values > chosen).sum()) + 1, top)
+        return extended._replace(logprobs=(*beam.logprobs, entry))
 
-    def _divided(self, score: np.float32, length: int) -> float:
+    def _length_normalized(self, score: np.float32, length: int) -> float:
         return float(score / np.float32(length**self._params.length_penalty))
 
     def _can_improve(self, length: int) -> bool:
         """Whether the best beam that goes on might still become better than the worst answer."""
-        if len(self._answers) < self._params.beam_width:
+        if len(self._hypotheses) < self._params.beam_width:
             return True  # there is room for a worse one
         patient = self._params.early_stopping == "never" and self._params.length_penalty > 0
-        return self._divided(self.beams[0].score, self._max_tokens if patient else length) > self._answers[-1].score
+        return (
+            self._length_normalized(self.beams[0].score, self._max_tokens if patient else length)
+            > self._hypotheses[-1].score
+        )
 
     def best(self, reason: FinishReason | None = None) -> tuple[BeamOutput, ...]:
         """The `n` best answers, best first. With `reason`, of a search that was stopped: beams that go on count, too."""
-        answers = list(self._answers)
+        answers = list(self._hypotheses)
         if reason is not None and self.num_generated:
-            going = ((beam, self._divided(beam.score, self.num_generated)) for beam in self.beams)
-            answers += [BeamOutput(beam.tokens, score, reason, beam.logprobs) for beam, score in going]
+            alive = ((beam, self._length_normalized(beam.score, self.num_generated)) for beam in self.beams)
+            answers += [BeamOutput(beam.tokens, score, reason, beam.logprobs) for beam, score in alive]
             answers.sort(key=lambda answer: -answer.score)
         return tuple(answers[: self._params.n])

@@ -22,9 +22,9 @@ from torchweave.engine.request import SamplingParams, StructuredOutputs
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-_KEPT_GRAMMARS = 64
-_MOST_THREADS = 8
-_LONGEST_COMPLAINT = 300
+_MAX_CACHED_GRAMMARS = 64
+_MAX_THREADS = 8
+_MAX_ERROR_CHARS = 300
 _MISSING = "structured_outputs needs the package llguidance; install torchweave[structured]."
 _WHITE_SPACE = r"[ \n\r\t]{0,24}"
 """Between two parts of JSON: room for lines and indents, but not for the white space without end that small models fall into."""
@@ -35,11 +35,11 @@ _HELD_BACK = "stop tokens alone can go on here, which min_tokens holds back."
 class Vocabulary(Protocol):
     """What a grammar has to know of a tokenizer; `torchweave.tokenizer.Tokenizer` is one."""
 
-    def serialized(self) -> str | None:
+    def tokenizer_json(self) -> str | None:
         """The tokenizer as JSON, in the form of Hugging Face's tokenizers; None where it has none."""
         ...
 
-    def spelling(self) -> list[bytes | None]:
+    def token_bytes(self) -> list[bytes | None]:
         """The text of each token by itself; None for special tokens and parts of characters."""
         ...
 
@@ -49,26 +49,26 @@ class Vocabulary(Protocol):
     def eos_token_id(self) -> int | None: ...
 
 
-def why_not(structured: StructuredOutputs) -> str:
+def rejection_reason(structured: StructuredOutputs) -> str:
     """Why a form cannot be had, in one sentence; empty when it can. Needs no model; may take a while for a large schema."""
     if importlib.util.find_spec("llguidance") is None:
         return _MISSING
     from llguidance import LLMatcher
 
     try:
-        complaint = LLMatcher.validate_grammar(_grammar(structured), limits=_limits())
+        message = LLMatcher.validate_grammar(_grammar(structured), limits=_limits())
     except ValueError as error:
-        complaint = str(error)
+        message = str(error)
     except RecursionError:
-        complaint = "it is nested too deeply."
-    return _sentence(structured, complaint) if complaint else ""
+        message = "it is nested too deeply."
+    return _format_error(structured, message) if message else ""
 
 
-def _sentence(structured: StructuredOutputs, complaint: str) -> str:
+def _format_error(structured: StructuredOutputs, message: str) -> str:
     fields = ("json", "regex", "choice", "grammar", "json_object")
     name = next(name for name in fields if getattr(structured, name) is not None)
-    words = " ".join(complaint.split())
-    words = words if len(words) <= _LONGEST_COMPLAINT else words[: _LONGEST_COMPLAINT - 3] + "..."
+    words = " ".join(message.split())
+    words = words if len(words) <= _MAX_ERROR_CHARS else words[: _MAX_ERROR_CHARS - 3] + "..."
     return f"structured_outputs.{name} cannot be used: {words}"
 
 
@@ -89,7 +89,7 @@ def _grammar(structured: StructuredOutputs) -> str:
     if structured.regex is not None:
         return LLMatcher.grammar_from_regex(structured.regex)
     if structured.choice is not None:  # by the lexer: the parser takes no more than 2000 alternatives
-        return LLMatcher.grammar_from_regex("|".join(map(_literally, structured.choice)))
+        return LLMatcher.grammar_from_regex("|".join(map(_escape_regex, structured.choice)))
     if structured.grammar is not None:
         return LLMatcher.grammar_from_lark(structured.grammar)
     schema = structured.json if structured.json is not None else {"type": "object"}
@@ -106,7 +106,7 @@ def _grammar(structured: StructuredOutputs) -> str:
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
 
 
-def _literally(text: str) -> str:
+def _escape_regex(text: str) -> str:
     """The regular expression of nothing but the text."""
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
@@ -139,14 +139,14 @@ class Constraint:
         assert self._matcher is not None
         return self._matcher
 
-    def begin(self, matcher: LLMatcher) -> None:
+    def set_matcher(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
-    def fail(self, complaint: str) -> None:
-        self.error = _MISSING if complaint == _MISSING else _sentence(self.structured, complaint)
+    def fail(self, message: str) -> None:
+        self.error = _MISSING if message == _MISSING else _format_error(self.structured, message)
 
     @property
-    def is_open(self) -> bool:
+    def needs_mask(self) -> bool:
         """Whether a mask has to say what may come next. Something may, unless the grammar has an end here or failed."""
         if self.error:
             return False
@@ -159,11 +159,11 @@ class Constraint:
     def count_token(self) -> None:
         self._count += 1
 
-    def look(self, mask: np.ndarray, without_end: np.ndarray) -> None:
+    def set_mask(self, mask: np.ndarray, without_end: np.ndarray) -> None:
         """What may come next. `without_end` is the mask without the model's end tokens."""
         if self.matcher.is_error():
-            complaint = self.matcher.get_error()
-            self.fail(_DEAD_END if "NoExtension" in complaint else complaint)
+            message = self.matcher.get_error()
+            self.fail(_DEAD_END if "NoExtension" in message else message)
         elif not without_end.any():
             self.complete = bool(mask.any())
             if not self.complete:
@@ -171,20 +171,20 @@ class Constraint:
         else:
             self.mask = without_end if self._ignore_eos else mask
             if self._count < self._min_tokens:
-                self.mask = self.mask & ~bits_of(self._stops, len(mask))
+                self.mask = self.mask & ~token_bitmask(self._stops, len(mask))
                 self.complete = not self.mask.any() and bool((mask & ~without_end).any())
                 if not (self.complete or self.mask.any()):
                     self.fail(_HELD_BACK)
 
 
-def bits_of(tokens: Sequence[int], num_words: int) -> np.ndarray:
+def token_bitmask(tokens: Sequence[int], num_words: int) -> np.ndarray:
     """int32 [num_words] with the bits of some tokens."""
     bits = np.zeros(32 * num_words, np.uint8)
     bits[[token for token in tokens if token < len(bits)]] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-class Grammars:
+class GrammarManager:
     """Grammars of a model, and the threads that work on them. Both are made when the first request asks.
 
     Args:
@@ -200,9 +200,9 @@ class Grammars:
         self._on_ready: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._known: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
-        self._masking: LLExecutor | None = None
+        self._mask_executor: LLExecutor | None = None
 
     def on_ready(self, call: Callable[[], None]) -> None:
         """`call` is called, on a worker, each time that constraints become ready."""
@@ -216,7 +216,7 @@ class Grammars:
     def constraint(self, params: SamplingParams, stops: Sequence[int]) -> Constraint:
         """The beginning of an answer, which becomes ready by itself; `stops` are the request's stop tokens."""
         constraint = Constraint(params, stops)
-        self._submit(lambda: self._begin(constraint))
+        self._submit(lambda: self._compile(constraint))
         return constraint
 
     def advance(self, tokens: Sequence[tuple[Constraint, int]]) -> None:
@@ -228,14 +228,14 @@ class Grammars:
 
     def _submit(self, work: Callable[[], None]) -> None:
         if self._threads is None:
-            count = min(_MOST_THREADS, max((os.cpu_count() or 1) // 2, 2))
+            count = min(_MAX_THREADS, max((os.cpu_count() or 1) // 2, 2))
             self._threads = ThreadPoolExecutor(count, thread_name_prefix="torchweave-grammar")
         self._threads.submit(work)
 
-    def _begin(self, constraint: Constraint) -> None:
+    def _compile(self, constraint: Constraint) -> None:
         try:
-            constraint.begin(self.matcher(constraint.structured))
-            self._look_ahead([constraint])
+            constraint.set_matcher(self.matcher(constraint.structured))
+            self._compute_masks([constraint])
         except ImportError:
             constraint.fail(_MISSING)
         except Exception as error:
@@ -249,8 +249,8 @@ class Grammars:
         try:
             for constraint, token in tokens:
                 constraint.count_token()
-                constraint.matcher.consume_token(token)  # what is wrong with it is asked for by `is_open`
-            self._look_ahead(constraints)
+                constraint.matcher.consume_token(token)  # what is wrong with it is asked for by `needs_mask`
+            self._compute_masks(constraints)
         except Exception as error:
             for constraint in constraints:
                 constraint.fail(str(error))
@@ -258,8 +258,8 @@ class Grammars:
             constraint.ready = True
         self._on_ready()
 
-    def _look_ahead(self, constraints: Sequence[Constraint]) -> None:
-        constraints = [constraint for constraint in constraints if constraint.is_open]
+    def _compute_masks(self, constraints: Sequence[Constraint]) -> None:
+        constraints = [constraint for constraint in constraints if constraint.needs_mask]
         if not constraints:
             return
         num_words = -(-self.vocab_size // 32)
@@ -269,17 +269,17 @@ class Grammars:
         else:
             numbered = [(constraint.matcher, number) for number, constraint in enumerate(constraints)]
             self._executor().unsafe_compute_mask_ptr(numbered, masks.ctypes.data, masks[0].nbytes, len(masks))
-        without_end = masks & ~bits_of(self.eos, num_words)
+        without_end = masks & ~token_bitmask(self.eos, num_words)
         for constraint, *both in zip(constraints, masks, without_end, strict=True):
-            constraint.look(*both)
+            constraint.set_mask(*both)
 
     def _executor(self) -> LLExecutor:
         with self._lock:
-            if self._masking is None:
+            if self._mask_executor is None:
                 from llguidance import LLExecutor
 
-                self._masking = LLExecutor(min(_MOST_THREADS, max((os.cpu_count() or 1) // 2, 1)))
-            return self._masking
+                self._mask_executor = LLExecutor(min(_MAX_THREADS, max((os.cpu_count() or 1) // 2, 1)))
+            return self._mask_executor
 
     def matcher(self, structured: StructuredOutputs) -> LLMatcher:
         """A form's grammar at its beginning. Grammars are kept, since many requests ask for the same.
@@ -291,18 +291,18 @@ class Grammars:
 
         grammar = _grammar(structured)
         with self._lock:
-            known = self._known.get(grammar)
-            if known is not None:
-                self._known.move_to_end(grammar)
-                return known.deep_copy()
+            compiled = self._compiled.get(grammar)
+            if compiled is not None:
+                self._compiled.move_to_end(grammar)
+                return compiled.deep_copy()
             tokenizer = self._open_tokenizer()
         found = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
         if found.is_error():
             raise ValueError(found.get_error())
         with self._lock:
-            self._known[grammar] = found
-            while len(self._known) > _KEPT_GRAMMARS:
-                self._known.popitem(last=False)
+            self._compiled[grammar] = found
+            while len(self._compiled) > _MAX_CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
             return found.deep_copy()
 
     def _open_tokenizer(self) -> LLTokenizer:
@@ -311,27 +311,27 @@ class Grammars:
 
             if not self.eos:
                 raise ValueError("the model has no end token.")
-            serialized = self._vocabulary.serialized()
+            tokenizer_json = self._vocabulary.tokenizer_json()
             try:
-                if serialized is None:
+                if tokenizer_json is None:
                     raise ValueError("no JSON")
-                self._tokenizer = LLTokenizer(serialized, n_vocab=self.vocab_size, eos_token=list(self.eos))
+                self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=self.vocab_size, eos_token=list(self.eos))
             except ValueError:  # a kind of tokenizer that llguidance cannot read: then token by token
-                spelled = TokenizerWrapper(Spelled(self._vocabulary, self.eos[0]))
-                self._tokenizer = LLTokenizer(spelled, n_vocab=self.vocab_size, eos_token=list(self.eos))
+                adapter = TokenizerWrapper(TokenizerAdapter(self._vocabulary, self.eos[0]))
+                self._tokenizer = LLTokenizer(adapter, n_vocab=self.vocab_size, eos_token=list(self.eos))
         return self._tokenizer
 
 
-class Spelled:
+class TokenizerAdapter:
     """A tokenizer as llguidance's `TokenizerWrapper` takes it: the text of each token."""
 
     def __init__(self, vocabulary: Vocabulary, eos: int) -> None:
-        spelling = vocabulary.spelling()
+        token_bytes = vocabulary.token_bytes()
         self.eos_token_id = eos
         self.bos_token_id = None
-        self.special_token_ids = [token for token, text in enumerate(spelling) if text is None]
+        self.special_token_ids = [token for token, text in enumerate(token_bytes) if text is None]
         # A special token's text starts with a byte that no text holds, so that no grammar asks for it.
-        self.tokens = [b"\xff<%d>" % token if text is None else text for token, text in enumerate(spelling)]
+        self.tokens = [b"\xff<%d>" % token if text is None else text for token, text in enumerate(token_bytes)]
         self._special = frozenset(self.special_token_ids)
         self._vocabulary = vocabulary
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchweave.engine.kv_cache.block_manager import KVCache
+from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.request import InferenceRequest, SamplingParams
-from torchweave.ops.sampling.logits_processors import LONGEST_WORD
+from torchweave.ops.sampling.logits_processors import MAX_BAD_WORD_TOKENS
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Limits:
         vocab_size: token ids are below this.
         chunked_context: a prompt may be read in several steps.
         equal_progress: prompts that do not fit together are each read a part; else the oldest first.
-        mixed_step_sizes: tokens of steps that read prompts while others generate, see `step_tokens`; empty: any number.
-        batch_wait_timeout_iters, batch_wait_max_tokens_ratio: when prompts wait for more of them, see `holds_back`.
+        mixed_step_sizes: tokens of steps that read prompts while others generate, see `step_token_budget`; empty: any number.
+        batch_wait_timeout_iters, batch_wait_max_tokens_ratio: when prompts wait for more of them, see `should_delay_prefill`.
     """
 
     max_batch_size: int
@@ -43,12 +43,12 @@ class Limits:
         max_tokens = request.sampling.max_tokens
         return len(request.input_ids) + (room if max_tokens is None else min(max_tokens, room)) - 1
 
-    def most_blocks(self, request: InferenceRequest, kv: KVCache) -> int:
+    def max_blocks_needed(self, request: InferenceRequest, kv: BlockManager) -> int:
         """Blocks that a request may come to hold. Beams have the prompt's full blocks in common, and no more for sure."""
         common = len(request.input_ids) // kv.block_size
-        return kv.most_blocks_of_forks(self.last_position(request), request.sampling.beam_width, common)
+        return kv.max_blocks_of_forks(self.last_position(request), request.sampling.beam_width, common)
 
-    def _why_no_beams(self, request: InferenceRequest) -> str:
+    def _beam_rejection(self, request: InferenceRequest) -> str:
         width = request.sampling.beam_width
         if width > self.max_batch_size:
             return (
@@ -59,9 +59,9 @@ class Limits:
             return "A beam search has no answer before its end, so it cannot be streamed; ask for the whole answer."
         return ""
 
-    def why_not(self, request: InferenceRequest, kv: KVCache) -> str:
+    def rejection_reason(self, request: InferenceRequest, kv: BlockManager) -> str:
         """Why a request can never run, in one sentence; empty when it can."""
-        if why := _why_not_drawn(request.sampling, self.vocab_size) or _why_not_queued(request):
+        if why := _token_id_rejection(request.sampling, self.vocab_size) or _queue_rejection(request):
             return why
         prompt = np.asarray(request.input_ids)
         if prompt.ndim != 1 or prompt.size == 0:
@@ -78,9 +78,9 @@ class Limits:
                 f"The prompt has {prompt.size} tokens, but a step holds {self.max_num_tokens} and chunked context is off; "
                 "shorten the prompt, raise max_num_tokens or turn enable_chunked_context on."
             )
-        if request.sampling.beam_width > 1 and (why := self._why_no_beams(request)):
+        if request.sampling.beam_width > 1 and (why := self._beam_rejection(request)):
             return why
-        blocks = self.most_blocks(request, kv)
+        blocks = self.max_blocks_needed(request, kv)
         if -(-blocks // kv.num_groups) > kv.num_blocks // kv.num_groups:
             return (
                 f"The request may need {blocks} KV cache blocks, but there are {kv.num_blocks}; lower max_tokens (or "
@@ -89,7 +89,7 @@ class Limits:
         return ""
 
 
-def _why_not_queued(request: InferenceRequest) -> str:
+def _queue_rejection(request: InferenceRequest) -> str:
     """What is wrong with what orders and separates requests; the loop looks at it when others run."""
     if not isinstance(request.priority, (int, np.integer)):
         return f"priority must be a whole number, but is {request.priority!r}."
@@ -100,14 +100,14 @@ def _why_not_queued(request: InferenceRequest) -> str:
     return ""
 
 
-def _why_not_drawn(params: SamplingParams, vocab_size: int) -> str:
+def _token_id_rejection(params: SamplingParams, vocab_size: int) -> str:
     """What is wrong with the tokens that a request names."""
     named = {name: getattr(params, name) or () for name in ("logit_bias", "allowed_token_ids", "stop_token_ids")}
     for word in params.bad_words or ():
         if isinstance(word, str):
             return f"bad_words holds the text {word!r}, but the engine takes token ids; see `in_tokens`."
-        if len(word) > LONGEST_WORD:
-            return f"bad_words holds a word of {len(word)} tokens; give words of at most {LONGEST_WORD} tokens."
+        if len(word) > MAX_BAD_WORD_TOKENS:
+            return f"bad_words holds a word of {len(word)} tokens; give words of at most {MAX_BAD_WORD_TOKENS} tokens."
         named["bad_words"] = (*named.get("bad_words", ()), *word)
     for name, ids in named.items():
         if ids and max(ids) >= vocab_size:
@@ -115,7 +115,7 @@ def _why_not_drawn(params: SamplingParams, vocab_size: int) -> str:
     return ""
 
 
-def why_not_together(params: SamplingParams, eos: Sequence[int]) -> str:
+def conflicting_fields(params: SamplingParams, eos: Sequence[int]) -> str:
     """Which fields exclude each other; empty when none do. `eos` are the model's own end tokens."""
     allowed = params.allowed_token_ids
     if allowed is None:

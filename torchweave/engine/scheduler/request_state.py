@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchweave.engine.kv_cache.prefix_index import Hashes, Match
+from torchweave.engine.kv_cache.prefix_index import BlockHashes, PrefixHit
 from torchweave.engine.request import FinishReason, InferenceRequest, TokenLogprobs
 from torchweave.engine.sampling.beam_search import BeamSearch
 from torchweave.engine.sampling.structured_output import Constraint
 
 
 @dataclass
-class Active:
+class RequestState:
     """A request that is in flight: it waits, runs, or was paused and waits again.
 
     Attributes:
@@ -25,7 +25,7 @@ class Active:
         prompt: int32, its tokens.
         generated: int32, tokens that were generated before it was last paused.
         stops: tokens that end it.
-        late_stops: of these, what the device has no room for.
+        host_stop_ids: of these, what the device has no room for.
         num_logprobs: most likely tokens wanted with each token; -1 for none at all.
         num_prompt_logprobs: the same for the tokens of the prompt.
         sent: of these, tokens that were told already.
@@ -45,73 +45,73 @@ class Active:
     arrival: int
     prompt: np.ndarray
     stops: tuple[int, ...]
-    late_stops: frozenset[int]
+    host_stop_ids: frozenset[int]
     num_logprobs: int
     num_prompt_logprobs: int = -1
     generated: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    sent: int = 0
+    num_sent: int = 0
     paused: bool = False
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    scored: int = 0
+    prompt_targets: int = 0
     error: str = ""
     constraint: Constraint | None = None
     search: BeamSearch | None = None
-    match: Match | None = None
+    match: PrefixHit | None = None
     _hashes: list[bytes] = field(default_factory=list)
 
     @property
-    def context(self) -> np.ndarray:
+    def prefill(self) -> np.ndarray:
         """What has to be read before the next token can be generated."""
         return np.concatenate([self.prompt, self.generated]) if self.generated.size else self.prompt
 
     @property
-    def context_len(self) -> int:
+    def prefill_len(self) -> int:
         return len(self.prompt) + len(self.generated)
 
-    def hashes(self, tokens: np.ndarray, block_size: int) -> Hashes:
+    def hashes(self, tokens: np.ndarray, block_size: int) -> BlockHashes:
         """Hashes of the full blocks of `tokens`, the beginning of this request's sequence; what was hashed is kept."""
-        return Hashes(tokens, block_size, self.request.cache_salt, self._hashes)
+        return BlockHashes(tokens, block_size, self.request.cache_salt, self._hashes)
 
 
-class Queue:
+class WaitingQueue:
     """Requests that wait: higher priority first, then in order of arrival. A paused one takes its old place again."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[int, int, Active]] = []
+        self._entries: list[tuple[int, int, RequestState]] = []
         self._ids: set[int] = set()
         self.num_paused = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Active]:
-        return (active for _, _, active in self._entries)
+    def __iter__(self) -> Iterator[RequestState]:
+        return (state for _, _, state in self._entries)
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._ids
 
-    def add(self, active: Active) -> None:
-        insort(self._entries, (-active.request.priority, active.arrival, active))
-        self._ids.add(active.request.id)
-        self.num_paused += active.paused
+    def add(self, state: RequestState) -> None:
+        insort(self._entries, (-state.request.priority, state.arrival, state))
+        self._ids.add(state.request.id)
+        self.num_paused += state.paused
 
-    def pop(self) -> Active:
+    def pop(self) -> RequestState:
         """The first."""
         return self._take(0)
 
-    def remove(self, request_id: int) -> Active | None:
+    def remove(self, request_id: int) -> RequestState | None:
         """Take a request out; None when it is not there."""
         if request_id not in self._ids:
             return None
         return self._take(next(i for i, entry in enumerate(self._entries) if entry[2].request.id == request_id))
 
-    def _take(self, index: int) -> Active:
-        active = self._entries.pop(index)[2]
-        self._ids.discard(active.request.id)
-        self.num_paused -= active.paused
-        return active
+    def _take(self, index: int) -> RequestState:
+        state = self._entries.pop(index)[2]
+        self._ids.discard(state.request.id)
+        self.num_paused -= state.paused
+        return state
 
     def clear(self) -> None:
         self._entries.clear()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchweave.engine.request import TokenLogprobs
-from torchweave.ops.sampling.logits_processors import Join
+from torchweave.ops.sampling.logits_processors import LogitsStateInit
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Adjust:
+class LogitsProcessorRows:
     """Rows of a step whose logits are changed before their tokens are drawn.
 
     Attributes:
@@ -29,12 +29,12 @@ class Adjust:
     """
 
     rows: np.ndarray
-    joins: tuple[Join, ...] = ()
+    joins: tuple[LogitsStateInit, ...] = ()
     masks: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
-class Scored:
+class PromptTargets:
     """Tokens of prompts whose log-probabilities are wanted.
 
     Attributes:
@@ -57,7 +57,7 @@ class Step:
     Attributes:
         index: counts steps from 0.
         slots: int32 [rows]; generation rows come first, one token each, then the context rows.
-        starts: int64 [num_generation]; position of each generation row's token.
+        starts: int64 [num_decode_rows]; position of each generation row's token.
         chunks: what each context row reads.
         emits: bool [rows]; whether the row's new token counts. Not so while a prompt is still being read.
         updates: changes of device state that must come before the step, as (flat indices, values), or None.
@@ -77,8 +77,8 @@ class Step:
     updates: tuple[np.ndarray, np.ndarray] | None
     max_seq_len: int
     logprobs: tuple[np.ndarray, int] | None = None
-    adjust: Adjust | None = None
-    scored: Scored | None = None
+    logits_processors: LogitsProcessorRows | None = None
+    prompt_targets: PromptTargets | None = None
     copies: tuple[np.ndarray, np.ndarray] | None = None
     extra_rows: int = 0
 
@@ -91,16 +91,16 @@ class Step:
         return self.num_rows - self.extra_rows
 
     @property
-    def num_generation(self) -> int:
+    def num_decode_rows(self) -> int:
         return len(self.starts)
 
     @property
-    def num_context_tokens(self) -> int:
+    def num_prefill_tokens(self) -> int:
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
     @property
     def num_tokens(self) -> int:
-        return self.num_generation + self.num_context_tokens
+        return self.num_decode_rows + self.num_prefill_tokens
 
 
 @dataclass(frozen=True)
@@ -133,4 +133,4 @@ class StepResult:
     tokens: np.ndarray
     how: str
     logprobs: StepLogprobs | None = None
-    scores: StepLogprobs | None = None
+    prompt_logprobs: StepLogprobs | None = None

@@ -14,28 +14,28 @@ from torchweave.compiler.runtime.cuda_graphs import Forward, GraphPool
 from torchweave.compiler.tuning.table import Table
 from torchweave.config import ModelFacts, Plan, resolve
 from torchweave.config.options import EngineConfig
-from torchweave.distributed.process_groups import World
-from torchweave.distributed.symmetric_memory import connect
-from torchweave.engine.kv_cache.block_copy import mover_of
-from torchweave.engine.kv_cache.block_manager import KVCache
-from torchweave.engine.kv_cache.cpu_offload import HostPool
-from torchweave.engine.kv_cache.layer_groups import Layout, layout_of, longest_sequence
+from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.distributed.symmetric_memory import enable_symmetric_memory
+from torchweave.engine.kv_cache.block_copy import make_block_copier
+from torchweave.engine.kv_cache.block_manager import BlockManager
+from torchweave.engine.kv_cache.cpu_offload import HostBlockPool
+from torchweave.engine.kv_cache.layer_groups import KVLayout, group_layers, longest_sequence
 from torchweave.engine.loop import StepRunner
-from torchweave.engine.ranks.leader_runner import Lead
+from torchweave.engine.ranks.leader_runner import Executor
 from torchweave.engine.runner import warm_up
 from torchweave.engine.runner.memory import GIB, MemoryUse, blocks_that_fit, bytes_per_block, longest_step
-from torchweave.engine.runner.model_runner import Runner
-from torchweave.engine.sampling.structured_output import Grammars
+from torchweave.engine.runner.model_runner import ModelRunner
+from torchweave.engine.sampling.structured_output import GrammarManager
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.policies import POLICIES
-from torchweave.engine.scheduler.scheduler import Batch
-from torchweave.engine.startup.compile_model import effective, forward_of, weave_model
+from torchweave.engine.scheduler.scheduler import Scheduler
+from torchweave.engine.startup.compile_model import build_forward, compile_model, effective_compile_config
 from torchweave.engine.startup.device_facts import device_facts
 from torchweave.engine.startup.tune import tune_model
 from torchweave.models.load import LoadedModel, load, model_facts
-from torchweave.models.parallel import Stage
+from torchweave.models.parallel import PipelineStage
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
-from torchweave.ops.attention.op import AttentionBackend, KVLayer, LayerSpec, get_backend
+from torchweave.ops.attention.op import AttentionBackend, LayerKVCache, LayerSpec, get_backend
 from torchweave.ops.slot_state import SlotState
 from torchweave.report import Report
 from torchweave.utils.openmp import release_workers
@@ -56,21 +56,21 @@ class Engine:
 
     plan: Plan
     loaded: LoadedModel
-    batch: Batch
-    runner: Runner
+    scheduler: Scheduler
+    runner: ModelRunner
     report: Report
     steps: StepRunner
-    lead: Lead | None = None
+    executor: Executor | None = None
 
     def close(self) -> None:
         """End the other ranks, if there are any; no step is launched any more."""
-        if self.lead is not None:
-            self.runner.forget_recordings()
-            self.lead.close()
+        if self.executor is not None:
+            self.runner.release_graphs()
+            self.executor.close()
 
 
 def build(
-    config: EngineConfig, report: Report, loaded: LoadedModel | None = None, world: World | None = None
+    config: EngineConfig, report: Report, loaded: LoadedModel | None = None, process_groups: ProcessGroups | None = None
 ) -> Engine:
     """Build the engine of one rank; `open_engine` builds all of them.
 
@@ -81,9 +81,9 @@ def build(
     Raises:
         ValueError: the model or an option cannot be; the message says why and what to do.
     """
-    _collect_what_was()
+    _free_previous_engine()
     try:
-        return _build(config, report, loaded, World.single() if world is None else world)
+        return _build(config, report, loaded, ProcessGroups.single_rank() if process_groups is None else process_groups)
     except RuntimeError as error:
         if not (isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)):
             raise
@@ -91,7 +91,7 @@ def build(
     raise ValueError(sentence)  # out here: it must not hold on to the failed frames and the memory in them
 
 
-def tune(config: EngineConfig, report: Report, *, again: bool = False) -> Table:
+def tune(config: EngineConfig, report: Report, *, remeasure: bool = False) -> Table:
     """Measure what runs a model best on this GPU and keep it in the compile cache; returns what was measured.
 
     Args:
@@ -100,24 +100,24 @@ def tune(config: EngineConfig, report: Report, *, again: bool = False) -> Table:
     Raises:
         ValueError: the model or an option cannot be, there is no GPU, or nothing is to be kept.
     """
-    asked = replace(config, torch_compile_config=replace(config.torch_compile_config, tune=True))
-    plan = planned(asked)
+    tuning_config = replace(config, torch_compile_config=replace(config.torch_compile_config, tune=True))
+    plan = resolve_plan(tuning_config)
     if not plan.tune:
         why = next(entry.why for entry in plan.entries if entry.name == "torch_compile_config.tune")
         raise ValueError(f"nothing can be tuned here: {why}")
-    dtype, trust, device = getattr(torch, plan.dtype), config.trust_remote_code, torch.device(plan.device)
-    loaded = load(config.model, dtype, plan.device, config.load_format, trust, report, plan.max_model_len)
-    compile_config = effective(plan)
+    dtype, trust_remote_code, device = getattr(torch, plan.dtype), config.trust_remote_code, torch.device(plan.device)
+    loaded = load(config.model, dtype, plan.device, config.load_format, trust_remote_code, report, plan.max_model_len)
+    compile_config = effective_compile_config(plan)
     cache = open_cache(compile_config, report)
     if cache is None:
         raise ValueError("nothing can be kept: the folder of the compile cache cannot be made; name another one")
     return tune_model(
-        lambda each: weave_model(loaded.module, each, device, cache, Report(show=False)),
-        compile_config, device, cache, report, again=again,
+        lambda each: compile_model(loaded.module, each, device, cache, Report(show=False)),
+        compile_config, device, cache, report, remeasure=remeasure,
     )  # fmt: skip
 
 
-def _collect_what_was() -> None:
+def _free_previous_engine() -> None:
     """An engine that ended in this process lies in cycles with its memory, and none are collected while the next one is built."""
     if torch.cuda.is_initialized() and torch.cuda.memory_allocated():
         gc.collect()
@@ -126,14 +126,14 @@ def _collect_what_was() -> None:
 
 def _out_of_memory(error: RuntimeError) -> str:
     device = "GPU" if isinstance(error, torch.OutOfMemoryError) else "CPU"
-    said = ". ".join(str(error).split(". ")[:3]).rstrip(".")
+    message = ". ".join(str(error).split(". ")[:3]).rstrip(".")
     return (
-        f"There is too little memory on the {device} to build the engine ({' '.join(said.split())}); take a smaller model, "
+        f"There is too little memory on the {device} to build the engine ({' '.join(message.split())}); take a smaller model, "
         "lower num_kv_blocks, max_num_tokens or max_batch_size, or end what else uses the memory."
     )
 
 
-def planned(config: EngineConfig) -> Plan:
+def resolve_plan(config: EngineConfig) -> Plan:
     """The plan of a config, as far as it is known before anything is loaded.
 
     Raises:
@@ -142,52 +142,69 @@ def planned(config: EngineConfig) -> Plan:
     return resolve(config, device_facts(config.device), _model_facts(config, None))
 
 
-def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, world: World) -> Engine:
+def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, process_groups: ProcessGroups) -> Engine:
     """`build`, but for what is said when memory runs out."""
-    device = config.device if world.size == 1 else world.device
+    device = config.device if process_groups.size == 1 else process_groups.device
     if config.symmetric_memory:
-        connect(world, report)
-    plan = resolve(config, device_facts(device, world.rank), _model_facts(config, loaded))
+        enable_symmetric_memory(process_groups, report)
+    plan = resolve(config, device_facts(device, process_groups.rank), _model_facts(config, loaded))
     dtype = getattr(torch, plan.dtype)
     if loaded is None:
-        trust, length, shared = config.trust_remote_code, plan.max_model_len, config.enable_expert_parallel
-        how = plan.quantization
-        loaded = load(config.model, dtype, plan.device, config.load_format, trust, report, length, how, world, shared)
-    layers = _kept(loaded.module.attention_layers, plan)
-    backend, plan = _attention(plan, layers, dtype)
-    layout = _layout(layers, loaded.stage, plan)
-    block_bytes = bytes_per_block(list(dict(zip(layout.places, layers, strict=True)).values()), plan.block_size, dtype)
+        trust_remote_code, length, shared = config.trust_remote_code, plan.max_model_len, config.enable_expert_parallel
+        quantization = plan.quantization
+        loaded = load(
+            config.model,
+            dtype,
+            plan.device,
+            config.load_format,
+            trust_remote_code,
+            report,
+            length,
+            quantization,
+            process_groups,
+            shared,
+        )
+    layers = _with_cache_dtype(loaded.module.attention_layers, plan)
+    backend, plan = _choose_attention(plan, layers, dtype)
+    layout = _kv_layout(layers, loaded.stage, plan)
+    block_bytes = bytes_per_block(
+        list(dict(zip(layout.layer_slots, layers, strict=True)).values()), plan.block_size, dtype
+    )
     if not plan.device.startswith("cuda"):  # refused before the model is woven, which takes longest
-        blocks_that_fit(plan, block_bytes, None, layout.sights)
-    builds = world.tensor_rank == 0 or config.executor != "local"  # ranks of other machines have caches of their own
-    warming = warm_up.start(plan, loaded.module, layers, loaded.module.vocab_size, backend, dtype, builds)
-    forward, plan = forward_of(loaded.module, plan, report, world, loaded.stage)
-    if warming is not None:
+        blocks_that_fit(plan, block_bytes, None, layout.windows)
+    builds_kernels = (
+        process_groups.tensor_rank == 0 or config.executor != "local"
+    )  # ranks of other machines have caches of their own
+    kernels_ready = warm_up.start(plan, loaded.module, layers, loaded.module.vocab_size, backend, dtype, builds_kernels)
+    forward, plan = build_forward(loaded.module, plan, report, process_groups, loaded.stage)
+    if kernels_ready is not None:
         with report.stage("building kernels"):
-            warming.wait()
+            kernels_ready.wait()
 
-    columns, num_groups = -(-plan.max_model_len // plan.block_size), len(layout.sights)
+    columns, num_groups = -(-plan.max_model_len // plan.block_size), len(layout.windows)
     state = SlotState(plan.max_batch_size, columns, device=plan.device, num_tables=num_groups)
 
-    def allocate(blocks: int) -> list[KVLayer]:
+    def allocate(blocks: int) -> list[LayerKVCache]:
         return _allocate(backend, layers, layout, blocks, plan, dtype)
 
     with report.stage("measuring memory"):
         use = _measure(plan, forward, backend, allocate, state, report)
-    blocks = world.smallest(blocks_that_fit(plan, block_bytes, use, layout.sights))
-    plan = _settle(plan, blocks, use, layout)
+    blocks = process_groups.all_reduce_min(blocks_that_fit(plan, block_bytes, use, layout.windows))
+    plan = _settle_num_blocks(plan, blocks, use, layout)
     with report.stage("allocating the KV cache"):
-        runner = Runner(plan, forward, backend, allocate(blocks), state, report)
+        runner = ModelRunner(plan, forward, backend, allocate(blocks), state, report)
     report.event("kv_cache", **_cache_facts(plan, layout, blocks, block_bytes))
     if plan.device.startswith("cuda"):
-        _record(runner, plan, report)
+        _record_graphs(runner, plan, report)
     else:
         release_workers()
-    batch = _batch(runner, blocks, loaded, layout, plan, report)
-    return Engine(plan, loaded, batch, runner, report, runner)
+    scheduler = _build_scheduler(runner, blocks, loaded, layout, plan, report)
+    return Engine(plan, loaded, scheduler, runner, report, runner)
 
 
-def _batch(runner: Runner, num_blocks: int, loaded: LoadedModel, layout: Layout, plan: Plan, report: Report) -> Batch:
+def _build_scheduler(
+    runner: ModelRunner, num_blocks: int, loaded: LoadedModel, layout: KVLayout, plan: Plan, report: Report
+) -> Scheduler:
     """The host's side of the engine."""
     config, state = plan.config, runner.state
     limits = Limits(
@@ -201,46 +218,51 @@ def _batch(runner: Runner, num_blocks: int, loaded: LoadedModel, layout: Layout,
         batch_wait_timeout_iters=config.batch_wait_timeout_iters,
         batch_wait_max_tokens_ratio=config.batch_wait_max_tokens_ratio,
     )
-    kv = KVCache(
+    kv = BlockManager(
         num_blocks,
         plan.block_size,
         plan.max_batch_size,
         state.max_blocks_per_seq,
-        sights=layout.sights,
+        windows=layout.windows,
         longest_step=longest_step(plan),
         host=_host_pool(runner, plan, report),
     )
     policy = POLICIES[config.capacity_scheduler_policy]
     reuse = config.enable_prefix_caching
     eos, tokenizer = tuple(loaded.generation.eos_token_ids), loaded.tokenizer
-    grammars = None if tokenizer is None else Grammars(tokenizer, limits.vocab_size, eos)
-    return Batch(limits, kv, policy, state.updates(), eos, reuse, grammars)
+    grammars = None if tokenizer is None else GrammarManager(tokenizer, limits.vocab_size, eos)
+    return Scheduler(limits, kv, policy, state.updates(), eos, reuse, grammars)
 
 
-def _cache_facts(plan: Plan, layout: Layout, blocks: int, block_bytes: int) -> dict[str, Any]:
+def _cache_facts(plan: Plan, layout: KVLayout, blocks: int, block_bytes: int) -> dict[str, Any]:
     """What is told of the KV cache."""
     groups = [
-        {"window": sight.window, "chunk": sight.chunk, "layers": layout.groups.count(number)}
-        for number, sight in enumerate(layout.sights)
+        {"window": window.window, "chunk": window.chunk, "layers": layout.groups.count(number)}
+        for number, window in enumerate(layout.windows)
     ]
     size = {"blocks": blocks, "block_size": plan.block_size, "bytes": blocks * block_bytes}
     return {**size, "dtype": plan.kv_cache_dtype, "groups": groups}
 
 
 def _allocate(
-    backend: AttentionBackend, layers: Sequence[LayerSpec], layout: Layout, blocks: int, plan: Plan, dtype: torch.dtype
-) -> list[KVLayer]:
+    backend: AttentionBackend,
+    layers: Sequence[LayerSpec],
+    layout: KVLayout,
+    blocks: int,
+    plan: Plan,
+    dtype: torch.dtype,
+) -> list[LayerKVCache]:
     """The cache of each layer; layers of different groups that have the same place share its memory."""
-    places: dict[int, KVLayer] = {}
+    layer_slots: dict[int, LayerKVCache] = {}
     caches = []
-    for layer, group, place in zip(layers, layout.groups, layout.places, strict=True):
-        if place not in places:
-            places[place] = backend.allocate(layer, blocks, plan.block_size, dtype, torch.device(plan.device))
-        caches.append(places[place]._replace(k_scale=layer.k_scale, v_scale=layer.v_scale, group=group))
+    for layer, group, layer_slot in zip(layers, layout.groups, layout.layer_slots, strict=True):
+        if layer_slot not in layer_slots:
+            layer_slots[layer_slot] = backend.allocate(layer, blocks, plan.block_size, dtype, torch.device(plan.device))
+        caches.append(layer_slots[layer_slot]._replace(k_scale=layer.k_scale, v_scale=layer.v_scale, group=group))
     return caches
 
 
-def _host_pool(runner: Runner, plan: Plan, report: Report) -> HostPool | None:
+def _host_pool(runner: ModelRunner, plan: Plan, report: Report) -> HostBlockPool | None:
     """Host memory behind the KV cache, where it was asked for."""
     if not plan.kv_offload_gb:
         return None
@@ -251,9 +273,9 @@ def _host_pool(runner: Runner, plan: Plan, report: Report) -> HostPool | None:
             f"kv_offload_gb={plan.kv_offload_gb} holds no block of the KV cache, which takes {block_bytes} bytes; give more or 0."
         )
     with report.stage("allocating host memory"):
-        mover = mover_of(list(tensors.values()), int(plan.kv_offload_gb * GIB))
-    report.event("kv_offload", blocks=mover.num_places, bytes=mover.num_places * block_bytes)
-    return HostPool(mover, plan.max_batch_size)
+        copier = make_block_copier(list(tensors.values()), int(plan.kv_offload_gb * GIB))
+    report.event("kv_offload", blocks=copier.num_host_blocks, bytes=copier.num_host_blocks * block_bytes)
+    return HostBlockPool(copier, plan.max_batch_size)
 
 
 def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts:
@@ -267,20 +289,22 @@ def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts
     return ModelFacts(loaded.name, loaded.max_model_len, dtype, loaded.quantization)
 
 
-def _kept(layers: Sequence[LayerSpec], plan: Plan) -> list[LayerSpec]:
+def _with_cache_dtype(layers: Sequence[LayerSpec], plan: Plan) -> list[LayerSpec]:
     """The layers with caches as the plan wants them."""
     return [replace(layer, cache_dtype=FP8_DTYPES.get(plan.kv_cache_dtype)) for layer in layers]
 
 
-def _layout(layers: Sequence[LayerSpec], stage: Stage | None, plan: Plan) -> Layout:
+def _kv_layout(layers: Sequence[LayerSpec], stage: PipelineStage | None, plan: Plan) -> KVLayout:
     """Where this rank's layers keep keys and values: groups of blocks are those of all layers, since one rank grants them."""
     if stage is None:
-        return layout_of(layers, plan.max_model_len)
-    whole = layout_of(_kept(stage.specs, plan), plan.max_model_len)
-    return replace(whole, groups=tuple(stage.own(whole.groups)), places=tuple(stage.own(whole.places)))
+        return group_layers(layers, plan.max_model_len)
+    whole = group_layers(_with_cache_dtype(stage.specs, plan), plan.max_model_len)
+    return replace(
+        whole, groups=tuple(stage.local_layers(whole.groups)), layer_slots=tuple(stage.local_layers(whole.layer_slots))
+    )
 
 
-def _attention(plan: Plan, layers: Sequence[LayerSpec], dtype: torch.dtype) -> tuple[AttentionBackend, Plan]:
+def _choose_attention(plan: Plan, layers: Sequence[LayerSpec], dtype: torch.dtype) -> tuple[AttentionBackend, Plan]:
     """The plan's backend; where nobody asked for it and it cannot do what these layers need, the device's own."""
     try:
         return get_backend(plan.attention_backend, plan.device, dtype, layers), plan
@@ -288,14 +312,16 @@ def _attention(plan: Plan, layers: Sequence[LayerSpec], dtype: torch.dtype) -> t
         if plan.config.attention_backend != "auto":
             raise
         backend = get_backend("auto", plan.device, dtype, layers)
-        return backend, plan.settle("attention_backend", backend.name, str(error), attention_backend=backend.name)
+        return backend, plan.with_effective(
+            "attention_backend", backend.name, str(error), attention_backend=backend.name
+        )
 
 
 def _measure(
     plan: Plan,
     forward: Forward,
     backend: AttentionBackend,
-    allocate: Callable[[int], list[KVLayer]],
+    allocate: Callable[[int], list[LayerKVCache]],
     state: SlotState,
     report: Report,
 ) -> MemoryUse | None:
@@ -303,13 +329,13 @@ def _measure(
     if not plan.device.startswith("cuda"):
         return None
     device = torch.device(plan.device)
-    runner = Runner(plan, forward, backend, allocate(_PROBE_BLOCKS), state, Report(show=False))
-    runner.run_padding(plan.max_num_tokens)  # kernels are built and libraries allocate what they keep
+    runner = ModelRunner(plan, forward, backend, allocate(_PROBE_BLOCKS), state, Report(show=False))
+    runner.run_dummy_step(plan.max_num_tokens)  # kernels are built and libraries allocate what they keep
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    runner.run_padding(plan.max_num_tokens)
+    runner.run_dummy_step(plan.max_num_tokens)
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
@@ -323,7 +349,7 @@ def _measure(
     torch.cuda.synchronize(device)
     graphs = max(free - torch.cuda.mem_get_info(device)[0], recorded)
     graphs += (len(plan.token_buckets) + len(plan.batch_sizes)) * _BYTES_PER_GRAPH
-    runner.forget_recordings()  # they hold the runner, which holds them
+    runner.release_graphs()  # they hold the runner, which holds them
     del runner, pool
     torch.cuda.empty_cache()
     use = MemoryUse(total=total, in_use=total - free, activations=activations, graphs=graphs)
@@ -331,21 +357,21 @@ def _measure(
     return use
 
 
-def _settle(plan: Plan, blocks: int, use: MemoryUse | None, layout: Layout) -> Plan:
+def _settle_num_blocks(plan: Plan, blocks: int, use: MemoryUse | None, layout: KVLayout) -> Plan:
     """Write down how many blocks there are; a request cannot be longer than all of them."""
     why = (
         "" if plan.config.num_kv_blocks is not None else "fills the memory that is left" if use else "cpu_kv_cache_gib"
     )
-    plan = plan.settle("num_kv_blocks", blocks, why or "as asked")
-    longest = longest_sequence(layout.sights, blocks, longest_step(plan), plan.block_size, plan.max_model_len)
+    plan = plan.with_effective("num_kv_blocks", blocks, why or "as asked")
+    longest = longest_sequence(layout.windows, blocks, longest_step(plan), plan.block_size, plan.max_model_len)
     if longest < plan.max_model_len:
-        plan = plan.settle("max_model_len", longest, "what the KV cache holds", max_model_len=longest)
+        plan = plan.with_effective("max_model_len", longest, "what the KV cache holds", max_model_len=longest)
     return plan
 
 
-def _record(runner: Runner, plan: Plan, report: Report) -> None:
+def _record_graphs(runner: ModelRunner, plan: Plan, report: Report) -> None:
     device = torch.device(plan.device)
     free = torch.cuda.mem_get_info(device)[0]
-    runner.record_all(GraphPool(device))
+    runner.record_all_graphs(GraphPool(device))
     torch.cuda.synchronize(device)
     report.event("graphs_recorded", bytes=free - torch.cuda.mem_get_info(device)[0])

@@ -11,26 +11,26 @@ from pathlib import Path
 
 import torch
 
-from torchweave.compiler.backend import weave
+from torchweave.compiler.backend import compile_graph
 from torchweave.compiler.cache.store import CompileCache, open_cache
-from torchweave.compiler.codegen.inductor import inductor_ending
+from torchweave.compiler.codegen.inductor import stop_inductor_workers
 from torchweave.compiler.errors import TraceError
-from torchweave.compiler.runtime.compiled_graph import Woven
+from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.runtime.cuda_graphs import Forward
-from torchweave.compiler.runtime.eager import broken
+from torchweave.compiler.runtime.eager import eager_forward
 from torchweave.config import Plan
 from torchweave.config.options import TorchCompileConfig
-from torchweave.distributed.process_groups import World
+from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.engine.runner.pipeline_stage import StageForward
 from torchweave.engine.startup.tune import tune_model
-from torchweave.models.parallel import Stage
+from torchweave.models.parallel import PipelineStage
 from torchweave.ops.registry import boundary_ops
 from torchweave.report import Report
 
-_LOOK_SECONDS = 0.01  # between two looks for what another rank makes
+_POLL_SECONDS = 0.01  # between two looks for what another rank makes
 
 
-def effective(plan: Plan) -> TorchCompileConfig:
+def effective_compile_config(plan: Plan) -> TorchCompileConfig:
     """The plan's compile config, with what is effective in the place of what was asked."""
     return replace(
         plan.config.torch_compile_config,
@@ -42,15 +42,16 @@ def effective(plan: Plan) -> TorchCompileConfig:
     )
 
 
-def weave_model(
+def compile_model(
     module: torch.nn.Module,
     config: TorchCompileConfig,
     device: torch.device,
     cache: CompileCache | None,
     report: Report,
-    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Woven:
-    """A decoder's forward over flattened tokens, woven with attention and its like as boundaries; `turn` as in `weave`.
+    lock_cache: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> CompiledGraph:
+    """A decoder's forward over flattened tokens, woven with attention and its like as boundaries; `lock_cache` as in
+    `compile_graph`.
 
     Raises:
         TraceError: it will not trace.
@@ -62,10 +63,12 @@ def weave_model(
     }
     dynamic = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
     ops = boundary_ops()
-    return weave(module, example, dynamic, boundary_ops=ops, config=config, cache=cache, report=report, turn=turn)
+    return compile_graph(
+        module, example, dynamic, boundary_ops=ops, config=config, cache=cache, report=report, lock_cache=lock_cache
+    )
 
 
-class Turns:
+class CacheLock:
     """One rank of a stage makes what the compile cache keeps, and the others load it: each entry as soon as it is there.
 
     Args:
@@ -73,72 +76,76 @@ class Turns:
         meet: waits for all ranks.
     """
 
-    def __init__(self, first: bool, meet: Callable[[], None]) -> None:
-        self._first, self._meet = first, meet
-        self._over = threading.Event()
-        self._over.set()
+    def __init__(self, is_first: bool, barrier: Callable[[], None]) -> None:
+        self._is_first, self._barrier = is_first, barrier
+        self._first_rank_done = threading.Event()
+        self._first_rank_done.set()
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def lock_cache(self) -> Iterator[None]:
         """The first rank makes things in here, and the others, who stay until it has left, load them. Every rank comes here."""
-        if self._first:
+        if self._is_first:
             try:
                 yield
             finally:
-                self._meet()
+                self._barrier()
             return
-        self._over.clear()
+        self._first_rank_done.clear()
         with ThreadPoolExecutor(1, "torchweave-turn") as pool:
-            met = pool.submit(self._meet)
-            met.add_done_callback(lambda _: self._over.set())
+            arrived = pool.submit(self._barrier)
+            arrived.add_done_callback(lambda _: self._first_rank_done.set())
             try:
                 yield
             finally:
-                met.result()
+                arrived.result()
 
     def wait(self, path: Path) -> None:
         """Until an entry is there, or will not come."""
-        while not path.exists() and not self._over.wait(_LOOK_SECONDS):
+        while not path.exists() and not self._first_rank_done.wait(_POLL_SECONDS):
             pass
 
 
-def forward_of(
-    module: torch.nn.Module, plan: Plan, report: Report, world: World, stage: Stage | None = None
+def build_forward(
+    module: torch.nn.Module,
+    plan: Plan,
+    report: Report,
+    process_groups: ProcessGroups,
+    stage: PipelineStage | None = None,
 ) -> tuple[Forward, Plan]:
     """The model woven, or, when it will not trace, run as it is with capture broken at boundary ops.
 
     The ranks of a stage have the same graph: with a compile cache the first of them captures it and builds its pieces, and the
-    others load what it kept (`Turns`); passes run on all at the same time. Stages build theirs at the same time too.
+    others load what it kept (`CacheLock`); passes run on all at the same time. Stages build theirs at the same time too.
 
     Raises:
         ValueError: a model that is divided into stages will not trace.
     """
     if not plan.fullgraph:
-        return broken(module, boundary_ops()), plan
-    config, device = effective(plan), torch.device(plan.device)
-    turns = Turns(world.tensor_rank == 0, world.barrier)
-    cache = open_cache(config, report, turns.wait)
-    turn = turns.turn if cache is not None and world.size > 1 else nullcontext
+        return eager_forward(module, boundary_ops()), plan
+    config, device = effective_compile_config(plan), torch.device(plan.device)
+    cache_lock = CacheLock(process_groups.tensor_rank == 0, process_groups.barrier)
+    cache = open_cache(config, report, cache_lock.wait)
+    lock_cache = cache_lock.lock_cache if cache is not None and process_groups.size > 1 else nullcontext
     try:
         if plan.tune and cache is not None:
             with report.stage("tuning"):
                 tune_model(
-                    lambda each: weave_model(module, each, device, cache, Report(show=False)),
+                    lambda each: compile_model(module, each, device, cache, Report(show=False)),
                     config,
                     device,
                     cache,
                     report,
                 )
-        with report.stage("weaving"), inductor_ending():
-            woven = weave_model(module, config, device, cache, report, turn)
-        return (woven if stage is None else StageForward(woven, stage, world)), plan
+        with report.stage("weaving"), stop_inductor_workers():
+            compiled_graph = compile_model(module, config, device, cache, report, lock_cache)
+        return (compiled_graph if stage is None else StageForward(compiled_graph, stage, process_groups)), plan
     except TraceError as error:
         if stage is not None:
             raise ValueError(
                 f"The model cannot be divided into stages: {error}; use pipeline_parallel_size=1"
             ) from error
         report.event("fallback", what="the model runs without the compiler", why=str(error))
-        settled = plan.settle(
+        settled = plan.with_effective(
             "torch_compile_config.enable_fullgraph", False, f"will not trace: {error}", fullgraph=False
         )
-        return broken(module, boundary_ops()), settled
+        return eager_forward(module, boundary_ops()), settled

@@ -41,7 +41,7 @@ def _attention_facts(name: str, device: torch.device) -> AttentionFacts:
         name,
         backend.block_size,
         _ONLY_BLOCK_SIZES.get(name, ()),
-        backend.captures_mixed,
+        backend.supports_mixed_cuda_graphs,
         _NO_FP8_CACHE.get(name, ""),
     )
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 
 from torchweave.config.options import EngineConfig
-from torchweave.config.validate import check_names, check_numbers
-from torchweave.distributed.gpu_context import open_gpu
-from torchweave.distributed.launchers.local import WaitingRanks
+from torchweave.config.validate import check_names, check_value_ranges
+from torchweave.distributed.gpu_context import open_gpu_context
+from torchweave.distributed.launchers.local import WorkerPool
 
-WORK = "torchweave.engine.ranks.worker:work"
+WORKER_ENTRYPOINT = "torchweave.engine.ranks.worker:run_worker"
 
 
-def waiting_ranks(config: EngineConfig, replica: int = 0) -> WaitingRanks:
+def prestart_workers(config: EngineConfig, replica: int = 0) -> WorkerPool:
     """The local ranks of an engine, for `open_engine`; none where others start them, or where there is no processor for each.
 
     They and this process open their GPUs meanwhile.
@@ -27,13 +27,13 @@ def waiting_ranks(config: EngineConfig, replica: int = 0) -> WaitingRanks:
         ValueError: an option cannot be, whatever the device and the model are; nothing is started then.
     """
     check_names(config, None)
-    check_numbers(config)
+    check_value_ranges(config)
     here = config.executor == "local" or config.num_ranks == 1  # where others start ranks, they say which GPU each has
     gpu = _first_gpu(config, replica) if here else None
     if gpu is not None:
-        open_gpu(gpu)
+        open_gpu_context(gpu)
     others = config.num_ranks - 1 if here else 0
-    return WaitingRanks(WORK, others if others < (os.cpu_count() or 1) else 0, gpu)
+    return WorkerPool(WORKER_ENTRYPOINT, others if others < (os.cpu_count() or 1) else 0, gpu)
 
 
 def _first_gpu(config: EngineConfig, replica: int) -> int | None:

@@ -8,10 +8,10 @@ import torch
 
 from torchweave.config import choose_device
 from torchweave.config.options import EngineConfig
-from torchweave.engine.startup.open import device_of
+from torchweave.engine.startup.open import device_of_rank
 
 
-def config_of_replica(config: EngineConfig, index: int, count: int) -> EngineConfig:
+def replica_config(config: EngineConfig, index: int, count: int) -> EngineConfig:
     """The config of engine number `index` of `count` that share a machine; on a CPU they share torch's threads too.
 
     Raises:
@@ -26,10 +26,10 @@ def config_of_replica(config: EngineConfig, index: int, count: int) -> EngineCon
         needed, there = count * config.num_ranks, num_gpus - int(first.partition(":")[2])
         if needed > there:
             raise ValueError(
-                f"data_parallel_size={count} with {config.asked_ranks} needs {needed} GPUs, but from "
+                f"data_parallel_size={count} with {config.parallel_sizes_text} needs {needed} GPUs, but from "
                 f"{first} on this machine has {there}; lower one of them"
             )
-        device = device_of(first, index * config.num_ranks)
+        device = device_of_rank(first, index * config.num_ranks)
     seed = None if config.seed is None else config.seed + index  # the same for two would draw the same twice
     build = config.torch_compile_config
     if index > 0:

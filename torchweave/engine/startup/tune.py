@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from torchweave.compiler.cache.store import CompileCache
-from torchweave.compiler.runtime.compiled_graph import Woven
-from torchweave.compiler.runtime.forward import call_as_is
+from torchweave.compiler.runtime.compiled_graph import CompiledGraph
+from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.tuning import table_store
 from torchweave.compiler.tuning.measure import Clock, GraphClock
 from torchweave.compiler.tuning.table import Table, device_kind
@@ -18,27 +18,27 @@ from torchweave.report import Report
 
 
 def tune_model(
-    weave: Callable[[TorchCompileConfig], Woven],
+    compile_graph: Callable[[TorchCompileConfig], CompiledGraph],
     config: TorchCompileConfig,
     device: torch.device,
     cache: CompileCache,
     report: Report,
     *,
-    again: bool = False,
+    remeasure: bool = False,
     clock: Clock | None = None,
 ) -> Table:
-    """Ask what was not measured yet (`again`: everything), keep it in the cache, and return the new answers.
+    """Ask what was not measured yet (`remeasure`: everything), keep it in the cache, and return the new answers.
 
     Args:
         weave: compiles the model by a config.
     """
-    known = Table(device_kind(device)) if again else table_store.table_for(device, cache, report)
+    known = Table(device_kind(device)) if remeasure else table_store.load_tables(device, cache, report)
 
-    def step(woven: Woven, tokens: int) -> object:
+    def step(compiled_graph: CompiledGraph, tokens: int) -> object:
         ids = torch.zeros(tokens, dtype=torch.int64, device=device)
-        return woven(call_as_is, ids, torch.arange(tokens, device=device), ids[:1])
+        return compiled_graph(call_op, ids, torch.arange(tokens, device=device), ids[:1])
 
-    found = tune_module(Module(weave, step, device), config, clock or GraphClock(), known, report)
-    if found.entries:
-        table_store.store(cache, found)
-    return found
+    measured = tune_module(Module(compile_graph, step, device), config, clock or GraphClock(), known, report)
+    if measured.entries:
+        table_store.store(cache, measured)
+    return measured

@@ -17,39 +17,43 @@ from transformers import PreTrainedModel
 import torchweave.ops.collectives.op  # noqa: F401  (defines torchweave::all_reduce)
 from torchweave.models.parallel.fused_qkv import WIDTHS
 from torchweave.models.parallel.linear_roles import is_linear, is_transposed
-from torchweave.models.parallel.tp_plan import ParallelPlan
-from torchweave.models.weights.read import put
-from torchweave.models.weights.shards import Heads
+from torchweave.models.parallel.tp_plan import TensorParallelPlan
+from torchweave.models.weights.read import set_tensor
+from torchweave.models.weights.shards import HeadSharding
 
 _QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads")
 _FIRST_ROW, _FIRST_EXPERT = "torchweave_first_row", "torchweave_first_expert"
 
 
-def apply(model: PreTrainedModel, plan: ParallelPlan) -> None:
+def apply(model: PreTrainedModel, plan: TensorParallelPlan) -> None:
     """Cut the parameters of a whole model, with or without memory, and let its forward be one rank's."""
-    for name, cut in plan.cuts.items():
+    for name, shard in plan.shards.items():
         whole = model.get_parameter(name)
-        put(model, name, torch.empty(cut.shape, dtype=whole.dtype, device="meta") if whole.is_meta else cut.of(whole))
-    tell_widths(model)
-    configs: dict[tuple[int, Heads], Any] = {}
+        set_tensor(
+            model,
+            name,
+            torch.empty(shard.shape, dtype=whole.dtype, device="meta") if whole.is_meta else shard.extract(whole),
+        )
+    update_linear_sizes(model)
+    configs: dict[tuple[int, HeadSharding], Any] = {}
     for name, heads in plan.heads.items():
-        _divide_heads(model.get_submodule(name), heads, configs)
-    for name in plan.summed:
-        model.get_submodule(name).register_forward_hook(_Sum(plan.group))
+        _set_local_heads(model.get_submodule(name), heads, configs)
+    for name in plan.all_reduced:
+        model.get_submodule(name).register_forward_hook(_AllReduceOutput(plan.group))
     for name in plan.norms:
         norm: Any = model.get_submodule(name)
         norm.torchweave_group, norm.torchweave_ranks = plan.group, plan.size
-        norm.forward = types.MethodType(_wide_norm, norm)
+        norm.forward = types.MethodType(_sharded_norm, norm)
     for name in plan.experts:
-        model.get_submodule(name).register_forward_pre_hook(_own_experts)
-    _divide_vocabulary(model, plan)
-    place_offsets(model, plan, torch.device("meta"))
+        model.get_submodule(name).register_forward_pre_hook(_localize_expert_ids)
+    _shard_vocabulary(model, plan)
+    register_rank_offsets(model, plan, torch.device("meta"))
 
 
-def place_offsets(model: nn.Module, plan: ParallelPlan, device: torch.device) -> None:
+def register_rank_offsets(model: nn.Module, plan: TensorParallelPlan, device: torch.device) -> None:
     """Make the buffers that say which part is this rank's."""
-    rows = plan.cuts[f"{plan.embedding}.weight"].shape[0]
+    rows = plan.shards[f"{plan.embedding}.weight"].shape[0]
     firsts = {f"{plan.embedding}.{_FIRST_ROW}": plan.rank * rows}
     firsts |= {f"{name}.{_FIRST_EXPERT}": first for name, first in plan.experts.items()}
     for name, first in firsts.items():
@@ -61,7 +65,7 @@ def place_offsets(model: nn.Module, plan: ParallelPlan, device: torch.device) ->
 # -- what forwards read ------------------------------------------------------------------------------------------------
 
 
-def tell_widths(model: nn.Module) -> None:
+def update_linear_sizes(model: nn.Module) -> None:
     """Let linears and embeddings know how wide they are now."""
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
@@ -75,14 +79,14 @@ def tell_widths(model: nn.Module) -> None:
             module.padding_idx = None  # of use in training only, and maybe another rank's
 
 
-def _divide_heads(module: Any, heads: Heads, configs: dict[tuple[int, Heads], Any]) -> None:
+def _set_local_heads(module: Any, heads: HeadSharding, configs: dict[tuple[int, HeadSharding], Any]) -> None:
     """The attention's own numbers, and those that it reads from its config."""
     for name in (*_QUERY_HEADS, *_KV_HEADS):
         number = getattr(module, name, None)
         if isinstance(number, int):
-            setattr(module, name, _own_number(name, number, heads))
+            setattr(module, name, _local_count(name, number, heads))
     if hasattr(module, "num_key_value_groups"):
-        module.num_key_value_groups = heads.own_query // heads.own_kv
+        module.num_key_value_groups = heads.num_local_query // heads.num_local_kv
     for name in WIDTHS.get(type(module).__name__, ()):
         setattr(module, name, getattr(module, name) // heads.size)
     config = getattr(module, "config", None)
@@ -93,20 +97,20 @@ def _divide_heads(module: Any, heads: Heads, configs: dict[tuple[int, Heads], An
             for name in (*_QUERY_HEADS, *_KV_HEADS):
                 number = getattr(config, name, None)
                 if isinstance(number, int):
-                    setattr(configs[key], name, _own_number(name, number, heads))
+                    setattr(configs[key], name, _local_count(name, number, heads))
         module.config = configs[key]
 
 
-def _own_number(name: str, number: int, heads: Heads) -> int:
+def _local_count(name: str, number: int, heads: HeadSharding) -> int:
     if name in _KV_HEADS and number == heads.kv:
-        return heads.own_kv
-    return heads.own_query if number == heads.query else number
+        return heads.num_local_kv
+    return heads.num_local_query if number == heads.query else number
 
 
 # -- between ranks -----------------------------------------------------------------------------------------------------
 
 
-class _Sum:
+class _AllReduceOutput:
     """Forward hook: the sum of the module's results over ranks."""
 
     def __init__(self, group: str) -> None:
@@ -116,7 +120,7 @@ class _Sum:
         return torch.ops.torchweave.all_reduce(out, self.group)
 
 
-class _Gather:
+class _AllGatherOutput:
     """Forward hook: the columns of all ranks, without the padding behind the last one."""
 
     def __init__(self, group: str, columns: int) -> None:
@@ -127,14 +131,14 @@ class _Gather:
         return found if found.shape[-1] == self.columns else found[..., : self.columns]
 
 
-def _divide_vocabulary(model: nn.Module, plan: ParallelPlan) -> None:
+def _shard_vocabulary(model: nn.Module, plan: TensorParallelPlan) -> None:
     embedding: Any = model.get_submodule(plan.embedding)
     embedding.torchweave_group = plan.group
-    embedding.forward = types.MethodType(_look_up, embedding)
-    model.get_submodule(plan.head).register_forward_hook(_Gather(plan.group, plan.vocab_size))
+    embedding.forward = types.MethodType(_vocab_parallel_embedding, embedding)
+    model.get_submodule(plan.head).register_forward_hook(_AllGatherOutput(plan.group, plan.vocab_size))
 
 
-def _look_up(self: Any, ids: Tensor) -> Tensor:
+def _vocab_parallel_embedding(self: Any, ids: Tensor) -> Tensor:
     """ids `[..., T]` -> `[..., T, D]`: each rank gives the rows that it has, and zeros for the others."""
     local = ids - self.torchweave_first_row
     inside = (local >= 0) & (local < self.weight.shape[0])
@@ -143,7 +147,7 @@ def _look_up(self: Any, ids: Tensor) -> Tensor:
     return torch.ops.torchweave.all_reduce(found, self.torchweave_group)
 
 
-def _wide_norm(self: Any, x: Tensor) -> Tensor:
+def _sharded_norm(self: Any, x: Tensor) -> Tensor:
     """RMSNorm over all ranks' parts of the last dimension; ranks that repeat heads repeat them equally often."""
     wide = x.float()
     squares = wide.square().sum(-1, keepdim=True)
@@ -151,7 +155,7 @@ def _wide_norm(self: Any, x: Tensor) -> Tensor:
     return (self.weight * (wide * torch.rsqrt(mean + self.variance_epsilon))).to(x.dtype)
 
 
-def _own_experts(block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _localize_expert_ids(block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Forward pre-hook: experts by their number on this rank; another rank's get a number that there is not."""
     x, index, *rest = args
     local = index - block.torchweave_first_expert

@@ -8,46 +8,46 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchweave.models.weights.shards import Heads, Range
+from torchweave.models.weights.shards import HeadSharding, Range
 
-Layout = Callable[[Any, Heads, int], tuple[Range, ...] | None]
+Layout = Callable[[Any, HeadSharding, int], tuple[Range, ...] | None]
 """(attention, heads, rows of the projection) -> this rank's rows; None: these heads cannot be divided so."""
 
 
-def _side_by_side(_: Any, heads: Heads, rows: int) -> tuple[Range, ...]:
+def _side_by_side(_: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...]:
     """`[all queries | all keys | all values]`."""
     unit = rows // (heads.query + 2 * heads.kv)
     keys = heads.query * unit
-    return heads.of_query(unit), heads.of_kv(unit, keys), heads.of_kv(unit, keys + heads.kv * unit)
+    return heads.query_range(unit), heads.kv_range(unit, keys), heads.kv_range(unit, keys + heads.kv * unit)
 
 
-def _head_by_head(_: Any, heads: Heads, rows: int) -> tuple[Range, ...] | None:
+def _head_by_head(_: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...] | None:
     """`[query, key, value]` of the first head, then of the next: as many heads of each."""
-    return (heads.of_query(rows // heads.query),)
+    return (heads.query_range(rows // heads.query),)
 
 
-def _falcon(module: Any, heads: Heads, rows: int) -> tuple[Range, ...] | None:
+def _falcon(module: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...] | None:
     if not module.new_decoder_architecture:
         return _side_by_side(module, heads, rows) if module.multi_query else _head_by_head(module, heads, rows)
     group = rows // heads.kv  # the queries of one key and value head, then these two
     if heads.kv % heads.size == 0:
-        return (heads.of_kv(group),)
+        return (heads.kv_range(group),)
     unit = group // (heads.query // heads.kv + 2)
-    start = heads.first_kv * group
-    first = heads.rank * heads.own_query - heads.first_kv * (heads.query // heads.kv)
+    start = heads.first_local_kv * group
+    first = heads.rank * heads.num_local_query - heads.first_local_kv * (heads.query // heads.kv)
     keys = start + group - 2 * unit
-    return (start + first * unit, start + (first + heads.own_query) * unit), (keys, keys + 2 * unit)
+    return (start + first * unit, start + (first + heads.num_local_query) * unit), (keys, keys + 2 * unit)
 
 
-def _codegen(_: Any, heads: Heads, rows: int) -> tuple[Range, ...] | None:
+def _codegen(_: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...] | None:
     """Four blocks, each `[its queries | its values | its keys]`; a rank's heads are laid out in four blocks again."""
     blocks, unit = 4, rows // (3 * heads.query)
-    if heads.own_query % blocks:
+    if heads.num_local_query % blocks:
         return None
-    in_block, own = heads.query // blocks, heads.own_query // blocks
+    in_block, own = heads.query // blocks, heads.num_local_query // blocks
     found = []
     for block in range(blocks):
-        head = heads.rank * heads.own_query + block * own
+        head = heads.rank * heads.num_local_query + block * own
         for part in range(3):
             for h in range(head, head + own):
                 place = ((h // in_block) * 3 + part) * in_block + h % in_block
@@ -55,7 +55,7 @@ def _codegen(_: Any, heads: Heads, rows: int) -> tuple[Range, ...] | None:
     return tuple(found)
 
 
-def _gpt_bigcode(module: Any, heads: Heads, rows: int) -> tuple[Range, ...] | None:
+def _gpt_bigcode(module: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...] | None:
     return _side_by_side(module, heads, rows) if module.multi_query else _head_by_head(module, heads, rows)
 
 

@@ -67,12 +67,12 @@ ATTENTION = frozenset({"q_proj", "q_b_proj", "qkv_proj", "query_key_value", "c_a
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
-def kind_of(name: str) -> str:
+def name_pattern(name: str) -> str:
     """The name with a star for each number: what plans and reports call all layers' modules of that name."""
     return _NUMBER.sub(".*", name)
 
 
-def own_plan(model: PreTrainedModel) -> dict[str, str]:
+def transformers_tp_plan(model: PreTrainedModel) -> dict[str, str]:
     """transformers' plan of the model: style by name, with a star for each number."""
     found: dict[str, str] = {}
     prefix = model.base_model_prefix
@@ -97,7 +97,7 @@ def roles(model: PreTrainedModel) -> dict[str, Role]:
 
     A module with columns and no rows behind them, or the other way round, is left whole.
     """
-    plan, head = own_plan(model), model.get_output_embeddings()
+    plan, head = transformers_tp_plan(model), model.get_output_embeddings()
     verified = model.config.model_type in VERIFIED
     found: dict[str, Role] = {}
     for name, module in model.named_modules():
@@ -111,7 +111,7 @@ def roles(model: PreTrainedModel) -> dict[str, Role]:
 
 def _role(name: str, plan: Mapping[str, str], verified: bool) -> Role | None:
     leaf = name.rpartition(".")[2]
-    style = plan.get(kind_of(name), "")
+    style = plan.get(name_pattern(name), "")
     if style in _STYLES:
         return _STYLES[style]
     if not verified:
@@ -125,7 +125,7 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def attentions(model: nn.Module, found: Mapping[str, Role]) -> dict[str, Any]:
+def attention_modules(model: nn.Module, found: Mapping[str, Role]) -> dict[str, Any]:
     """Attention modules by name: they know their layer, and have projections that are divided."""
     owners = {
         _owner(name) for name, role in found.items() if role == "columns" and name.rpartition(".")[2] in ATTENTION

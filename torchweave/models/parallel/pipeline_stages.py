@@ -27,7 +27,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """What the ranks of one stage keep of a model.
 
     Attributes:
@@ -49,7 +49,7 @@ class Stage:
     specs: tuple[LayerSpec, ...]
     width: int
     dtype: torch.dtype
-    returned: int
+    num_returned: int
     embedding: str
     head: str
     tied: bool
@@ -62,11 +62,11 @@ class Stage:
     def is_last(self) -> bool:
         return self.number == self.size - 1
 
-    def own(self, of_all_layers: Sequence[T]) -> list[T]:
+    def local_layers(self, of_all_layers: Sequence[T]) -> list[T]:
         """What belongs to this stage's layers, of something that each layer has one of."""
         return list(of_all_layers[self.begin : self.end])
 
-    def of_checkpoint(self, stored: Mapping[str, T]) -> dict[str, T]:
+    def filter_checkpoint(self, stored: Mapping[str, T]) -> dict[str, T]:
         """The tensors of a checkpoint without those of other layers, however the checkpoint calls what is around them."""
         layer = re.compile(rf"(?:^|\.){re.escape(self.layers.rpartition('.')[2])}\.(\d+)\.")
         return {
@@ -75,21 +75,23 @@ class Stage:
             if (found := layer.search(name)) is None or self.begin <= int(found[1]) < self.end
         }
 
-    def keeps(self, name: str) -> bool:
+    def owns(self, name: str) -> bool:
         """Whether a module or parameter of the whole model is this stage's."""
         if not name.startswith(f"{self.layers}."):
             return True
         return self.begin <= int(name.removeprefix(f"{self.layers}.").partition(".")[0]) < self.end
 
 
-def share(num_layers: int, number: int, size: int) -> tuple[int, int]:
+def stage_layers(num_layers: int, number: int, size: int) -> tuple[int, int]:
     """(from, up to but without) of the layers of a stage: as even as can be, with one more for earlier ones."""
     each, more = divmod(num_layers, size)
     begin = number * each + min(number, more)
     return begin, begin + each + (number < more)
 
 
-def keep_stage(model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, size: int, report: Report) -> Stage:
+def make_pipeline_stage(
+    model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, size: int, report: Report
+) -> PipelineStage:
     """Make one stage of a model that has no memory yet.
 
     Raises:
@@ -101,7 +103,7 @@ def keep_stage(model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, 
             f"{name} has {len(specs)} layers, which are too few for {size} stages; lower pipeline_parallel_size."
         )
     stage = _stage_of(model, specs, number, size)
-    leave_out_others(model, stage)
+    remove_other_stages(model, stage)
     try:
         left = len(layer_specs(model))
     except UnsupportedModel as refusal:
@@ -120,7 +122,7 @@ def keep_stage(model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, 
     return stage
 
 
-def leave_out_others(model: PreTrainedModel, stage: Stage) -> None:
+def remove_other_stages(model: PreTrainedModel, stage: PipelineStage) -> None:
     """Take everything that is another stage's out of a whole model, with or without memory."""
     layers: Any = model.get_submodule(stage.layers)
     for index, layer in enumerate(layers):
@@ -130,59 +132,59 @@ def leave_out_others(model: PreTrainedModel, stage: Stage) -> None:
                     module.torchweave_layer = module.layer_idx - stage.begin
         else:
             mark = {stage.begin - 1: "stage_input", stage.end: "stage_output"}.get(index, "")
-            layers[index] = OtherLayer(layer, mark, stage.returned)
+            layers[index] = MissingLayer(layer, mark, stage.num_returned)
     has_vocabulary = stage.tied and (stage.is_first or stage.is_last)
     if not (stage.is_first or has_vocabulary):
-        _replace(model, stage.embedding, OtherEmbedding(model.get_submodule(stage.embedding)))
+        _replace(model, stage.embedding, MissingEmbedding(model.get_submodule(stage.embedding)))
     if not (stage.is_last or has_vocabulary):
-        _replace(model, stage.head, OtherHead(model.get_submodule(stage.head)))
+        _replace(model, stage.head, MissingHead(model.get_submodule(stage.head)))
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     left = model.state_dict(keep_vars=True).keys()
     model.all_tied_weights_keys = {name: source for name, source in tied.items() if {name, source} <= left}
 
 
-class OtherLayer(nn.Module):
+class MissingLayer(nn.Module):
     """Where another stage's layer was: hands hidden states on, past a mark if the stage begins or ends here."""
 
-    def __init__(self, layer: nn.Module, mark: str, returned: int) -> None:
+    def __init__(self, layer: nn.Module, mark: str, num_returned: int) -> None:
         super().__init__()
         for name, setting in vars(layer).items():  # such as the kind of attention, which models ask their layers for
             if not name.startswith("_") and isinstance(setting, _PLAIN) and name != "training":
                 setattr(self, name, setting)
-        self.mark, self.returned = mark, returned
+        self.mark, self.num_returned = mark, num_returned
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.mark == "stage_input":
             hidden_states = torch.ops.torchweave.stage_input(hidden_states)
         elif self.mark == "stage_output":
             hidden_states = torch.ops.torchweave.stage_output(hidden_states)
-        return (hidden_states, *(None,) * (self.returned - 1)) if self.returned else hidden_states
+        return (hidden_states, *(None,) * (self.num_returned - 1)) if self.num_returned else hidden_states
 
 
-class OtherEmbedding(nn.Module):
+class MissingEmbedding(nn.Module):
     """Where the embedding was: nothing may depend on what it gives."""
 
     def __init__(self, embedding: Any) -> None:
         super().__init__()
         self.width, self.dtype = embedding.weight.shape[1], embedding.weight.dtype
-        _no_weight(self, embedding)
+        _register_empty_weight(self, embedding)
 
     def forward(self, ids: Tensor) -> Tensor:
         return torch.ops.torchweave.elsewhere(ids, self.width, self.dtype)
 
 
-class OtherHead(nn.Module):
+class MissingHead(nn.Module):
     """Where the output layer was: what it gives is dropped."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
-        _no_weight(self, head)
+        _register_empty_weight(self, head)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
 
-def _no_weight(module: nn.Module, other: Any) -> None:
+def _register_empty_weight(module: nn.Module, other: Any) -> None:
     """A weight without numbers: some models ask where it is and of which dtype."""
     module.register_buffer("weight", other.weight.new_empty(0), persistent=False)
 
@@ -200,23 +202,25 @@ def _refusal(name: str, why: str) -> UnsupportedModel:
     return UnsupportedModel(f"{name} cannot be divided into stages: {why}; use pipeline_parallel_size=1.")
 
 
-def _stage_of(model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, size: int) -> Stage:
+def _stage_of(model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, size: int) -> PipelineStage:
     name, path = type(model).__name__, _list_of_layers(model, len(specs))
     if path is None:
         raise _refusal(name, "no list of modules has one attention in each")
-    calls = _calls(model, model.get_submodule(path))
-    hidden, returned = calls[0]
+    calls = _record_layer_calls(model, model.get_submodule(path))
+    hidden, num_returned = calls[0]
     kinds = {None if call[0] is None else (call[0].shape, call[0].dtype) for call in calls}
     if hidden is None or len(kinds) > 1 or hidden.ndim != 3:
         raise _refusal(name, "its layers do not take hidden states of one shape first")
-    if returned < 0 or any(call[1] != returned for call in calls):
+    if num_returned < 0 or any(call[1] != num_returned for call in calls):
         raise _refusal(name, "its layers do not all return the same, or return more than hidden states")
     names = {id(module): each for each, module in model.named_modules()}
     embedding, head = names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]
     tied = f"{head}.weight" in (getattr(model, "all_tied_weights_keys", None) or {})
-    begin, end = share(len(specs), number, size)
+    begin, end = stage_layers(len(specs), number, size)
     width, dtype = hidden.shape[-1], hidden.dtype
-    return Stage(number, size, path, begin, end, tuple(specs), width, dtype, returned, embedding, head, tied)
+    return PipelineStage(
+        number, size, path, begin, end, tuple(specs), width, dtype, num_returned, embedding, head, tied
+    )
 
 
 def _list_of_layers(model: nn.Module, count: int) -> str | None:
@@ -232,16 +236,16 @@ def _list_of_layers(model: nn.Module, count: int) -> str | None:
     return None
 
 
-def _calls(model: PreTrainedModel, layers: nn.Module) -> list[tuple[Tensor | None, int]]:
+def _record_layer_calls(model: PreTrainedModel, layers: nn.Module) -> list[tuple[Tensor | None, int]]:
     """Of each layer's call: its hidden states, if these come first, and how many values it returns (-1: tensors among them)."""
     seen: list[tuple[Tensor | None, int]] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         hidden = args[0] if args else kwargs.get("hidden_states")
-        returned = 0
+        num_returned = 0
         if isinstance(out, tuple):
-            returned = -1 if any(isinstance(each, Tensor) for each in out[1:]) else len(out)
-        seen.append((hidden if isinstance(hidden, Tensor) else None, returned))
+            num_returned = -1 if any(isinstance(each, Tensor) for each in out[1:]) else len(out)
+        seen.append((hidden if isinstance(hidden, Tensor) else None, num_returned))
 
     hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers.children()]
     try:

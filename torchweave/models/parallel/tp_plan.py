@@ -14,10 +14,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.experts import is_block, runs_as_op
+from torchweave.models.experts import is_experts_module, runs_as_op
 from torchweave.models.parallel.fused_qkv import FUSED, layout_of
-from torchweave.models.parallel.linear_roles import KV, PACKED, Role, attentions, is_transposed, kind_of, roles
-from torchweave.models.weights.shards import Cut, Heads, Range, Ranges, even, padded
+from torchweave.models.parallel.linear_roles import (
+    KV,
+    PACKED,
+    Role,
+    attention_modules,
+    is_transposed,
+    name_pattern,
+    roles,
+)
+from torchweave.models.weights.shards import HeadSharding, Range, Ranges, TensorShard, even_shard, padded_shard
 from torchweave.ops.attention.op import LayerSpec
 
 _NORMS = frozenset({"q_norm", "k_norm", "attn_sub_norm", "ffn_sub_norm"})
@@ -25,7 +33,7 @@ _KEY_NORMS = frozenset({"k_norm"})
 
 
 @dataclass(frozen=True)
-class ParallelPlan:
+class TensorParallelPlan:
     """What one rank makes of a model.
 
     Attributes:
@@ -46,30 +54,33 @@ class ParallelPlan:
     vocab_size: int
     embedding: str
     head: str
-    cuts: dict[str, Cut] = field(default_factory=dict)
-    summed: list[str] = field(default_factory=list)
+    shards: dict[str, TensorShard] = field(default_factory=dict)
+    all_reduced: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)
-    heads: dict[str, Heads] = field(default_factory=dict)
+    heads: dict[str, HeadSharding] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)
 
-    def within(self, keeps: Callable[[str], bool]) -> ParallelPlan:
-        """The plan of a model of which only the modules are left that `keeps` names."""
-        return replace(self, experts={name: first for name, first in self.experts.items() if keeps(name)})
+    def restricted_to(self, owns: Callable[[str], bool]) -> TensorParallelPlan:
+        """The plan of a model of which only the modules are left that `owns` names."""
+        return replace(self, experts={name: first for name, first in self.experts.items() if owns(name)})
 
-    def expected(self, whole: Sequence[LayerSpec]) -> list[tuple[int, int, int]]:
+    def local_head_counts(self, whole: Sequence[LayerSpec]) -> list[tuple[int, int, int]]:
         """(heads, key and value heads, width of a head) of each layer as this rank has them."""
-        divided = [Heads(spec.num_heads, spec.num_kv_heads, self.rank, self.size) for spec in whole]
-        return [(heads.own_query, heads.own_kv, spec.head_dim) for heads, spec in zip(divided, whole, strict=True)]
+        divided = [HeadSharding(spec.num_heads, spec.num_kv_heads, self.rank, self.size) for spec in whole]
+        return [
+            (heads.num_local_query, heads.num_local_kv, spec.head_dim)
+            for heads, spec in zip(divided, whole, strict=True)
+        ]
 
 
-def plan_of(
+def make_tensor_parallel_plan(
     model: PreTrainedModel,
     specs: Sequence[LayerSpec],
     rank: int,
     size: int,
     group: str,
     expert_parallel: bool = False,
-) -> ParallelPlan:
+) -> TensorParallelPlan:
     """The plan of `rank` among `size`.
 
     Args:
@@ -80,24 +91,24 @@ def plan_of(
     Raises:
         UnsupportedModel: the model cannot be divided so; one sentence says what stands in the way.
     """
-    return _Planner(model, rank, size, group).plan(specs, expert_parallel)
+    return _TensorParallelPlanner(model, rank, size, group).plan(specs, expert_parallel)
 
 
-class _Planner:
+class _TensorParallelPlanner:
     def __init__(self, model: PreTrainedModel, rank: int, size: int, group: str) -> None:
         names = {id(module): name for name, module in model.named_modules()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         self.model, self.rank, self.size = model, rank, size
         rows: Any = head.weight.shape[0]  # type: ignore[union-attr]
-        self.done = ParallelPlan(rank, size, group, int(rows), names[id(embedding)], names[id(head)])
+        self.result = TensorParallelPlan(rank, size, group, int(rows), names[id(embedding)], names[id(head)])
 
     def refusal(self, why: str) -> UnsupportedModel:
         name = type(self.model).__name__
         return UnsupportedModel(f"{name} cannot be divided over {self.size} ranks: {why}.")
 
-    def plan(self, specs: Sequence[LayerSpec], expert_parallel: bool) -> ParallelPlan:
+    def plan(self, specs: Sequence[LayerSpec], expert_parallel: bool) -> TensorParallelPlan:
         found = roles(self.model)
-        with_heads = attentions(self.model, found)
+        with_heads = attention_modules(self.model, found)
         if sorted(module.layer_idx for module in with_heads.values()) != list(range(len(specs))):
             raise self.refusal(
                 "transformers has no tensor-parallel plan that divides its attention (base_model_tp_plan of its config), and "
@@ -107,35 +118,37 @@ class _Planner:
             self._attention(name, module, specs[module.layer_idx], found)
         for name, role in found.items():
             if _owner(name) not in with_heads:
-                self._between(name, role)
+                self._shard_linear(name, role)
         for name, block in self.model.named_modules():
-            if (form := _form_of(block)) is not None:
-                (self._share_experts if expert_parallel else self._cut_experts)(name, block, form)
+            if (form := _experts_layout(block)) is not None:
+                (self._distribute_experts if expert_parallel else self._shard_each_expert)(name, block, form)
         self._vocabulary()
-        return self.done
+        return self.result
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
     def _attention(self, name: str, module: nn.Module, spec: LayerSpec, found: Mapping[str, Role]) -> None:
-        heads = Heads(spec.num_heads, spec.num_kv_heads, self.rank, self.size)
-        if heads.why_not:
-            raise self.refusal(f"{heads.why_not} do not divide; choose among {_choices(heads)}")
-        self.done.heads[name] = heads
+        heads = HeadSharding(spec.num_heads, spec.num_kv_heads, self.rank, self.size)
+        if heads.indivisible_reason:
+            raise self.refusal(f"{heads.indivisible_reason} do not divide; choose among {_choices(heads)}")
+        self.result.heads[name] = heads
         for leaf, child in module.named_children():
             whole = f"{name}.{leaf}"
             if found.get(whole) == "rows":
                 if _width(child, "rows") % heads.query:
-                    raise self.refusal(f"{kind_of(whole)} has {_width(child, 'rows')} columns for {heads.query} heads")
-                self._rows(whole, child, heads.of_query(_width(child, "rows") // heads.query))
+                    raise self.refusal(
+                        f"{name_pattern(whole)} has {_width(child, 'rows')} columns for {heads.query} heads"
+                    )
+                self._rows(whole, child, heads.query_range(_width(child, "rows") // heads.query))
             elif whole in found:
-                self._columns(whole, child, self._rows_of_heads(module, whole, child, heads))
+                self._columns(whole, child, self._head_ranges(module, whole, child, heads))
             else:
-                self._beside_heads(whole, child, heads, spec)
+                self._shard_attention_norm(whole, child, heads, spec)
         for leaf, parameter in module.named_parameters(recurse=False):
             if parameter.shape[:1] == (heads.query,):  # sinks: one number a head
-                self._keep(f"{name}.{leaf}", parameter, 0, (heads.of_query(1),))
+                self._add_shard(f"{name}.{leaf}", parameter, 0, (heads.query_range(1),))
 
-    def _rows_of_heads(self, module: nn.Module, name: str, linear: nn.Module, heads: Heads) -> Ranges:
+    def _head_ranges(self, module: nn.Module, name: str, linear: nn.Module, heads: HeadSharding) -> Ranges:
         """Which rows of a projection belong to this rank's heads."""
         leaf, rows = _leaf(name), _width(linear, "columns")
         if leaf in FUSED:
@@ -143,127 +156,132 @@ class _Planner:
             ranges = None if layout is None else layout(module, heads, rows)
             if ranges is None:
                 what = (
-                    "is of an unknown layout" if layout is None else f"cannot be laid out for {heads.own_query} heads"
+                    "is of an unknown layout"
+                    if layout is None
+                    else f"cannot be laid out for {heads.num_local_query} heads"
                 )
-                raise self.refusal(f"{kind_of(name)} of {type(module).__name__} {what}; use fewer ranks")
+                raise self.refusal(f"{name_pattern(name)} of {type(module).__name__} {what}; use fewer ranks")
             return ranges
-        count, of = (heads.kv, heads.of_kv) if leaf in KV else (heads.query, heads.of_query)
+        count, of = (heads.kv, heads.kv_range) if leaf in KV else (heads.query, heads.query_range)
         if rows % count:
-            raise self.refusal(f"{kind_of(name)} has {rows} rows for {count} heads; use one rank")
+            raise self.refusal(f"{name_pattern(name)} has {rows} rows for {count} heads; use one rank")
         return (of(rows // count),)
 
-    def _beside_heads(self, name: str, module: nn.Module, heads: Heads, spec: LayerSpec) -> None:
+    def _shard_attention_norm(self, name: str, module: nn.Module, heads: HeadSharding, spec: LayerSpec) -> None:
         """A norm of queries, keys or the attention's output: over one head, by head, or over all."""
         if any(isinstance(part, nn.ModuleList) for part in module.children()):
-            raise self.refusal(f"{kind_of(name)} has a module for each head; use one rank")
+            raise self.refusal(f"{name_pattern(name)} has a module for each head; use one rank")
         leaf, weight = _leaf(name), getattr(module, "weight", None)
         if weight is None or leaf not in _NORMS:
             return
-        count, of = (heads.kv, heads.of_kv) if leaf in _KEY_NORMS else (heads.query, heads.of_query)
+        count, of = (heads.kv, heads.kv_range) if leaf in _KEY_NORMS else (heads.query, heads.query_range)
         if weight.ndim == 2 and weight.shape[0] == count:
             for part, parameter in module.named_parameters(recurse=False):
-                self._keep(f"{name}.{part}", parameter, 0, (of(1),))
+                self._add_shard(f"{name}.{part}", parameter, 0, (of(1),))
         elif weight.ndim == 1 and weight.shape[0] != spec.head_dim and weight.shape[0] % count == 0:
-            self._wide_norm(name, module, (of(weight.shape[0] // count),))
+            self._sharded_norm(name, module, (of(weight.shape[0] // count),))
 
-    def _wide_norm(self, name: str, module: Any, ranges: Ranges) -> None:
+    def _sharded_norm(self, name: str, module: Any, ranges: Ranges) -> None:
         """A norm over what is divided: ranks add up their sums of squares."""
         if not hasattr(module, "variance_epsilon") or getattr(module, "bias", None) is not None:
             raise self.refusal(
-                f"{kind_of(name)} is a {type(module).__name__} over what would be divided, and no plain RMSNorm; use one rank"
+                f"{name_pattern(name)} is a {type(module).__name__} over what would be divided, and no plain RMSNorm; use one rank"
             )
-        self._keep(f"{name}.weight", module.weight, 0, ranges)
-        self.done.norms.append(name)
+        self._add_shard(f"{name}.weight", module.weight, 0, ranges)
+        self.result.norms.append(name)
 
     # -- products ------------------------------------------------------------------------------------------------------
 
-    def _between(self, name: str, role: Role) -> None:
+    def _shard_linear(self, name: str, role: Role) -> None:
         """A linear whose columns or rows have no heads."""
         module = self.model.get_submodule(name)
         parts = 2 if role == "columns" and _leaf(name) in PACKED else 1
         width = _width(module, role)
-        cut = even((width,), 0, self.rank, self.size, parts)
-        if cut is None:
+        shard = even_shard((width,), 0, self.rank, self.size, parts)
+        if shard is None:
             raise self.refusal(
-                f"{width} {'outputs' if role == 'columns' else 'inputs'} of {kind_of(name)} do not divide; choose a divisor of "
+                f"{width} {'outputs' if role == 'columns' else 'inputs'} of {name_pattern(name)} do not divide; choose "
+                f"a divisor of "
                 f"{width // parts}"
             )
         if role == "columns":
-            self._columns(name, module, cut.ranges)
+            self._columns(name, module, shard.ranges)
             return
-        self._rows(name, module, cut.ranges[0])
+        self._rows(name, module, shard.ranges[0])
         for leaf, norm in self.model.get_submodule(_owner(name)).named_children():
             if leaf in _NORMS and tuple(norm.weight.shape) == (width,):  # type: ignore[union-attr, operator]
-                self._wide_norm(f"{_owner(name)}.{leaf}", norm, cut.ranges)
+                self._sharded_norm(f"{_owner(name)}.{leaf}", norm, shard.ranges)
 
     def _columns(self, name: str, module: Any, ranges: Ranges) -> None:
-        self._keep(f"{name}.weight", module.weight, 1 if is_transposed(module) else 0, ranges)
+        self._add_shard(f"{name}.weight", module.weight, 1 if is_transposed(module) else 0, ranges)
         if module.bias is not None:
-            self._keep(f"{name}.bias", module.bias, 0, ranges)
+            self._add_shard(f"{name}.bias", module.bias, 0, ranges)
 
     def _rows(self, name: str, module: Any, rows: Range) -> None:
-        self._keep(f"{name}.weight", module.weight, 0 if is_transposed(module) else 1, (rows,))
-        self._add_once(f"{name}.bias", module.bias)
-        self.done.summed.append(name)
+        self._add_shard(f"{name}.weight", module.weight, 0 if is_transposed(module) else 1, (rows,))
+        self._add_on_rank_0(f"{name}.bias", module.bias)
+        self.result.all_reduced.append(name)
 
-    def _keep(self, name: str, parameter: Tensor, dim: int, ranges: Ranges) -> None:
-        self.done.cuts[name] = Cut(tuple(parameter.shape), dim, ranges)
+    def _add_shard(self, name: str, parameter: Tensor, dim: int, ranges: Ranges) -> None:
+        self.result.shards[name] = TensorShard(tuple(parameter.shape), dim, ranges)
 
-    def _add_once(self, name: str, bias: Tensor | None) -> None:
+    def _add_on_rank_0(self, name: str, bias: Tensor | None) -> None:
         """What is added to a sum over ranks: by the first one alone."""
         if bias is not None and self.rank:
-            self.done.cuts[name] = Cut(tuple(bias.shape), zero=True)
+            self.result.shards[name] = TensorShard(tuple(bias.shape), zero=True)
 
     # -- experts -------------------------------------------------------------------------------------------------------
 
-    def _cut_experts(self, name: str, block: Any, form: _Experts) -> None:
+    def _shard_each_expert(self, name: str, block: Any, form: _ExpertsLayout) -> None:
         """A part of each expert: of the width between its two products."""
         if form.normed:
-            raise self.refusal(f"{kind_of(name)} has a norm behind each expert; use one rank")
+            raise self.refusal(f"{name_pattern(name)} has a norm behind each expert; use one rank")
         down, up = block.down_proj, getattr(block, form.up)
         inner = 1 if form.transposed else 2
         width = down.shape[inner]
-        of_down = even(down.shape, inner, self.rank, self.size)
+        of_down = even_shard(down.shape, inner, self.rank, self.size)
         if of_down is None:
             raise self.refusal(
-                f"the width {width} of the experts {kind_of(name)} does not divide; choose a divisor of it, or "
+                f"the width {width} of the experts {name_pattern(name)} does not divide; choose a divisor of it, or "
                 "enable_expert_parallel"
             )
-        of_up = even(up.shape, 2 if form.transposed else 1, self.rank, self.size, form.halves)
+        of_up = even_shard(up.shape, 2 if form.transposed else 1, self.rank, self.size, form.halves)
         assert of_up is not None, "as wide as down, or twice"
-        self.done.cuts.update({f"{name}.down_proj": of_down, f"{name}.{form.up}": of_up})
+        self.result.shards.update({f"{name}.down_proj": of_down, f"{name}.{form.up}": of_up})
         bias = getattr(block, f"{form.up}_bias", None)
         if bias is not None:
-            self._keep(f"{name}.{form.up}_bias", bias, 1, of_up.ranges)
-        self._add_once(f"{name}.down_proj_bias", getattr(block, "down_proj_bias", None))
-        self.done.summed.append(name)
+            self._add_shard(f"{name}.{form.up}_bias", bias, 1, of_up.ranges)
+        self._add_on_rank_0(f"{name}.down_proj_bias", getattr(block, "down_proj_bias", None))
+        self.result.all_reduced.append(name)
 
-    def _share_experts(self, name: str, block: Any, form: _Experts) -> None:
+    def _distribute_experts(self, name: str, block: Any, form: _ExpertsLayout) -> None:
         """Some of the experts, whole."""
         if not form.by_index:
             raise self.refusal(
-                f"the experts {kind_of(name)} cannot be told apart by number; leave enable_expert_parallel off"
+                f"the experts {name_pattern(name)} cannot be told apart by number; leave enable_expert_parallel off"
             )
         count = block.down_proj.shape[0]
         if count % self.size:
-            raise self.refusal(f"{count} experts of {kind_of(name)} do not divide; leave enable_expert_parallel off")
+            raise self.refusal(
+                f"{count} experts of {name_pattern(name)} do not divide; leave enable_expert_parallel off"
+            )
         own = count // self.size
         for leaf, parameter in block.named_parameters(recurse=False):
             if parameter.shape[0] == count:
-                self._keep(f"{name}.{leaf}", parameter, 0, ((self.rank * own, (self.rank + 1) * own),))
-        self.done.experts[name] = self.rank * own
-        self.done.summed.append(name)
+                self._add_shard(f"{name}.{leaf}", parameter, 0, ((self.rank * own, (self.rank + 1) * own),))
+        self.result.experts[name] = self.rank * own
+        self.result.all_reduced.append(name)
 
     # -- vocabulary ----------------------------------------------------------------------------------------------------
 
     def _vocabulary(self) -> None:
-        for name in (self.done.embedding, self.done.head):
+        for name in (self.result.embedding, self.result.head):
             for leaf, parameter in self.model.get_submodule(name).named_parameters(recurse=False):
-                self.done.cuts[f"{name}.{leaf}"] = padded(parameter.shape, 0, self.rank, self.size)
+                self.result.shards[f"{name}.{leaf}"] = padded_shard(parameter.shape, 0, self.rank, self.size)
 
 
 @dataclass(frozen=True)
-class _Experts:
+class _ExpertsLayout:
     """How a block of experts keeps its weights.
 
     Attributes:
@@ -281,13 +299,13 @@ class _Experts:
     by_index: bool = True
 
 
-def _form_of(block: Any) -> _Experts | None:
+def _experts_layout(block: Any) -> _ExpertsLayout | None:
     """The form of a block of experts; None: the module is none."""
     if type(block).__name__ == "Llama4TextExperts":
-        return _Experts("gate_up_proj", 2, transposed=True, by_index=False)
-    if not is_block(block):
+        return _ExpertsLayout("gate_up_proj", 2, transposed=True, by_index=False)
+    if not is_experts_module(block):
         return None
-    return _Experts(
+    return _ExpertsLayout(
         "gate_up_proj" if block.has_gate else "up_proj",
         2 if block.has_gate and block.is_concatenated else 1,
         block.is_transposed,
@@ -310,6 +328,8 @@ def _width(linear: Any, role: Role) -> int:
     return int(outputs if role == "columns" else inputs)
 
 
-def _choices(heads: Heads) -> str:
+def _choices(heads: HeadSharding) -> str:
     """Numbers of ranks that would do."""
-    return ", ".join(str(n) for n in range(1, heads.query + 1) if not Heads(heads.query, heads.kv, 0, n).why_not)
+    return ", ".join(
+        str(n) for n in range(1, heads.query + 1) if not HeadSharding(heads.query, heads.kv, 0, n).indivisible_reason
+    )

@@ -11,27 +11,27 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from torchweave.models.adapt import install
+from torchweave.models.adapt import install_ops
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.parallel import ParallelPlan
-from torchweave.models.parallel.apply import apply, place_offsets
-from torchweave.models.parallel.pipeline_stages import Stage, leave_out_others
+from torchweave.models.parallel import TensorParallelPlan
+from torchweave.models.parallel.apply import apply, register_rank_offsets
+from torchweave.models.parallel.pipeline_stages import PipelineStage, remove_other_stages
 from torchweave.models.resolve import Source
 from torchweave.models.weights import read as weights
-from torchweave.models.weights.merge_experts import Merger, Merging, check_merges, merging_of
-from torchweave.models.weights.quantize import Quantizer, Scheme
+from torchweave.models.weights.merge_experts import ExpertMergePlan, ExpertMerger, check_merges, plan_expert_merge
+from torchweave.models.weights.quantize import Quantizer, QuantScheme
 from torchweave.models.weights.quantized_checkpoint import (
     check_dtypes,
     check_scales,
-    cut_scales,
-    stored_scheme,
-    take_scales,
+    checkpoint_scheme,
+    pop_scales,
+    shard_scales,
 )
 from torchweave.report import Report
 
 
 @dataclass(frozen=True)
-class Filling:
+class WeightLoadSpec:
     """How a model is to be filled.
 
     Attributes:
@@ -41,7 +41,7 @@ class Filling:
         quantization: how its linears are quantised as they arrive; None: they are not.
         plan: this rank's part of it; None: all of it.
         stage: this rank's layers of it; None: all of them.
-        whole: where there is a stage, what the whole model has; see `weights.fill_random`.
+        whole: where there is a stage, what the whole model has; see `weights.init_random_weights`.
     """
 
     source: Source
@@ -49,123 +49,135 @@ class Filling:
     dtype: torch.dtype
     device: torch.device
     trust_remote_code: bool = False
-    quantization: Scheme | None = None
-    plan: ParallelPlan | None = None
-    stage: Stage | None = None
+    quantization: QuantScheme | None = None
+    plan: TensorParallelPlan | None = None
+    stage: PipelineStage | None = None
     whole: Mapping[str, Tensor] | None = None
 
     def quantizer(self, model: PreTrainedModel) -> Quantizer | None:
         return None if self.quantization is None else Quantizer(model, self.quantization)
 
 
-def fill_dummy(model: PreTrainedModel, how: Filling, report: Report) -> Quantizer | None:
+def load_dummy_weights(model: PreTrainedModel, load_spec: WeightLoadSpec, report: Report) -> Quantizer | None:
     """Fill the model at random; ranks have parts of the same numbers."""
-    quantizer = how.quantizer(model)
-    cuts = how.plan.cuts if how.plan is not None else {}
-    weights.fill_random(model, how.device, report, placer=quantizer, cuts=cuts, whole=how.whole)
-    _buffers(model, how)
+    quantizer = load_spec.quantizer(model)
+    shards = load_spec.plan.shards if load_spec.plan is not None else {}
+    weights.init_random_weights(model, load_spec.device, report, setter=quantizer, shards=shards, whole=load_spec.whole)
+    _restore_buffers(model, load_spec)
     return quantizer
 
 
-def fill(
-    model: PreTrainedModel, stored: dict[str, weights.Stored], how: Filling, report: Report
+def load_weights(
+    model: PreTrainedModel, stored: dict[str, weights.CheckpointTensor], load_spec: WeightLoadSpec, report: Report
 ) -> tuple[PreTrainedModel, Quantizer | None]:
     """The model with a checkpoint's weights: the one given, or a new one where transformers must convert them."""
-    folder = how.source.folder
+    folder = load_spec.source.folder
     assert folder is not None
     if not weights.needs_conversion(model, stored):
-        return model, _stream(model, stored, weights.rename(model, stored), how, report)
-    merging = merging_of(model, stored)
-    if merging is not None:
-        return model, _merge(model, stored, merging, how, report)
-    if stored_scheme(how.source) is not None:
+        return model, _stream_weights(model, stored, weights.map_tensor_names(model, stored), load_spec, report)
+    merge_plan = plan_expert_merge(model, stored)
+    if merge_plan is not None:
+        return model, _load_merged_experts(model, stored, merge_plan, load_spec, report)
+    if checkpoint_scheme(load_spec.source) is not None:
         raise UnsupportedModel(
             f"{folder} has tensors under other names or in other pieces than {type(model).__name__}, which cannot be read in FP8; "
             "use an unquantized checkpoint (quantization=fp8 quantises it as it is loaded)."
         )
     # Which of them become what is known to transformers alone.
     each = {name: name for name in stored if name.endswith("weight")}
-    check_dtypes(model, stored, each | weights.rename(model, stored), {})
-    return _convert(how, stored, report)
+    check_dtypes(model, stored, each | weights.map_tensor_names(model, stored), {})
+    return _load_with_transformers(load_spec, stored, report)
 
 
-def _stream(
+def _stream_weights(
     model: PreTrainedModel,
-    stored: dict[str, weights.Stored],
+    stored: dict[str, weights.CheckpointTensor],
     renamed: dict[str, str],
-    how: Filling,
+    load_spec: WeightLoadSpec,
     report: Report,
-    merger: Merger | None = None,
+    expert_merger: ExpertMerger | None = None,
 ) -> Quantizer | None:
     """Fill the model tensor by tensor, those of quantised linears with their scales."""
-    folder = how.source.folder
+    folder = load_spec.source.folder
     assert folder is not None
-    found = stored_scheme(how.source)
-    cuts, pieces = how.plan.cuts if how.plan is not None else {}, merger.pieces if merger is not None else {}
-    scales, inputs = take_scales(stored, renamed) if found is not None else ({}, {})
+    found = checkpoint_scheme(load_spec.source)
+    shards, pieces = (
+        load_spec.plan.shards if load_spec.plan is not None else {},
+        expert_merger.pieces if expert_merger is not None else {},
+    )
+    scales, inputs = pop_scales(stored, renamed) if found is not None else ({}, {})
     check_dtypes(model, stored, {**renamed, **pieces}, scales)
-    weights.check_names(model, stored, renamed, folder, cuts, pieces)
+    weights.check_tensor_names(model, stored, renamed, folder, shards, pieces)
     check_scales(scales, inputs if found is not None and found.static else {})
-    quantizer = how.quantizer(model) if found is None else Quantizer(model, found, cut_scales(scales, cuts), inputs)
-    weights.stream(model, stored, renamed, how.device, report, quantizer, cuts, merger)
-    _buffers(model, how)
+    quantizer = (
+        load_spec.quantizer(model) if found is None else Quantizer(model, found, shard_scales(scales, shards), inputs)
+    )
+    weights.stream_weights(model, stored, renamed, load_spec.device, report, quantizer, shards, expert_merger)
+    _restore_buffers(model, load_spec)
     return quantizer
 
 
-def _merge(
-    model: PreTrainedModel, stored: dict[str, weights.Stored], merging: Merging, how: Filling, report: Report
+def _load_merged_experts(
+    model: PreTrainedModel,
+    stored: dict[str, weights.CheckpointTensor],
+    merge_plan: ExpertMergePlan,
+    load_spec: WeightLoadSpec,
+    report: Report,
 ) -> Quantizer | None:
     """Fill the model from a checkpoint that has experts one by one."""
-    cuts = how.plan.cuts if how.plan is not None else {}
-    merger = Merger(model, merging, cuts)
-    if stored_scheme(how.source) is not None and any(stored[name].dtype.startswith("F8") for name in merger.pieces):
+    shards = load_spec.plan.shards if load_spec.plan is not None else {}
+    expert_merger = ExpertMerger(model, merge_plan, shards)
+    if checkpoint_scheme(load_spec.source) is not None and any(
+        stored[name].dtype.startswith("F8") for name in expert_merger.pieces
+    ):
         raise UnsupportedModel(
-            f"{how.source.folder} keeps experts in FP8 in other pieces than {type(model).__name__}, which cannot be read; use a "
+            f"{load_spec.source.folder} keeps experts in FP8 in other pieces than {type(model).__name__}, which cannot "
+            f"be read; use a "
             "checkpoint whose experts are not quantized."
         )
     report.event("weights_converted", reason="the checkpoint has experts one by one", by="torchweave, as they are read")
-    check_merges(model, stored, merging, cuts)
-    return _stream(model, stored, merging.renamed, how, report, merger)
+    check_merges(model, stored, merge_plan, shards)
+    return _stream_weights(model, stored, merge_plan.renamed, load_spec, report, expert_merger)
 
 
-def _buffers(model: PreTrainedModel, how: Filling) -> None:
-    if how.plan is not None:
-        place_offsets(model, how.plan, how.device)
-    weights.rebuild_buffers(model, how.device)
+def _restore_buffers(model: PreTrainedModel, load_spec: WeightLoadSpec) -> None:
+    if load_spec.plan is not None:
+        register_rank_offsets(model, load_spec.plan, load_spec.device)
+    weights.rebuild_buffers(model, load_spec.device)
 
 
-def _convert(
-    how: Filling, stored: Mapping[str, weights.Stored], report: Report
+def _load_with_transformers(
+    load_spec: WeightLoadSpec, stored: Mapping[str, weights.CheckpointTensor], report: Report
 ) -> tuple[PreTrainedModel, Quantizer | None]:
     """The model as transformers loads it, whole and on the CPU at first."""
     report.event(
         "weights_converted", reason="the checkpoint keeps tensors in other pieces than the model", by="transformers"
     )
-    folder = how.source.folder
+    folder = load_spec.source.folder
     assert folder is not None
     with report.stage("weights"), quiet_transformers():
         converted, info = AutoModelForCausalLM.from_pretrained(
             folder,
-            config=how.config,
-            dtype=how.dtype,
+            config=load_spec.config,
+            dtype=load_spec.dtype,
             attn_implementation="eager",
             output_loading_info=True,
-            trust_remote_code=how.trust_remote_code,
+            trust_remote_code=load_spec.trust_remote_code,
         )  # type: ignore[misc]
         if missing := sorted(info["missing_keys"]):
-            raise ValueError(weights.lacks(converted, folder, missing, stored))
+            raise ValueError(weights.missing_tensors_message(converted, folder, missing, stored))
         converted = converted.eval().requires_grad_(False)
-        install(converted)
-        if how.plan is not None:
-            apply(converted, how.plan)
+        install_ops(converted)
+        if load_spec.plan is not None:
+            apply(converted, load_spec.plan)
             converted.tie_weights(recompute_mapping=False)
-            place_offsets(converted, how.plan, torch.device("cpu"))
-        if how.stage is not None:
-            leave_out_others(converted, how.stage)
-        quantizer = how.quantizer(converted)
+            register_rank_offsets(converted, load_spec.plan, torch.device("cpu"))
+        if load_spec.stage is not None:
+            remove_other_stages(converted, load_spec.stage)
+        quantizer = load_spec.quantizer(converted)
         if quantizer is not None:
-            quantizer.apply(converted, how.device)
-        converted = converted.to(how.device)
+            quantizer.apply(converted, load_spec.device)
+        converted = converted.to(load_spec.device)
     return converted, quantizer
 
 

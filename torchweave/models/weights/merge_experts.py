@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torchweave.models.weights.read import Stored, conversions, rename, targets
-from torchweave.models.weights.shards import Cut
+from torchweave.models.weights.read import CheckpointTensor, conversions, loadable_tensors, map_tensor_names
+from torchweave.models.weights.shards import TensorShard
 
 _EXPERT = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExpertMatrix:
     """One expert's matrix: `part` of `parts` that are joined by rows."""
 
     expert: int
@@ -31,7 +31,7 @@ class Piece:
 
 
 @dataclass
-class Merge:
+class MergedParameter:
     """What becomes one parameter.
 
     Attributes:
@@ -40,11 +40,11 @@ class Merge:
     """
 
     parts: int
-    pieces: dict[str, Piece] = field(default_factory=dict)
+    pieces: dict[str, ExpertMatrix] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Merging:
+class ExpertMergePlan:
     """How a checkpoint becomes a model.
 
     Attributes:
@@ -52,11 +52,11 @@ class Merging:
         renamed: checkpoint name -> model name, of tensors that are taken as they are.
     """
 
-    merged: dict[str, Merge]
+    merged: dict[str, MergedParameter]
     renamed: dict[str, str]
 
 
-def merging_of(model: PreTrainedModel, stored: Mapping[str, Stored]) -> Merging | None:
+def plan_expert_merge(model: PreTrainedModel, stored: Mapping[str, CheckpointTensor]) -> ExpertMergePlan | None:
     """How `stored` becomes `model`; None: transformers has to convert it."""
     converters, renamings = conversions(model)
     if not all(hasattr(each, "rename_source_key") for each in (*converters, *renamings)):
@@ -64,7 +64,7 @@ def merging_of(model: PreTrainedModel, stored: Mapping[str, Stored]) -> Merging 
     used = [each for each in converters if any(each.rename_source_key(_apply(renamings, name))[1] for name in stored)]
     if not used or not all(map(_only_stacks, used)):
         return None
-    merged: dict[str, Merge] = {}
+    merged: dict[str, MergedParameter] = {}
     plain: dict[str, str] = {}
     for name in stored:
         renamed = _apply(renamings, name)
@@ -75,15 +75,15 @@ def merging_of(model: PreTrainedModel, stored: Mapping[str, Stored]) -> Merging 
                 if len(found) != 1:
                     return None
                 part = converter.source_patterns.index(pattern)
-                merge = merged.setdefault(target, Merge(len(converter.source_patterns)))
-                merge.pieces[name] = Piece(int(found[0]), part)
+                merge = merged.setdefault(target, MergedParameter(len(converter.source_patterns)))
+                merge.pieces[name] = ExpertMatrix(int(found[0]), part)
                 break
         else:
             plain[name] = renamed
-    known = rename(model, [*merged, *plain.values()])
+    known = map_tensor_names(model, [*merged, *plain.values()])
     if not all(target in known for target in merged):
         return None
-    return Merging(
+    return ExpertMergePlan(
         {known[target]: merge for target, merge in merged.items()},
         {name: known[renamed] for name, renamed in plain.items() if renamed in known},
     )
@@ -104,13 +104,19 @@ def _only_stacks(converter: Any) -> bool:
 
 
 def check_merges(
-    model: PreTrainedModel, stored: Mapping[str, Stored], merging: Merging, cuts: Mapping[str, Cut]
+    model: PreTrainedModel,
+    stored: Mapping[str, CheckpointTensor],
+    merge_plan: ExpertMergePlan,
+    shards: Mapping[str, TensorShard],
 ) -> None:
     """Refuse a checkpoint that lacks experts, or has them in other shapes than the model."""
-    wanted = {name: cuts[name].full if name in cuts else tuple(tensor.shape) for name, tensor in targets(model).items()}
-    for target, merge in merging.merged.items():
+    wanted = {
+        name: shards[name].full if name in shards else tuple(tensor.shape)
+        for name, tensor in loadable_tensors(model).items()
+    }
+    for target, merge in merge_plan.merged.items():
         experts, rows, width = wanted[target]
-        expected = {Piece(expert, part) for expert in range(experts) for part in range(merge.parts)}
+        expected = {ExpertMatrix(expert, part) for expert in range(experts) for part in range(merge.parts)}
         if missing := expected - set(merge.pieces.values()):
             first = min(missing, key=lambda piece: (piece.expert, piece.part))
             raise ValueError(
@@ -126,58 +132,58 @@ def check_merges(
                 )
 
 
-class Merger:
-    """Collects the pieces of parameters as they are read; a `Collector`.
+class ExpertMerger:
+    """Collects the pieces of parameters as they are read; a `TensorAssembler`.
 
     Args:
-        model: of which this rank has what `cuts` leaves.
+        model: of which this rank has what `shards` leaves.
     """
 
-    def __init__(self, model: PreTrainedModel, merging: Merging, cuts: Mapping[str, Cut]) -> None:
-        self.pieces = {name: target for target, merge in merging.merged.items() for name in merge.pieces}
-        self._merged = merging.merged
-        self._cuts = {target: cuts.get(target) or _whole(model.get_parameter(target)) for target in merging.merged}
-        self._open: dict[str, Tensor] = {}
-        self._left = {target: len(merge.pieces) for target, merge in merging.merged.items()}
+    def __init__(self, model: PreTrainedModel, merge_plan: ExpertMergePlan, shards: Mapping[str, TensorShard]) -> None:
+        self.pieces = {name: target for target, merge in merge_plan.merged.items() for name in merge.pieces}
+        self._merged = merge_plan.merged
+        self._cuts = {target: shards.get(target) or _whole(model.get_parameter(target)) for target in merge_plan.merged}
+        self._partial: dict[str, Tensor] = {}
+        self._num_missing = {target: len(merge.pieces) for target, merge in merge_plan.merged.items()}
 
-    def num_bytes(self, name: str, stored: Stored) -> int:
+    def num_bytes(self, name: str, stored: CheckpointTensor) -> int:
         rows, width = stored.shape
-        own = sum((a1 - a0) * (b1 - b0) for (a0, a1), (b0, b1), _ in self._places(name))
+        own = sum((a1 - a0) * (b1 - b0) for (a0, a1), (b0, b1), _ in self._destinations(name))
         return stored.num_bytes * own // max(1, rows * width)
 
     def add(self, name: str, part: Any, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         target = self.pieces[name]
-        if target not in self._open:
-            self._open[target] = torch.empty(self._cuts[target].shape, dtype=dtype, device=device)
-        for rows, columns, (expert, row) in self._places(name):
+        if target not in self._partial:
+            self._partial[target] = torch.empty(self._cuts[target].shape, dtype=dtype, device=device)
+        for rows, columns, (expert, row) in self._destinations(name):
             found = part[slice(*rows), slice(*columns)]
-            self._open[target][expert, row : row + found.shape[0]].copy_(found)
-        self._left[target] -= 1
-        return self._open.pop(target) if not self._left[target] else None
+            self._partial[target][expert, row : row + found.shape[0]].copy_(found)
+        self._num_missing[target] -= 1
+        return self._partial.pop(target) if not self._num_missing[target] else None
 
-    def _places(self, name: str) -> Iterator[tuple[tuple[int, int], tuple[int, int], tuple[int, int]]]:
+    def _destinations(self, name: str) -> Iterator[tuple[tuple[int, int], tuple[int, int], tuple[int, int]]]:
         """(rows, columns) of a piece that this rank keeps, and the expert and row where they go."""
         target = self.pieces[name]
-        cut, merge = self._cuts[target], self._merged[target]
+        shard, merge = self._cuts[target], self._merged[target]
         piece = merge.pieces[name]
-        _, all_rows, width = cut.full
+        _, all_rows, width = shard.full
         height = all_rows // merge.parts
         begin = piece.part * height
-        if cut.dim == 0:
-            ((first, end),) = cut.ranges
+        if shard.dim == 0:
+            ((first, end),) = shard.ranges
             if first <= piece.expert < end:
                 yield (0, height), (0, width), (piece.expert - first, begin)
-        elif cut.dim == 1:
+        elif shard.dim == 1:
             place = 0
-            for first, end in cut.ranges:
+            for first, end in shard.ranges:
                 low, high = max(first, begin), min(end, begin + height)
                 if low < high:
                     yield (low - begin, high - begin), (0, width), (piece.expert, place + low - first)
                 place += end - first
         else:
-            ((first, end),) = cut.ranges
+            ((first, end),) = shard.ranges
             yield (0, height), (first, end), (piece.expert, begin)
 
 
-def _whole(parameter: Tensor) -> Cut:
-    return Cut(tuple(parameter.shape), 0, ((0, parameter.shape[0]),))
+def _whole(parameter: Tensor) -> TensorShard:
+    return TensorShard(tuple(parameter.shape), 0, ((0, parameter.shape[0]),))

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import torchweave.ops.quant.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
-from torchweave.models.weights.read import put
-from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN, scale_of, to_fp8
-from torchweave.ops.quant.fp8_linear import block_scales, takes
+from torchweave.models.weights.read import set_tensor
+from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN, scale_from_amax, to_fp8
+from torchweave.ops.quant.fp8_linear import block_scales, supports_weight_shape
 from torchweave.report import Report
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "block_sparse_moe_gate"})
@@ -28,7 +28,7 @@ DUMMY_INPUT_SCALE = 0.02
 
 
 @dataclass(frozen=True)
-class Scheme:
+class QuantScheme:
     """How weights and activations of linears are quantised.
 
     Attributes:
@@ -51,7 +51,7 @@ class Scheme:
         return GROUP if self.weights == "block" else PER_TOKEN
 
 
-def scheme(name: str) -> Scheme:
+def scheme(name: str) -> QuantScheme:
     """The scheme of an option's value; `fp8` is `fp8_per_tensor`."""
     kinds: dict[str, Literal["tensor", "channel", "block"]] = {
         "fp8": "tensor",
@@ -61,7 +61,7 @@ def scheme(name: str) -> Scheme:
     }
     if name not in kinds:
         raise ValueError(f"quantization is {name!r}: expected {', '.join(kinds)}.")
-    return Scheme(kinds[name])
+    return QuantScheme(kinds[name])
 
 
 class Fp8Linear(nn.Module):
@@ -99,27 +99,27 @@ class Fp8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def distinct(model: nn.Module) -> list[Fp8Linear]:
+def distinct_linears(model: nn.Module) -> list[Fp8Linear]:
     """One of a model's FP8 linears for each shape."""
     linears = [module for module in model.modules() if isinstance(module, Fp8Linear)]
     return list({(linear.in_features, linear.out_features): linear for linear in linears}.values())
 
 
-def quantize_weight(weight: Tensor, how: Scheme) -> tuple[Tensor, Tensor]:
+def quantize_weight(weight: Tensor, quant_scheme: QuantScheme) -> tuple[Tensor, Tensor]:
     """weight `[N, K]` as e4m3 and its scales, as `Fp8Linear` keeps them; rounded to nearest."""
     rows, width = weight.shape
-    if how.weights == "block":
+    if quant_scheme.weights == "block":
         padded = nn.functional.pad(weight, (0, -width % GROUP, 0, -rows % GROUP))
         blocks = padded.unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))  # [N / 128, 128, K / 128, 128]
-        scale = scale_of(blocks.abs().amax((1, 3)))
+        scale = scale_from_amax(blocks.abs().amax((1, 3)))
         q = to_fp8(blocks, scale[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :width]
         return q.contiguous(), block_scales(scale)
-    amax = weight.abs().amax(1) if how.weights == "channel" else weight.abs().max().expand(rows)
-    scale = scale_of(amax).contiguous()
+    amax = weight.abs().amax(1) if quant_scheme.weights == "channel" else weight.abs().max().expand(rows)
+    scale = scale_from_amax(amax).contiguous()
     return to_fp8(weight, scale[:, None]), scale
 
 
-def plan_linears(model: PreTrainedModel, how: Scheme) -> tuple[list[str], dict[str, list[str]]]:
+def select_linears(model: PreTrainedModel, quant_scheme: QuantScheme) -> tuple[list[str], dict[str, list[str]]]:
     """Names of the linears that are quantised, and of those that are not, by reason.
 
     Raises:
@@ -140,7 +140,9 @@ def plan_linears(model: PreTrainedModel, how: Scheme) -> tuple[list[str], dict[s
         else:
             excluded.setdefault(why, []).append(name)
     if not chosen:
-        raise ValueError(f"quantization={how.name}: {type(model).__name__} has no linear layer that it could take.")
+        raise ValueError(
+            f"quantization={quant_scheme.name}: {type(model).__name__} has no linear layer that it could take."
+        )
     return chosen, excluded
 
 
@@ -150,7 +152,7 @@ def _exclusion(name: str, module: nn.Linear, head: nn.Module | None) -> str | No
         return "the output layer: its logits decide"
     if name.rpartition(".")[2] in _ROUTERS:
         return "a router: small, and it decides"
-    if not takes(module.out_features, module.in_features):
+    if not supports_weight_shape(module.out_features, module.in_features):
         return "sizes that are no multiples of 16"
     return None
 
@@ -166,13 +168,13 @@ class Quantizer:
     def __init__(
         self,
         model: PreTrainedModel,
-        how: Scheme,
+        quant_scheme: QuantScheme,
         weight_scales: Mapping[str, Tensor] | None = None,
         input_scales: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.scheme = how
+        self.scheme = quant_scheme
         self.stored = weight_scales is not None
-        self.linears, self.excluded = plan_linears(model, how)
+        self.linears, self.excluded = select_linears(model, quant_scheme)
         self.weight_scales, self.input_scales = weight_scales or {}, input_scales or {}
         if self.stored:
             self._check(model)
@@ -197,19 +199,19 @@ class Quantizer:
         """Tensors that come in another dtype than the model's."""
         return {f"{name}.weight": FP8 for name in self.linears} if self.stored else {}
 
-    def put(self, model: nn.Module, name: str, tensor: Tensor) -> None:
+    def set_tensor(self, model: nn.Module, name: str, tensor: Tensor) -> None:
         """Make `tensor`, which is on its device, the parameter or buffer called `name`."""
         owner, _, leaf = name.rpartition(".")
         if owner in self._chosen and leaf == "weight":
             self._replace(model, owner, tensor)
         else:
-            put(model, name, tensor)
+            set_tensor(model, name, tensor)
 
     def _replace(self, model: nn.Module, name: str, weight: Tensor) -> None:
         linear: Any = model.get_submodule(name)
         device = weight.device
         if self.stored:
-            scale = laid_out(self.weight_scales[name].to(device), weight.shape, self.scheme, name)
+            scale = layout_scales(self.weight_scales[name].to(device), weight.shape, self.scheme, name)
         else:
             weight, scale = quantize_weight(weight, self.scheme)
         given = None
@@ -223,9 +225,9 @@ class Quantizer:
     def apply(self, model: nn.Module, device: torch.device) -> None:
         """Quantise a model that has its weights already, moving one weight at a time."""
         for name in self.linears:
-            self.put(model, f"{name}.weight", model.get_parameter(f"{name}.weight").data.to(device))
+            self.set_tensor(model, f"{name}.weight", model.get_parameter(f"{name}.weight").data.to(device))
 
-    def tell(self, model: nn.Module, report: Report) -> None:
+    def report_summary(self, model: nn.Module, report: Report) -> None:
         """Report what was quantised and what was not, layers of one kind together."""
         modules = [model.get_submodule(name) for name in self.linears]
         report.event(
@@ -238,7 +240,7 @@ class Quantizer:
         )
 
 
-def laid_out(scale: Tensor, shape: torch.Size, how: Scheme, name: str) -> Tensor:
+def layout_scales(scale: Tensor, shape: torch.Size, quant_scheme: QuantScheme, name: str) -> Tensor:
     """A checkpoint's scales of a weight of `shape`, float32, as `Fp8Linear` keeps them.
 
     Raises:
@@ -246,12 +248,14 @@ def laid_out(scale: Tensor, shape: torch.Size, how: Scheme, name: str) -> Tensor
     """
     rows, width = shape
     scale = scale.float()
-    if how.weights == "block":
+    if quant_scheme.weights == "block":
         wanted = (-(-rows // GROUP), -(-width // GROUP))
         if tuple(scale.shape) == wanted:
             return block_scales(scale)
     else:
-        wanted = (1,) if how.weights == "tensor" else (rows,)
+        wanted = (1,) if quant_scheme.weights == "tensor" else (rows,)
         if scale.numel() == wanted[0]:
             return scale.flatten().expand(rows).contiguous()
-    raise ValueError(f"{name} has scales of shape {list(scale.shape)}, expected {list(wanted)} for {how.name}.")
+    raise ValueError(
+        f"{name} has scales of shape {list(scale.shape)}, expected {list(wanted)} for {quant_scheme.name}."
+    )

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.resolve import Source, read_json
-from torchweave.models.weights.quantize import Scheme, scheme
-from torchweave.models.weights.read import Stored, targets
-from torchweave.models.weights.shards import Cut
+from torchweave.models.weights.quantize import QuantScheme, scheme
+from torchweave.models.weights.read import CheckpointTensor, loadable_tensors
+from torchweave.models.weights.shards import TensorShard
 from torchweave.ops.quant.fp8 import GROUP
 
 WEIGHT_SCALES = (".weight_scale", ".weight_scale_inv")
@@ -48,7 +48,7 @@ def quantization_config(source: Source) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def stored_scheme(source: Source) -> Scheme | None:
+def checkpoint_scheme(source: Source) -> QuantScheme | None:
     """How a checkpoint is quantised; None: not at all.
 
     Raises:
@@ -62,10 +62,10 @@ def stored_scheme(source: Source) -> Scheme | None:
         return _compressed_tensors(config)
     if method == "fp8":
         return _fine_grained(config)
-    raise _refused(f"by {method}")
+    raise _unsupported(f"by {method}")
 
 
-def stored_cache_dtype(source: Source) -> str | None:
+def checkpoint_kv_cache_dtype(source: Source) -> str | None:
     """What a checkpoint wants keys and values kept in; None where it says nothing, or something that there is not."""
     cache = (quantization_config(source) or {}).get("kv_cache_scheme")
     if not isinstance(cache, dict) or cache.get("dynamic") or cache.get("strategy", "tensor") != "tensor":
@@ -73,7 +73,7 @@ def stored_cache_dtype(source: Source) -> str | None:
     return "fp8_e4m3" if (cache.get("type"), cache.get("num_bits")) == ("float", 8) else None
 
 
-def take_cache_scales(stored: dict[str, Stored]) -> dict[int, tuple[float, float]]:
+def pop_kv_cache_scales(stored: dict[str, CheckpointTensor]) -> dict[int, tuple[float, float]]:
     """Take the scales of keys and values out of a checkpoint's tensors: one of each a layer, 1.0 where there is none.
 
     Raises:
@@ -97,54 +97,56 @@ def take_cache_scales(stored: dict[str, Stored]) -> dict[int, tuple[float, float
     return {layer: (scales.get("k", 1.0), scales.get("v", 1.0)) for layer, scales in found.items()}
 
 
-def scheme_for(source: Source, asked: str | None) -> Scheme | None:
+def resolve_scheme(source: Source, requested: str | None) -> QuantScheme | None:
     """How linears are to be quantised: as the checkpoint has them, else as asked.
 
     Raises:
         ValueError: it is quantised in another way than asked.
     """
-    stored = stored_scheme(source)
-    if stored is None or asked is None:
-        return stored if asked is None else scheme(asked)
-    if asked != stored.name and scheme(asked) != stored:
+    stored = checkpoint_scheme(source)
+    if stored is None or requested is None:
+        return stored if requested is None else scheme(requested)
+    if requested != stored.name and scheme(requested) != stored:
         raise ValueError(
-            f"quantization={asked} was asked for, but {source.name!r} is {stored.name} already; leave it out."
+            f"quantization={requested} was asked for, but {source.name!r} is {stored.name} already; leave it out."
         )
     return stored
 
 
-def _refused(what: str) -> UnsupportedModel:
+def _unsupported(what: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"This checkpoint is quantized {what}, which is not supported; use an unquantized one (quantization=fp8 quantises it as "
         "it is loaded), or one in FP8 (compressed-tensors, or Hugging Face's fp8)."
     )
 
 
-def _fine_grained(config: Mapping[str, Any]) -> Scheme:
+def _fine_grained(config: Mapping[str, Any]) -> QuantScheme:
     static = config.get("activation_scheme", "dynamic") == "static"
     block = config.get("weight_block_size")
     if config.get("fmt", "e4m3") != "e4m3":
-        raise _refused(f"by fp8 in {config['fmt']}")
+        raise _unsupported(f"by fp8 in {config['fmt']}")
     if block is None:
-        return Scheme("tensor", static)
+        return QuantScheme("tensor", static)
     if block not in _BLOCKS or static:
-        raise _refused(f"by fp8 in blocks of {block} with {'static' if static else 'dynamic'} activations")
-    return Scheme("block")
+        raise _unsupported(f"by fp8 in blocks of {block} with {'static' if static else 'dynamic'} activations")
+    return QuantScheme("block")
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> Scheme | None:
+def _compressed_tensors(config: Mapping[str, Any]) -> QuantScheme | None:
     if places := sorted(_online_transforms(config)):
-        raise _refused(f"by compressed-tensors with transforms of {', '.join(places)} as the model runs")
-    schemes = {_group(*each) for each in _object(config.get("config_groups"), "config_groups").items()}
+        raise _unsupported(f"by compressed-tensors with transforms of {', '.join(places)} as the model runs")
+    schemes = {
+        _parse_config_group(*each) for each in _json_object(config.get("config_groups"), "config_groups").items()
+    }
     if not schemes and config.get("kv_cache_scheme"):
         return None
     if len(schemes) != 1:
-        raise _refused(f"by compressed-tensors in {len(schemes)} different ways")
+        raise _unsupported(f"by compressed-tensors in {len(schemes)} different ways")
     (found,) = schemes
     return found
 
 
-def _object(found: Any, name: str) -> Mapping[str, Any]:
+def _json_object(found: Any, name: str) -> Mapping[str, Any]:
     """What is called `name` in a quantization_config, an empty object where it is null.
 
     Raises:
@@ -159,40 +161,44 @@ def _object(found: Any, name: str) -> Mapping[str, Any]:
 
 def _online_transforms(config: Mapping[str, Any]) -> set[str]:
     """What a checkpoint wants multiplied by a matrix as the model runs; what it says so of weights was done to them."""
-    schemes = _object(_object(config.get("transform_config"), "transform_config").get("config_groups"), "config_groups")
+    schemes = _json_object(
+        _json_object(config.get("transform_config"), "transform_config").get("config_groups"), "config_groups"
+    )
     places = set()
     for name, group in schemes.items():
-        applied = _object(group, name).get("apply")
+        applied = _json_object(group, name).get("apply")
         for each in applied if isinstance(applied, list) else [applied]:
-            places.add(str(_object(each, "apply").get("location")))
+            places.add(str(_json_object(each, "apply").get("location")))
     return places - {"weight_input", "weight_output"}
 
 
-def _group(name: str, group: Any) -> Scheme:
+def _parse_config_group(name: str, group: Any) -> QuantScheme:
     """The scheme of one group of layers."""
-    group = _object(group, name)
-    weights, inputs = _object(group.get("weights"), "weights"), group.get("input_activations")
+    group = _json_object(group, name)
+    weights, inputs = _json_object(group.get("weights"), "weights"), group.get("input_activations")
     strategy = weights.get("strategy")
     what = f"by compressed-tensors to {weights.get('type')}{weights.get('num_bits')} by {strategy}"
     if inputs is None:
-        raise _refused(f"{what} with activations as they are")
-    inputs = _object(inputs, "input_activations")
+        raise _unsupported(f"{what} with activations as they are")
+    inputs = _json_object(inputs, "input_activations")
     if any((part.get("type"), part.get("num_bits")) != ("float", 8) for part in (weights, inputs)):
-        raise _refused(f"{what} with activations in {inputs.get('type')}{inputs.get('num_bits')}")
+        raise _unsupported(f"{what} with activations in {inputs.get('type')}{inputs.get('num_bits')}")
     static = not inputs.get("dynamic", False)
     how = f"{what} with {'static' if static else 'dynamic'} activations by {inputs.get('strategy')}"
     if strategy == "block":
         fits = weights.get("block_structure") in _BLOCKS and not static
         if fits and inputs.get("strategy") == "group" and inputs.get("group_size") == GROUP:
-            return Scheme("block")
+            return QuantScheme("block")
     elif strategy in ("tensor", "channel") and inputs.get("strategy") == ("tensor" if static else "token"):
-        return Scheme(strategy, static)
+        return QuantScheme(strategy, static)
     elif strategy in ("tensor", "channel") and inputs.get("strategy") == "tensor":
-        return Scheme(strategy)  # one scale over all tokens of a step would let one request change another's
-    raise _refused(how)
+        return QuantScheme(strategy)  # one scale over all tokens of a step would let one request change another's
+    raise _unsupported(how)
 
 
-def take_scales(stored: dict[str, Stored], renamed: Mapping[str, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def pop_scales(
+    stored: dict[str, CheckpointTensor], renamed: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Take the scales out of a checkpoint's tensors: (weight scales, input scales) by the name of the model's linear.
 
     Args:
@@ -218,27 +224,27 @@ def take_scales(stored: dict[str, Stored], renamed: Mapping[str, str]) -> tuple[
     return weights, inputs
 
 
-def cut_scales(scales: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> dict[str, Tensor]:
+def shard_scales(scales: Mapping[str, Tensor], shards: Mapping[str, TensorShard]) -> dict[str, Tensor]:
     """One rank's scales: of the part of each weight that it keeps.
 
     Raises:
         UnsupportedModel: a part ends within a block of weights that has one scale.
     """
-    return {name: _cut_scale(name, scale, cuts.get(f"{name}.weight")) for name, scale in scales.items()}
+    return {name: _shard_scale(name, scale, shards.get(f"{name}.weight")) for name, scale in scales.items()}
 
 
-def _cut_scale(name: str, scale: Tensor, cut: Cut | None) -> Tensor:
-    if cut is None or scale.numel() == 1:
+def _shard_scale(name: str, scale: Tensor, shard: TensorShard | None) -> Tensor:
+    if shard is None or scale.numel() == 1:
         return scale
-    if scale.numel() == cut.full[0]:  # one for each row
-        return scale if cut.dim else Cut((scale.numel(),), 0, cut.ranges).of(scale.flatten())
-    blocks = cut.in_blocks(GROUP, scale.shape)
+    if scale.numel() == shard.full[0]:  # one for each row
+        return scale if shard.dim else TensorShard((scale.numel(),), 0, shard.ranges).extract(scale.flatten())
+    blocks = shard.for_block_scales(GROUP, scale.shape)
     if blocks is None:
         raise UnsupportedModel(
             f"{name} has one scale for each {GROUP} x {GROUP} weights, and the parts of ranks would end within such a block; "
             "use fewer ranks, or a checkpoint with a scale for each row."
         )
-    return blocks.of(scale)
+    return blocks.extract(scale)
 
 
 def check_scales(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
@@ -262,14 +268,17 @@ def check_scales(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) ->
 
 
 def check_dtypes(
-    model: PreTrainedModel, stored: Mapping[str, Stored], filled: Mapping[str, str], scaled: Mapping[str, Tensor]
+    model: PreTrainedModel,
+    stored: Mapping[str, CheckpointTensor],
+    filled: Mapping[str, str],
+    scaled: Mapping[str, Tensor],
 ) -> None:
     """Refuse weights in FP8 without scales, scales beside weights that are not in FP8, and integers where numbers belong.
 
     Args:
         filled: checkpoint name -> what of the model it becomes, or becomes a part of.
     """
-    wanted = targets(model)
+    wanted = loadable_tensors(model)
     for name, target in filled.items():
         dtype = stored[name].dtype
         if target.removesuffix(".weight") in scaled and target.endswith(".weight"):

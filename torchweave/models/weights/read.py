@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchweave.models.resolve import read_json
-from torchweave.models.weights.shards import Cut
+from torchweave.models.weights.shards import TensorShard
 from torchweave.report import Report
 
-_WHOLE: Mapping[str, Cut] = {}
+_WHOLE: Mapping[str, TensorShard] = {}
 _NO_PIECES: Mapping[str, str] = {}
 INDEX = "model.safetensors.index.json"
 # Buffers of old releases that are computed now: rotary frequencies and causal masks.
@@ -31,7 +31,7 @@ _TEXT_PART = re.compile(r"^(?P<base>model\.)?(language_model|text_model)\.")
 
 
 @dataclass(frozen=True)
-class Stored:
+class CheckpointTensor:
     """One tensor of a checkpoint: its file, name, shape, size in bytes, and dtype as safetensors names it (`BF16`)."""
 
     file: Path
@@ -41,7 +41,7 @@ class Stored:
     dtype: str
 
 
-class Placer(Protocol):
+class TensorSetter(Protocol):
     """Puts tensors into a model as they arrive.
 
     Attributes:
@@ -51,10 +51,10 @@ class Placer(Protocol):
     @property
     def dtypes(self) -> dict[str, torch.dtype]: ...
 
-    def put(self, model: nn.Module, name: str, tensor: Tensor) -> None: ...
+    def set_tensor(self, model: nn.Module, name: str, tensor: Tensor) -> None: ...
 
 
-class Collector(Protocol):
+class TensorAssembler(Protocol):
     """Makes tensors of pieces.
 
     Attributes:
@@ -64,7 +64,7 @@ class Collector(Protocol):
     @property
     def pieces(self) -> Mapping[str, str]: ...
 
-    def num_bytes(self, name: str, stored: Stored) -> int:
+    def num_bytes(self, name: str, stored: CheckpointTensor) -> int:
         """Bytes of a piece that are read."""
         ...
 
@@ -73,13 +73,13 @@ class Collector(Protocol):
         ...
 
 
-def checkpoint(folder: Path) -> dict[str, Stored]:
+def read_headers(folder: Path) -> dict[str, CheckpointTensor]:
     """Every tensor of a checkpoint by name, from the files' headers alone.
 
     Raises:
         ValueError: there is no file, one is missing or damaged; names the file.
     """
-    stored: dict[str, Stored] = {}
+    stored: dict[str, CheckpointTensor] = {}
     for file in _files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -87,7 +87,7 @@ def checkpoint(folder: Path) -> dict[str, Stored]:
                     part = tensors.get_slice(name)
                     shape = tuple(part.get_shape())
                     dtype = part.get_dtype()
-                    stored[name] = Stored(file, name, shape, _num_bytes(shape, dtype), dtype)
+                    stored[name] = CheckpointTensor(file, name, shape, _num_bytes(shape, dtype), dtype)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is damaged or cut short ({error}); copy or download it again.") from error
     return stored
@@ -124,12 +124,12 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return count * _BITS.get(dtype, 8) // 8
 
 
-def rename(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+def map_tensor_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Checkpoint name -> model name, for the names that the model has.
 
     Names may come with or without the base model's prefix, and with that of the text part of a multimodal model.
     """
-    wanted = targets(model).keys()
+    wanted = loadable_tensors(model).keys()
     prefix = f"{model.base_model_prefix}."
     renamed = {}
     for name in names:
@@ -141,7 +141,7 @@ def rename(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     return renamed
 
 
-def targets(model: nn.Module) -> dict[str, Tensor]:
+def loadable_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint may fill: all parameters and persistent buffers, tied ones under each of their names."""
     return model.state_dict(keep_vars=True)
 
@@ -163,12 +163,12 @@ def needs_conversion(model: PreTrainedModel, names: Iterable[str]) -> bool:
     patterns = [re.compile(pattern) for converter in converters for pattern in converter.source_patterns]
     if any(pattern.search(name) for pattern in patterns for name in names):
         return True
-    renamed = rename(model, names)
+    renamed = map_tensor_names(model, names)
     return bool(converters or renamings) and _missing(model, set(renamed.values())) != set()
 
 
 def _missing(model: PreTrainedModel, present: set[str]) -> set[str]:
-    missing = set(targets(model)) - present
+    missing = set(loadable_tensors(model)) - present
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if target in present or source in present:
             missing -= {target, source}
@@ -176,12 +176,12 @@ def _missing(model: PreTrainedModel, present: set[str]) -> set[str]:
     return {name for name in missing if not any(re.search(pattern, name) for pattern in ignored)}
 
 
-def check_names(
+def check_tensor_names(
     model: PreTrainedModel,
-    stored: dict[str, Stored],
+    stored: dict[str, CheckpointTensor],
     renamed: dict[str, str],
     folder: Path,
-    cuts: Mapping[str, Cut] = _WHOLE,
+    shards: Mapping[str, TensorShard] = _WHOLE,
     pieces: Mapping[str, str] = _NO_PIECES,
 ) -> None:
     """Refuse a checkpoint that lacks tensors, has tensors of another shape, or has some that the config leaves unused.
@@ -190,9 +190,12 @@ def check_names(
         cuts: tensors of which the model has a part; the checkpoint has them whole.
         pieces: checkpoint name -> model name, of tensors that are a piece of the model's.
     """
-    wanted = {name: cuts[name].full if name in cuts else tuple(tensor.shape) for name, tensor in targets(model).items()}
+    wanted = {
+        name: shards[name].full if name in shards else tuple(tensor.shape)
+        for name, tensor in loadable_tensors(model).items()
+    }
     if missing := sorted(_missing(model, {*renamed.values(), *pieces.values()})):
-        raise ValueError(lacks(model, folder, missing, stored))
+        raise ValueError(missing_tensors_message(model, folder, missing, stored))
     for name, target in renamed.items():
         if wanted[target] != stored[name].shape:
             raise ValueError(
@@ -216,7 +219,7 @@ def check_names(
         )
 
 
-def lacks(model: PreTrainedModel, folder: Path, missing: list[str], stored: Iterable[str]) -> str:
+def missing_tensors_message(model: PreTrainedModel, folder: Path, missing: list[str], stored: Iterable[str]) -> str:
     """What to say of a checkpoint that has no tensors of these names of the model."""
     prefix, kind = f"{model.base_model_prefix}.", type(model).__name__
     for name in missing:
@@ -237,15 +240,15 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
 
 
-def stream(
+def stream_weights(
     model: PreTrainedModel,
-    stored: dict[str, Stored],
+    stored: dict[str, CheckpointTensor],
     renamed: dict[str, str],
     device: torch.device,
     report: Report,
-    placer: Placer | None = None,
-    cuts: Mapping[str, Cut] = _WHOLE,
-    collector: Collector | None = None,
+    setter: TensorSetter | None = None,
+    shards: Mapping[str, TensorShard] = _WHOLE,
+    assembler: TensorAssembler | None = None,
 ) -> None:
     """Fill the model from the files, tensor by tensor, then tie what is tied.
 
@@ -253,54 +256,58 @@ def stream(
         cuts: tensors of which only a part is read.
         collector: takes what the checkpoint has in pieces.
     """
-    dtypes = dtype_plan(model) | (placer.dtypes if placer is not None else {})
-    place = placer.put if placer is not None else put
-    all_names = set(targets(model))
+    dtypes = dtype_plan(model) | (setter.dtypes if setter is not None else {})
+    place = setter.set_tensor if setter is not None else set_tensor
+    all_names = set(loadable_tensors(model))
     by_file: dict[Path, list[str]] = {}
-    pieces = collector.pieces if collector is not None else _NO_PIECES
+    pieces = assembler.pieces if assembler is not None else _NO_PIECES
     for name in (*renamed, *pieces):
         by_file.setdefault(stored[name].file, []).append(name)
-    sizes = {name: _bytes_read(stored[name], cuts.get(target)) for name, target in renamed.items()}
-    if collector is not None:
-        sizes |= {name: collector.num_bytes(name, stored[name]) for name in pieces}
+    sizes = {name: _bytes_read(stored[name], shards.get(target)) for name, target in renamed.items()}
+    if assembler is not None:
+        sizes |= {name: assembler.num_bytes(name, stored[name]) for name in pieces}
     with report.progress("weights", sum(sizes.values())) as advance:
         for file, names in by_file.items():
             with safe_open(file, framework="pt") as tensors:
                 for name in names:
                     advance(sizes[name], file.name)
-                    if collector is not None and name in pieces:
+                    if assembler is not None and name in pieces:
                         part = tensors.get_slice(name)
-                        if (whole := collector.add(name, part, dtypes[pieces[name]], device)) is not None:
+                        if (whole := assembler.add(name, part, dtypes[pieces[name]], device)) is not None:
                             place(model, pieces[name], whole)
                         continue
                     target = renamed[name]
-                    cut = cuts.get(target)
-                    tensor = tensors.get_tensor(name) if cut is None else cut.of(tensors.get_slice(name))
+                    shard = shards.get(target)
+                    tensor = tensors.get_tensor(name) if shard is None else shard.extract(tensors.get_slice(name))
                     # A copy even where nothing changes: the file's pages must not stay the model's memory.
-                    place(model, target, tensor.to(device=device, dtype=dtypes[target], copy=cut is None))
+                    place(model, target, tensor.to(device=device, dtype=dtypes[target], copy=shard is None))
     model.tie_weights(missing_keys=all_names - {*renamed.values(), *pieces.values()}, recompute_mapping=False)
 
 
-def _bytes_read(stored: Stored, cut: Cut | None) -> int:
-    return stored.num_bytes if cut is None else stored.num_bytes * math.prod(cut.shape) // max(1, math.prod(cut.full))
+def _bytes_read(stored: CheckpointTensor, shard: TensorShard | None) -> int:
+    return (
+        stored.num_bytes
+        if shard is None
+        else stored.num_bytes * math.prod(shard.shape) // max(1, math.prod(shard.full))
+    )
 
 
-def fill_random(
+def init_random_weights(
     model: PreTrainedModel,
     device: torch.device,
     report: Report,
     seed: int = 0,
-    placer: Placer | None = None,
-    cuts: Mapping[str, Cut] = _WHOLE,
+    setter: TensorSetter | None = None,
+    shards: Mapping[str, TensorShard] = _WHOLE,
     whole: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Random weights on the device: matrices and embeddings small and normal, norms one, biases and the rest zero.
 
     Args:
         cuts: tensors of which the model has a part: that of the numbers that the whole model would have.
-        whole: what `untied` gave of the whole model, where this one lacks layers: it has the same numbers.
+        whole: what `untied_tensors` gave of the whole model, where this one lacks layers: it has the same numbers.
     """
-    own = untied(model)
+    own = untied_tensors(model)
     wanted = own if whole is None else whole
     dtypes, names = dtype_plan(model, wanted), list(wanted)
     generator = torch.Generator(device).manual_seed(seed)
@@ -308,24 +315,26 @@ def fill_random(
         "random weights", sum(wanted[name].numel() * dtypes[name].itemsize for name in names)
     ) as advance:
         for name in names:
-            cut, dtype = cuts.get(name), dtypes[name]
-            shape = wanted[name].shape if cut is None else cut.full
+            shard, dtype = shards.get(name), dtypes[name]
+            shape = wanted[name].shape if shard is None else shard.full
             tensor = torch.zeros(shape, dtype=dtype, device=device)
             if dtype.is_floating_point and len(shape) >= 2:
                 tensor.normal_(0.0, 0.02, generator=generator)
             elif dtype.is_floating_point and name.endswith("weight"):
                 tensor.fill_(1.0)
             if name in own:
-                (put if placer is None else placer.put)(model, name, tensor if cut is None else cut.of(tensor))
+                (set_tensor if setter is None else setter.set_tensor)(
+                    model, name, tensor if shard is None else shard.extract(tensor)
+                )
             advance(tensor.numel() * dtype.itemsize, name)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     model.tie_weights(missing_keys=set(tied), recompute_mapping=False)
 
 
-def untied(model: PreTrainedModel) -> dict[str, Tensor]:
+def untied_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """What a checkpoint may fill, without those names that another one is tied to."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return {name: tensor for name, tensor in targets(model).items() if name not in tied}
+    return {name: tensor for name, tensor in loadable_tensors(model).items() if name not in tied}
 
 
 def dtype_plan(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) -> dict[str, torch.dtype]:
@@ -336,11 +345,11 @@ def dtype_plan(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = No
     keep = re.compile("|".join(rf"((^|\.){re.escape(name)}($|\.))" for name in sorted(strict))) if strict else None
     return {
         name: torch.float32 if keep and tensor.is_floating_point() and keep.search(name) else tensor.dtype
-        for name, tensor in (targets(model) if tensors is None else tensors).items()
+        for name, tensor in (loadable_tensors(model) if tensors is None else tensors).items()
     }
 
 
-def put(model: nn.Module, name: str, tensor: Tensor) -> None:
+def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Make `tensor` the parameter or buffer called `name`."""
     owner_name, _, leaf = name.rpartition(".")
     owner = model.get_submodule(owner_name)

@@ -15,7 +15,7 @@ Ranges = tuple[Range, ...]
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorShard:
     """Ranges of one dimension of a parameter, one after the other.
 
     Attributes:
@@ -40,7 +40,7 @@ class Cut:
         length = sum(end - begin for begin, end in self.ranges) + self.pad
         return (*self.full[: self.dim], length, *self.full[self.dim + 1 :])
 
-    def of(self, whole: Any) -> Tensor:
+    def extract(self, whole: Any) -> Tensor:
         """This rank's part of a tensor, or of a safetensors slice, of which nothing else is read. Always a new tensor."""
         if self.zero:
             like = whole[tuple(slice(0, 1) for _ in self.full)]
@@ -52,35 +52,35 @@ class Cut:
             parts.append(like.new_zeros(*self.full[: self.dim], self.pad, *self.full[self.dim + 1 :]))
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
-    def in_blocks(self, block: int, full: Sequence[int]) -> Cut | None:
+    def for_block_scales(self, block: int, full: Sequence[int]) -> TensorShard | None:
         """The cut of a tensor that has one number for each `block` of the dimension; None: a block would be cut."""
         length = self.full[self.dim]
         if self.pad or any(begin % block or (end % block and end != length) for begin, end in self.ranges):
             return None
         ranges = tuple((begin // block, -(-end // block)) for begin, end in self.ranges)
-        return Cut(tuple(full), self.dim, ranges)
+        return TensorShard(tuple(full), self.dim, ranges)
 
 
-def even(full: Sequence[int], dim: int, rank: int, size: int, parts: int = 1) -> Cut | None:
+def even_shard(full: Sequence[int], dim: int, rank: int, size: int, parts: int = 1) -> TensorShard | None:
     """One of `size` equal parts; with `parts` of each of so many equal stretches (gate and up). None: it does not divide."""
     length = full[dim]
     if length % (parts * size):
         return None
     stretch, own = length // parts, length // parts // size
     ranges = tuple((p * stretch + rank * own, p * stretch + (rank + 1) * own) for p in range(parts))
-    return Cut(tuple(full), dim, ranges)
+    return TensorShard(tuple(full), dim, ranges)
 
 
-def padded(full: Sequence[int], dim: int, rank: int, size: int) -> Cut:
+def padded_shard(full: Sequence[int], dim: int, rank: int, size: int) -> TensorShard:
     """One of `size` parts of `ceil(length / size)`, the last ones filled up with zeros."""
     length = full[dim]
     own = -(-length // size)
     begin, end = min(rank * own, length), min((rank + 1) * own, length)
-    return Cut(tuple(full), dim, ((begin, end),), own - (end - begin))
+    return TensorShard(tuple(full), dim, ((begin, end),), own - (end - begin))
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadSharding:
     """How the heads of an attention are divided.
 
     Attributes:
@@ -93,7 +93,7 @@ class Heads:
     size: int
 
     @property
-    def why_not(self) -> str:
+    def indivisible_reason(self) -> str:
         """Why they cannot be divided so; empty: they can."""
         if self.query % self.size:
             return f"its {self.query} attention heads"
@@ -102,23 +102,23 @@ class Heads:
         return ""
 
     @property
-    def own_query(self) -> int:
+    def num_local_query(self) -> int:
         return self.query // self.size
 
     @property
-    def own_kv(self) -> int:
+    def num_local_kv(self) -> int:
         """At least one: fewer heads than ranks are repeated."""
         return max(1, self.kv // self.size)
 
     @property
-    def first_kv(self) -> int:
+    def first_local_kv(self) -> int:
         return self.rank * self.kv // self.size
 
-    def of_query(self, unit: int, start: int = 0) -> Range:
+    def query_range(self, unit: int, start: int = 0) -> Range:
         """This rank's rows where each query head has `unit` rows from `start` on."""
-        first = self.rank * self.own_query
-        return start + first * unit, start + (first + self.own_query) * unit
+        first = self.rank * self.num_local_query
+        return start + first * unit, start + (first + self.num_local_query) * unit
 
-    def of_kv(self, unit: int, start: int = 0) -> Range:
+    def kv_range(self, unit: int, start: int = 0) -> Range:
         """The same of keys or values."""
-        return start + self.first_kv * unit, start + (self.first_kv + self.own_kv) * unit
+        return start + self.first_local_kv * unit, start + (self.first_local_kv + self.num_local_kv) * unit

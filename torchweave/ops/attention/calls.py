@@ -11,20 +11,20 @@ from torch import Tensor
 from torchweave.ops.attention.op import (
     AttentionStep,
     AttentionVariant,
-    KVLayer,
-    Quantized,
-    QuantizingStep,
-    TurningStep,
+    FusedQuantStep,
+    FusedRopeStep,
+    LayerKVCache,
+    QuantizedOutput,
     quantize_into,
-    rotary_of,
+    rotary_from_args,
 )
 from torchweave.ops.quant.fp8 import FP8
 from torchweave.ops.rope import Rotary
 
 
-def carry_out(
+def run_attention(
     step: AttentionStep,
-    caches: Sequence[KVLayer],
+    caches: Sequence[LayerKVCache],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -49,58 +49,62 @@ def carry_out(
     """Carry out one intercepted call of `torchweave::attention`, given as the op's own arguments; or, with `out_scale`, one of
     `torchweave::attention_fp8`."""
     variant = AttentionVariant(scale, window, softcap, sinks, chunk)
-    rotary = rotary_of(cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
+    rotary = rotary_from_args(cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
     if out.dtype != FP8:
-        attend_into(step, rotary, q, k, v, out, caches[layer], variant)
+        dispatch_forward(step, rotary, q, k, v, out, caches[layer], variant)
         return
-    target = Quantized(out, out_scale, given_scale)
-    if isinstance(step, QuantizingStep):
+    target = QuantizedOutput(out, out_scale, given_scale)
+    if isinstance(step, FusedQuantStep):
         step.forward_quantized(target, rotary, q, k, v, caches[layer], variant)
     else:
-        attend_quantized(step, target, rotary, q, k, v, caches[layer], variant)
+        forward_then_quantize(step, target, rotary, q, k, v, caches[layer], variant)
 
 
-def carry_out_call(
-    steps: Sequence[AttentionStep], caches: Sequence[KVLayer], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+def run_attention_op(
+    steps: Sequence[AttentionStep],
+    caches: Sequence[LayerKVCache],
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> None:
     """Carry out one intercepted call of either op, with the step of the layer's group."""
     before, rest, scales = args[:4], args[4:], {}
     if op is torch.ops.torchweave.attention_fp8.default:
         rest, scales = args[5:], {"out_scale": args[4]}
     layer = kwargs["layer"] if "layer" in kwargs else rest[0]
-    carry_out(steps[caches[layer].group], caches, *before, *rest, **kwargs, **scales)
+    run_attention(steps[caches[layer].group], caches, *before, *rest, **kwargs, **scales)
 
 
-def attend_into(
+def dispatch_forward(
     step: AttentionStep,
     rotary: Rotary | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    cache: KVLayer,
+    cache: LayerKVCache,
     variant: AttentionVariant,
 ) -> None:
     """One layer of a step, queries and keys turned by the step or before it."""
     if rotary is None:
         step.forward(q, k, v, out, cache, variant)
-    elif isinstance(step, TurningStep):
-        step.forward_turning(rotary, q, k, v, out, cache, variant)
+    elif isinstance(step, FusedRopeStep):
+        step.forward_with_rope(rotary, q, k, v, out, cache, variant)
     else:
-        step.forward(*rotary.turn(q, k), v, out, cache, variant)
+        step.forward(*rotary.apply_rotary(q, k), v, out, cache, variant)
 
 
-def attend_quantized(
+def forward_then_quantize(
     step: AttentionStep,
-    target: Quantized,
+    target: QuantizedOutput,
     rotary: Rotary | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cache: KVLayer,
+    cache: LayerKVCache,
     variant: AttentionVariant,
 ) -> None:
     """One layer of a step that does not quantise: its result in q's dtype, and that quantised."""
     wide = torch.empty(target.q.shape, dtype=q.dtype, device=q.device)
-    attend_into(step, rotary, q, k, v, wide, cache, variant)
+    dispatch_forward(step, rotary, q, k, v, wide, cache, variant)
     quantize_into(target, wide)

@@ -5,7 +5,7 @@ intercepts it and has a backend carry it out over the cache (torchweave/ops/atte
 engine, the tokens are one sequence and no cache is involved; that is its eager reference.
 
     step = backend.begin(meta)                       once per step, before the model runs
-    carry_out(step, caches, *args, **kwargs)         once per layer, from the boundary
+    run_attention(step, caches, *args, **kwargs)         once per layer, from the boundary
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from torchweave.ops.attention.reference import attend, visibility_bias
+from torchweave.ops.attention.reference import additive_mask, padded_attention
 from torchweave.ops.kernels.cpp import NO_COMPILER, has_compiler
 from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN, fp8_quant
 from torchweave.ops.registry import define
@@ -63,14 +63,14 @@ def attention(
         q_weight, k_weight, norm_eps, norm_offset, norm_wide: and before that normed, as `torchweave::qk_norm_rope` does.
         given_scale: float32 `[1]`, where out is e4m3.
     """
-    rotary = rotary_of(cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
+    rotary = rotary_from_args(cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
     if rotary is not None:
-        q, k = rotary.turn(q, k)
+        q, k = rotary.apply_rotary(q, k)
     positions = torch.arange(q.shape[0], device=q.device)[None]
-    bias = None if not (window or chunk) else visibility_bias(positions, positions, window, chunk, q.dtype)
-    result = attend(q[None], k[None], v[None], bias, scale=scale, softcap=softcap, sinks=sinks)[0]
+    bias = None if not (window or chunk) else additive_mask(positions, positions, window, chunk, q.dtype)
+    result = padded_attention(q[None], k[None], v[None], bias, scale=scale, softcap=softcap, sinks=sinks)[0]
     if out.dtype == FP8:
-        quantize_into(Quantized(out, None, given_scale), result.flatten(1, 2))
+        quantize_into(QuantizedOutput(out, None, given_scale), result.flatten(1, 2))
     else:
         out.unflatten(1, result.shape[1:3]).copy_(result)
 
@@ -107,28 +107,28 @@ def attention_fp8(
     whole = torch.empty(out.shape, dtype=q.dtype, device=q.device)
     how = (layer, scale, window, softcap, sinks, chunk, cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
     torch.ops.torchweave.attention(q, k, v, whole, *how)
-    quantize_into(Quantized(out, out_scale, None), whole)
+    quantize_into(QuantizedOutput(out, out_scale, None), whole)
 
 
-class Quantized(NamedTuple):
+class QuantizedOutput(NamedTuple):
     """Where a quantised result goes: q e4m3 `[T, H, Dv]`, and of its scales one that is written or one that is given."""
 
     q: Tensor
-    written: Tensor | None
-    given: Tensor | None
+    out_scale: Tensor | None
+    static_scale: Tensor | None
 
 
-def quantize_into(target: Quantized, result: Tensor) -> None:
+def quantize_into(target: QuantizedOutput, result: Tensor) -> None:
     """Quantise result `[T, H, Dv]` into its place, as `torchweave::fp8_quant` would."""
-    assert (target.written is None) != (target.given is None), "a quantised result has one kind of scale"
-    group = PER_TOKEN if target.written is None else GROUP
-    q, scale = fp8_quant(result.reshape(result.shape[0], -1), group, target.given)
+    assert (target.out_scale is None) != (target.static_scale is None), "a quantised result has one kind of scale"
+    group = PER_TOKEN if target.out_scale is None else GROUP
+    q, scale = fp8_quant(result.reshape(result.shape[0], -1), group, target.static_scale)
     target.q.flatten(1).copy_(q)
-    if target.written is not None:
-        target.written.copy_(scale)
+    if target.out_scale is not None:
+        target.out_scale.copy_(scale)
 
 
-def rotary_of(cos: Tensor | None, sin: Tensor | None, *norm: Any) -> Rotary | None:
+def rotary_from_args(cos: Tensor | None, sin: Tensor | None, *norm: Any) -> Rotary | None:
     """What queries and keys still need, from an op's arguments; None when they have been turned."""
     assert (cos is None) == (sin is None), "cos and sin come together"
     return None if cos is None or sin is None else Rotary(cos, sin, *norm)
@@ -168,7 +168,7 @@ class LayerSpec:
         return self.num_kv_heads * (self.head_dim + self.value_dim) * (self.cache_dtype or dtype).itemsize
 
 
-class KVLayer(NamedTuple):
+class LayerKVCache(NamedTuple):
     """One layer's cache: `k` is `[num_blocks, block_size, KH, D]`, `v` is `[num_blocks, block_size, KH, Dv]`; FP8 has scales.
 
     `group` says whose block table leads to it: layers that see equally far back share one.
@@ -230,10 +230,12 @@ class AttentionVariant(NamedTuple):
 class AttentionStep(Protocol):
     """A backend that has looked at the metadata of one step; its `forward` is called once per layer.
 
-    One that can also turn queries and keys, for less than a kernel of its own would take, is a `TurningStep`.
+    One that can also turn queries and keys, for less than a kernel of its own would take, is a `FusedRopeStep`.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: LayerKVCache, variant: AttentionVariant
+    ) -> None:
         """Write this step's keys and values into `cache`, then attend into `out`; shapes as `attention`.
 
         Rows of `out` that belong to padded tokens become zero, and padded tokens write nothing into the cache.
@@ -242,31 +244,38 @@ class AttentionStep(Protocol):
 
 
 @runtime_checkable
-class TurningStep(Protocol):
+class FusedRopeStep(Protocol):
     """An `AttentionStep` that takes queries and keys before their rotary embedding, and applies it itself."""
 
-    def forward_turning(
-        self, rotary: Rotary, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant
+    def forward_with_rope(
+        self,
+        rotary: Rotary,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        cache: LayerKVCache,
+        variant: AttentionVariant,
     ) -> None:
-        """As `AttentionStep.forward` of what `rotary.turn(q, k)` gives."""
+        """As `AttentionStep.forward` of what `rotary.apply_rotary(q, k)` gives."""
         ...
 
 
 @runtime_checkable
-class QuantizingStep(Protocol):
+class FusedQuantStep(Protocol):
     """An `AttentionStep` that quantises its result itself, where that takes less than a kernel of its own."""
 
     def forward_quantized(
         self,
-        target: Quantized,
+        target: QuantizedOutput,
         rotary: Rotary | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cache: KVLayer,
+        cache: LayerKVCache,
         variant: AttentionVariant,
     ) -> None:
-        """As `AttentionStep.forward`, or with `rotary` as `TurningStep.forward_turning`, and `quantize_into`."""
+        """As `AttentionStep.forward`, or with `rotary` as `FusedRopeStep.forward_with_rope`, and `quantize_into`."""
         ...
 
 
@@ -275,17 +284,17 @@ class AttentionBackend(Protocol):
 
     Attributes:
         name: as in the configuration.
-        captures_mixed: mixed steps may be captured whole in a CUDA graph: nothing is read back to the host.
+        supports_mixed_cuda_graphs: mixed steps may be captured whole in a CUDA graph: nothing is read back to the host.
         block_size: tokens in a block of the cache that suit it best.
     """
 
     name: str
-    captures_mixed: bool
+    supports_mixed_cuda_graphs: bool
     block_size: int
 
     def allocate(
         self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> KVLayer:
+    ) -> LayerKVCache:
         """The cache of one layer. Called outside of any graph capture, also to size what the kernels share."""
         ...
 
@@ -299,7 +308,7 @@ BACKENDS = ("triton", "torch", "fa3", "cpp")
 
 def available_backends(device: torch.device | str) -> dict[str, str | None]:
     """For each backend None if it can run on `device`, else why not."""
-    return {name: _why_not(name, torch.device(device)) for name in BACKENDS}
+    return {name: _unavailable_reason(name, torch.device(device)) for name in BACKENDS}
 
 
 def get_backend(
@@ -312,10 +321,10 @@ def get_backend(
     device = torch.device(device)
     if name == "auto":
         best = "triton" if device.type == "cuda" else "cpp"
-        name = best if _why_not(best, device) is None else "torch"
+        name = best if _unavailable_reason(best, device) is None else "torch"
     if name not in BACKENDS:
         raise ValueError(f"attention_backend {name!r} is unknown; choose auto, {', '.join(BACKENDS)}")
-    reason = _why_not(name, device)
+    reason = _unavailable_reason(name, device)
     if reason is not None:
         raise ValueError(f"attention_backend {name!r} cannot run on {device}: {reason}")
     if name == "torch":
@@ -330,16 +339,16 @@ def get_backend(
         from torchweave.ops.attention.backends.triton import TritonBackend
 
         return TritonBackend(device)
-    from torchweave.ops.attention.backends.fa3 import Fa3Backend, refusal
+    from torchweave.ops.attention.backends.fa3 import Fa3Backend, unsupported_reason
 
     for spec in layers:
-        reason = refusal(spec, dtype)
+        reason = unsupported_reason(spec, dtype)
         if reason is not None:
             raise ValueError(f"attention_backend 'fa3' cannot run this model: {reason}; choose triton")
     return Fa3Backend(device)
 
 
-def _why_not(name: str, device: torch.device) -> str | None:
+def _unavailable_reason(name: str, device: torch.device) -> str | None:
     if name == "torch":
         return None
     if name == "cpp":

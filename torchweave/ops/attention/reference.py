@@ -7,18 +7,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def visibility_bias(q_pos: Tensor, k_pos: Tensor, window: int, chunk: int, dtype: torch.dtype) -> Tensor:
+def additive_mask(q_pos: Tensor, k_pos: Tensor, window: int, chunk: int, dtype: torch.dtype) -> Tensor:
     """Additive mask `[rows, 1, N, L]` from positions `[rows, N]` and `[rows, L]`: 0 where a key is seen, else -inf."""
     q, k = q_pos[:, :, None], k_pos[:, None, :]
-    seen = k <= q
+    visible = k <= q
     if window:
-        seen = seen & (q - k < window)
+        visible = visible & (q - k < window)
     if chunk:
-        seen = seen & (k >= q // chunk * chunk)
-    return torch.where(seen, 0.0, float("-inf")).to(dtype)[:, None]
+        visible = visible & (k >= q // chunk * chunk)
+    return torch.where(visible, 0.0, float("-inf")).to(dtype)[:, None]
 
 
-def attend(
+def padded_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
     """Attention of padded rows: `q [R, N, H, D]`, `k [R, L, KH, D]`, `v [R, L, KH, Dv]` to `[R, N, KH, H // KH, Dv]`.
@@ -40,13 +40,13 @@ def attend(
             q.transpose(1, 2), k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=group > 1
         )
         return result.transpose(1, 2).unflatten(2, (kv_heads, group))
-    return _attend_scores(q, k, v, bias, scale, softcap, sinks)
+    return _eager_attention(q, k, v, bias, scale, softcap, sinks)
 
 
-def _attend_scores(
+def _eager_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """`attend` with the scores written out; `k` and `v` are `[R, KH, L, .]`."""
+    """`padded_attention` with the scores written out; `k` and `v` are `[R, KH, L, .]`."""
     rows, queries, heads, _ = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     group = heads // kv_heads

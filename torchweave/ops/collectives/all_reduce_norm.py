@@ -25,7 +25,7 @@ from torchweave.ops.registry import define
 
 
 @dataclass(frozen=True)
-class Quant:
+class QuantSpec:
     """How a norm's output is quantised.
 
     Attributes:
@@ -38,7 +38,7 @@ class Quant:
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormSpec:
     """What is done to a reduced x `[..., D]`.
 
     Attributes:
@@ -54,12 +54,12 @@ class Norm:
     eps: float
     offset: float = 0.0
     wide: bool = False
-    quant: Quant | None = None
+    quant: QuantSpec | None = None
     keep_norm: bool = True
     keep_sum: bool = True
 
 
-class Normed(NamedTuple):
+class NormOutput(NamedTuple):
     """The norm, the sum before it, and the quantised norm with its scales; None for what was not asked for."""
 
     y: Tensor | None
@@ -68,21 +68,21 @@ class Normed(NamedTuple):
     s: Tensor | None = None
 
 
-def reduced_norm(ranks: Communicator, x: Tensor, norm: Norm) -> Normed:
+def fused_all_reduce_norm(comm: Communicator, x: Tensor, norm: NormSpec) -> NormOutput:
     """The norm of x summed over ranks, by one kernel where there is one for this size, else part by part."""
-    done = ranks.reduced_norm(x, norm)
-    return done if done is not None else norm_of(ranks.all_reduce(x), norm)
+    fused = comm.fused_all_reduce_norm(x, norm)
+    return fused if fused is not None else apply_norm(comm.all_reduce(x), norm)
 
 
-def norm_of(x: Tensor, norm: Norm) -> Normed:
+def apply_norm(x: Tensor, norm: NormSpec) -> NormOutput:
     """What follows the sum over ranks, by the ops of one GPU; x is not kept by anyone else."""
     dialect = (norm.weight, norm.eps, norm.offset, norm.wide)
     quant = norm.quant
     if quant is not None and quant.to == "fp8" and not norm.keep_norm:
         if norm.residual is None:
-            return Normed(None, x, *rms_norm_fp8(x, *dialect, quant.group, quant.scale))
+            return NormOutput(None, x, *rms_norm_fp8(x, *dialect, quant.group, quant.scale))
         q, s, total = add_rms_norm_fp8(x, norm.residual, *dialect, quant.group, quant.scale)
-        return Normed(None, total, q, s)
+        return NormOutput(None, total, q, s)
     if norm.residual is None:
         y, total = rms_norm(x, *dialect), x
     elif norm.keep_sum:
@@ -90,11 +90,11 @@ def norm_of(x: Tensor, norm: Norm) -> Normed:
     else:
         y, total = rms_norm_of_sum(x, norm.residual, *dialect), None
     if quant is None:
-        return Normed(y, total)
-    return Normed(y, total, *quantized(y, quant))
+        return NormOutput(y, total)
+    return NormOutput(y, total, *quantize_norm(y, quant))
 
 
-def quantized(y: Tensor, quant: Quant) -> tuple[Tensor, Tensor]:
+def quantize_norm(y: Tensor, quant: QuantSpec) -> tuple[Tensor, Tensor]:
     """q and s of y."""
     if quant.to == "fp8":
         return fp8_quant(y, quant.group, quant.scale)
@@ -102,24 +102,24 @@ def quantized(y: Tensor, quant: Quant) -> tuple[Tensor, Tensor]:
     return fp4_quant(y, quant.scale)
 
 
-def empty_normed(x: Tensor, norm: Norm) -> Normed:
+def empty_norm_output(x: Tensor, norm: NormSpec) -> NormOutput:
     """Room for the results; the fakes' shapes."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if norm.keep_norm or norm.quant is None else None
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if norm.keep_sum else None
     if norm.quant is None:
-        return Normed(y, total)
+        return NormOutput(y, total)
     if norm.quant.to == "fp4":
-        return Normed(y, total, *empty_fp4(x))
-    return Normed(y, total, *empty_quantized(x, x.shape[-1], norm.quant.group, norm.quant.scale))
+        return NormOutput(y, total, *empty_fp4(x))
+    return NormOutput(y, total, *empty_quantized(x, x.shape[-1], norm.quant.group, norm.quant.scale))
 
 
-def two_outputs(x: Tensor, normed: Normed, norm: Norm) -> tuple[Tensor, Tensor]:
+def two_outputs(x: Tensor, normed: NormOutput, norm: NormSpec) -> tuple[Tensor, Tensor]:
     """What an op without quantising returns."""
     assert normed.y is not None
     return normed.y, _or_empty(normed.total, norm.keep_sum, x)
 
 
-def four_outputs(x: Tensor, normed: Normed, norm: Norm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def four_outputs(x: Tensor, normed: NormOutput, norm: NormSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What an op with quantising returns."""
     assert normed.q is not None and normed.s is not None
     y, total = _or_empty(normed.y, norm.keep_norm, x), _or_empty(normed.total, norm.keep_sum, x)
@@ -134,8 +134,8 @@ def _fake(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool, keep_sum: bool,
     group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    norm = Norm(residual, weight, eps, offset, wide, keep_sum=keep_sum)
-    return two_outputs(x, empty_normed(x, norm), norm)
+    norm = NormSpec(residual, weight, eps, offset, wide, keep_sum=keep_sum)
+    return two_outputs(x, empty_norm_output(x, norm), norm)
 
 
 @define("torchweave::all_reduce_add_rms_norm", fake=_fake)
@@ -143,17 +143,17 @@ def all_reduce_add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool, keep_sum: bool,
     group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`y, total = add_rms_norm(all_reduce(x, group), residual, weight, eps, offset, wide)`; see `Norm`."""
-    norm = Norm(residual, weight, eps, offset, wide, keep_sum=keep_sum)
-    return two_outputs(x, reduced_norm(communicator(group), x.contiguous(), norm), norm)
+    """`y, total = add_rms_norm(all_reduce(x, group), residual, weight, eps, offset, wide)`; see `NormSpec`."""
+    norm = NormSpec(residual, weight, eps, offset, wide, keep_sum=keep_sum)
+    return two_outputs(x, fused_all_reduce_norm(communicator(group), x.contiguous(), norm), norm)
 
 
 def _fake_fp8(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool,
     quant_group: int, scale: Tensor | None, keep_norm: bool, keep_sum: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    norm = Norm(residual, weight, eps, offset, wide, Quant("fp8", quant_group, scale), keep_norm, keep_sum)
-    return four_outputs(x, empty_normed(x, norm), norm)
+    norm = NormSpec(residual, weight, eps, offset, wide, QuantSpec("fp8", quant_group, scale), keep_norm, keep_sum)
+    return four_outputs(x, empty_norm_output(x, norm), norm)
 
 
 @define("torchweave::all_reduce_add_rms_norm_fp8", fake=_fake_fp8)
@@ -162,16 +162,16 @@ def all_reduce_add_rms_norm_fp8(
     quant_group: int, scale: Tensor | None, keep_norm: bool, keep_sum: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`(q, s, y, total)`: as `all_reduce_add_rms_norm`, and `q, s = fp8_quant(y, quant_group, scale)`."""
-    norm = Norm(residual, weight, eps, offset, wide, Quant("fp8", quant_group, scale), keep_norm, keep_sum)
-    return four_outputs(x, reduced_norm(communicator(group), x.contiguous(), norm), norm)
+    norm = NormSpec(residual, weight, eps, offset, wide, QuantSpec("fp8", quant_group, scale), keep_norm, keep_sum)
+    return four_outputs(x, fused_all_reduce_norm(communicator(group), x.contiguous(), norm), norm)
 
 
 def _fake_fp4(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool,
     scale: Tensor, keep_norm: bool, keep_sum: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    norm = Norm(residual, weight, eps, offset, wide, Quant("fp4", scale=scale), keep_norm, keep_sum)
-    return four_outputs(x, empty_normed(x, norm), norm)
+    norm = NormSpec(residual, weight, eps, offset, wide, QuantSpec("fp4", scale=scale), keep_norm, keep_sum)
+    return four_outputs(x, empty_norm_output(x, norm), norm)
 
 
 @define("torchweave::all_reduce_add_rms_norm_fp4", fake=_fake_fp4)
@@ -180,5 +180,5 @@ def all_reduce_add_rms_norm_fp4(
     scale: Tensor, keep_norm: bool, keep_sum: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`(q, s, y, total)`: as `all_reduce_add_rms_norm`, and `q, s = fp4_quant(y, scale)`."""
-    norm = Norm(residual, weight, eps, offset, wide, Quant("fp4", scale=scale), keep_norm, keep_sum)
-    return four_outputs(x, reduced_norm(communicator(group), x.contiguous(), norm), norm)
+    norm = NormSpec(residual, weight, eps, offset, wide, QuantSpec("fp4", scale=scale), keep_norm, keep_sum)
+    return four_outputs(x, fused_all_reduce_norm(communicator(group), x.contiguous(), norm), norm)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchweave.ops.registry import define
 
 if TYPE_CHECKING:
-    from torchweave.ops.collectives.all_reduce_norm import Norm, Normed
+    from torchweave.ops.collectives.all_reduce_norm import NormOutput, NormSpec
 
 
 class Communicator(Protocol):
@@ -49,12 +49,13 @@ class Communicator(Protocol):
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> Tensor | None:
         """Room in memory that all ranks see, for what the next collective reads; None where it would copy its operand anyway.
 
-        Who gets it writes all of it, and hands it to `all_reduce` or `reduced_norm`, as the next collective of this rank. Two
+        Who gets it writes all of it, and hands it to `all_reduce` or `fused_all_reduce_norm`, as the next collective
+        of this rank. Two
         collectives that follow each other, in whatever order graphs are replayed, have different slots (0, 1 or 2).
         """
         ...
 
-    def reduced_norm(self, x: Tensor, norm: Norm) -> Normed | None:
+    def fused_all_reduce_norm(self, x: Tensor, norm: NormSpec) -> NormOutput | None:
         """The sum of x `[..., D]` over ranks and what follows it, in one kernel; None where the parts are the faster way."""
         ...
 
@@ -78,7 +79,7 @@ def register_communicator(group: str, communicator: Communicator | None) -> None
         _COMMUNICATORS[group] = communicator
 
 
-def registered(group: str) -> Communicator | None:
+def find_communicator(group: str) -> Communicator | None:
     """What was registered under the group's name; None: nothing was, or the group is gone."""
     return _COMMUNICATORS.get(group)
 
@@ -89,7 +90,7 @@ def communicator(group: str) -> Communicator:
     Raises:
         ValueError: nothing was.
     """
-    found = registered(group)
+    found = find_communicator(group)
     if found is None:
         known = ", ".join(sorted(_COMMUNICATORS)) or "none"
         raise ValueError(
@@ -125,7 +126,7 @@ def all_gather(x: Tensor, dim: int, group: str) -> Tensor:
     return communicator(group).all_gather(x.contiguous(), dim % x.ndim)
 
 
-def rows_of_rank(num_rows: int, size: int) -> int:
+def rows_per_rank(num_rows: int, size: int) -> int:
     """Rows of a tensor of `num_rows` that each of `size` ranks owns; the last ones own padding where it does not divide."""
     return (num_rows + size - 1) // size
 
@@ -133,14 +134,14 @@ def rows_of_rank(num_rows: int, size: int) -> int:
 def own_rows(x: Tensor, rank: int, size: int) -> Tensor:
     """The rows of x `[..., T, D]` that `reduce_scatter` leaves to a rank, zeros behind the last: `[..., ceil(T / size), D]`."""
     tokens = x.shape[-2]
-    own = rows_of_rank(tokens, size)
+    own = rows_per_rank(tokens, size)
     begin = min(rank * own, tokens)
     rows = x.narrow(-2, begin, min(own, tokens - begin))
     return torch.nn.functional.pad(rows, (0, 0, 0, own - rows.shape[-2])).contiguous()
 
 
 def _fake_reduce_scatter(x: Tensor, group: str) -> Tensor:
-    shape = (*x.shape[:-2], rows_of_rank(x.shape[-2], communicator(group).size), x.shape[-1])
+    shape = (*x.shape[:-2], rows_per_rank(x.shape[-2], communicator(group).size), x.shape[-1])
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
@@ -151,10 +152,10 @@ def reduce_scatter(x: Tensor, group: str) -> Tensor:
     Rank r owns rows `r * ceil(T / size)` and following; rows from T on are zeros. `all_gather(..., -2)` followed by a narrowing to
     T rows gives what `all_reduce` does.
     """
-    ranks = communicator(group)
-    own = rows_of_rank(x.shape[-2], ranks.size)
-    missing = own * ranks.size - x.shape[-2]
+    comm = communicator(group)
+    own = rows_per_rank(x.shape[-2], comm.size)
+    missing = own * comm.size - x.shape[-2]
     padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()  # no padding would be a copy
     rows = padded.movedim(-2, 0)
-    out = ranks.reduce_scatter(rows.reshape(own * ranks.size, -1))
+    out = comm.reduce_scatter(rows.reshape(own * comm.size, -1))
     return out.view(own, *rows.shape[1:]).movedim(0, -2).contiguous()

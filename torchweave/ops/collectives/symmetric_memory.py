@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchweave.ops.collectives.all_reduce_norm import Norm, Normed, empty_normed
+from torchweave.ops.collectives.all_reduce_norm import NormOutput, NormSpec, empty_norm_output
 
 
 class Programs(NamedTuple):
@@ -49,7 +49,7 @@ _STAGES, _SLOTS = 2, 3
 
 
 @dataclass(frozen=True)
-class Layout:
+class SymmetricLayout:
     """Bytes of a rank's memory.
 
     Attributes:
@@ -82,7 +82,7 @@ class Layout:
         return self.sums + _pages(self.large // self.size + 16 * self.size)
 
 
-class Place(NamedTuple):
+class OperandLocation(NamedTuple):
     """Where a collective reads its operand.
 
     Attributes:
@@ -99,7 +99,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Workspace:
+class SymmetricWorkspace:
     """One rank's view of the memory of all.
 
     Attributes:
@@ -112,12 +112,12 @@ class Workspace:
     """
 
     rank: int
-    layout: Layout
+    layout: SymmetricLayout
     memory: Tensor
     table: Tensor
     counters: Tensor
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype, at: int) -> Tensor:
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, at: int) -> Tensor:
         """This rank's bytes from `at` on as a tensor."""
         size = math.prod(shape) * dtype.itemsize
         return self.memory[at : at + size].view(dtype).view(*shape)
@@ -127,39 +127,39 @@ class Workspace:
         assert 0 <= index < _SLOTS, f"slot {index}: there are {_SLOTS}"
         return self.layout.slot(_STAGES + index)
 
-    def place_of(self, x: Tensor) -> Place:
+    def locate_operand(self, x: Tensor) -> OperandLocation:
         """Where a one-shot collective reads x: where it is, if all ranks see it there; else where it is copied to."""
-        at, layout = self._position(x), self.layout
+        at, layout = self._offset_of(x), self.layout
         if at == layout.data or x.nbytes > layout.slots:
-            return self.data_of(x)
+            return self.locate_in_data(x)
         if at in map(self.slot, range(_SLOTS)):
-            return Place(at, at, False, 0)
-        return Place(layout.slot(0), layout.slot(1), True, 0)
+            return OperandLocation(at, at, False, 0)
+        return OperandLocation(layout.slot(0), layout.slot(1), True, 0)
 
-    def data_of(self, x: Tensor) -> Place:
+    def locate_in_data(self, x: Tensor) -> OperandLocation:
         """`data`, where x is or is copied to."""
-        return Place(self.layout.data, self.layout.data, self._position(x) != self.layout.data, 1)
+        return OperandLocation(self.layout.data, self.layout.data, self._offset_of(x) != self.layout.data, 1)
 
-    def _position(self, x: Tensor) -> int:
+    def _offset_of(self, x: Tensor) -> int:
         return x.data_ptr() - self.memory.data_ptr()
 
 
-def can_run(x: Tensor) -> bool:
+def kernels_can_run(x: Tensor) -> bool:
     """Whether the kernels can read x: contiguous, of a dtype that they know, in whole 16 bytes."""
-    return runs(x.shape, x.dtype) and x.is_contiguous() and x.data_ptr() % 16 == 0
+    return supports_shape(x.shape, x.dtype) and x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
-def runs(shape: Sequence[int], dtype: torch.dtype) -> bool:
+def supports_shape(shape: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether the kernels can read rows of that shape."""
     return dtype in DTYPES and len(shape) > 0 and 0 not in shape and shape[-1] * dtype.itemsize % 16 == 0
 
 
-def one_shot(workspace: Workspace, x: Tensor) -> Tensor:
+def one_shot(workspace: SymmetricWorkspace, x: Tensor) -> Tensor:
     """The sum of x over ranks: every rank reads all of it."""
     from torchweave.ops.kernels.collectives.all_reduce import launch_one_shot
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch_one_shot(workspace, x, out, workspace.place_of(x))
+    launch_one_shot(workspace, x, out, workspace.locate_operand(x))
     return out
 
 
@@ -169,7 +169,7 @@ def can_gather(x: Tensor, dim: int) -> bool:
     return x.numel() > 0 and x.is_contiguous() and inner % 16 == 0 and x.data_ptr() % 16 == 0
 
 
-def gather(workspace: Workspace, x: Tensor, dim: int) -> Tensor:
+def gather(workspace: SymmetricWorkspace, x: Tensor, dim: int) -> Tensor:
     """x of all ranks one after the other along `dim`."""
     from torchweave.ops.kernels.collectives.all_reduce import launch_gather
 
@@ -180,25 +180,25 @@ def gather(workspace: Workspace, x: Tensor, dim: int) -> Tensor:
     return out
 
 
-def two_shot(workspace: Workspace, x: Tensor) -> Tensor:
+def two_shot(workspace: SymmetricWorkspace, x: Tensor) -> Tensor:
     """The sum of x over ranks: every rank adds its share, then all gather the shares."""
     from torchweave.ops.kernels.collectives.all_reduce import launch_two_shot
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch_two_shot(workspace, x, out, workspace.data_of(x))
+    launch_two_shot(workspace, x, out, workspace.locate_in_data(x))
     return out
 
 
-def one_shot_norm(workspace: Workspace, x: Tensor, norm: Norm) -> Normed:
+def one_shot_norm(workspace: SymmetricWorkspace, x: Tensor, norm: NormSpec) -> NormOutput:
     """The sum of x over ranks and what follows it, in one launch."""
     from torchweave.ops.kernels.collectives.all_reduce_norm import launch_one_shot_norm
 
-    out = empty_normed(x, norm)
-    launch_one_shot_norm(workspace, x, contiguous(norm), out, workspace.place_of(x))
+    out = empty_norm_output(x, norm)
+    launch_one_shot_norm(workspace, x, contiguous(norm), out, workspace.locate_operand(x))
     return out
 
 
-def contiguous(norm: Norm) -> Norm:
+def contiguous(norm: NormSpec) -> NormSpec:
     """The same with a residual whose rows lie behind each other."""
     if norm.residual is None or norm.residual.is_contiguous():
         return norm

@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 
 from torchweave.ops.collectives.all_reduce_norm import (
-    Norm,
-    Normed,
-    Quant,
-    empty_normed,
+    NormOutput,
+    NormSpec,
+    QuantSpec,
+    empty_norm_output,
     four_outputs,
-    reduced_norm,
+    fused_all_reduce_norm,
     two_outputs,
 )
 from torchweave.ops.collectives.op import communicator
-from torchweave.ops.collectives.sequence_parallel_norm import Sharding, norm_by_rows
+from torchweave.ops.collectives.sequence_parallel_norm import RowSharding, row_sharded_norm
 from torchweave.ops.linear import linear_into
 from torchweave.ops.quant.fp8_linear import fp8_linear_into
 from torchweave.ops.registry import define
@@ -41,12 +41,14 @@ from torchweave.ops.registry import define
 PRODUCERS = ("copy", "add", "linear", "fp8_linear")
 
 
-def made(producer: str, operands: Sequence[Tensor], choices: str, dtype: torch.dtype, slot: int, group: str) -> Tensor:
+def produce_operand(
+    producer: str, operands: Sequence[Tensor], choices: str, dtype: torch.dtype, slot: int, group: str
+) -> Tensor:
     """The operand of a collective, in symmetric memory where there is room for it."""
     first = operands[0]
-    shape = made_shape(producer, operands)
-    room = communicator(group).buffer(shape, dtype, slot)
-    out = torch.empty(shape, dtype=dtype, device=first.device) if room is None else room
+    shape = operand_shape(producer, operands)
+    buffer = communicator(group).buffer(shape, dtype, slot)
+    out = torch.empty(shape, dtype=dtype, device=first.device) if buffer is None else buffer
     if producer == "linear":
         x, w, *bias = operands
         linear_into(x, w, bias[0] if bias else None, choices, out)
@@ -60,7 +62,7 @@ def made(producer: str, operands: Sequence[Tensor], choices: str, dtype: torch.d
     return out
 
 
-def made_shape(producer: str, operands: Sequence[Tensor]) -> tuple[int, ...]:
+def operand_shape(producer: str, operands: Sequence[Tensor]) -> tuple[int, ...]:
     """The shape of what a producer makes.
 
     Raises:
@@ -74,7 +76,7 @@ def made_shape(producer: str, operands: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _fake_operand(producer: str, operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.empty(made_shape(producer, operands), dtype=dtype, device=operands[0].device)
+    return torch.empty(operand_shape(producer, operands), dtype=dtype, device=operands[0].device)
 
 
 def _fake(
@@ -88,17 +90,17 @@ def buffered_all_reduce(
     producer: str, operands: Sequence[Tensor], choices: str, dtype: torch.dtype, slot: int, group: str
 ) -> Tensor:
     """`torchweave::all_reduce` of what the producer makes, of `dtype`."""
-    return communicator(group).all_reduce(made(producer, operands, choices, dtype, slot, group))
+    return communicator(group).all_reduce(produce_operand(producer, operands, choices, dtype, slot, group))
 
 
-def _normed(x: Tensor, norm: Norm, sharding: Sharding) -> Normed:
+def _normed(x: Tensor, norm: NormSpec, sharding: RowSharding) -> NormOutput:
     if sharding.residual or sharding.total:
-        return norm_by_rows(x, norm, sharding)
-    return reduced_norm(communicator(sharding.group), x, norm)
+        return row_sharded_norm(x, norm, sharding)
+    return fused_all_reduce_norm(communicator(sharding.group), x, norm)
 
 
-def _empty(x: Tensor, norm: Norm, sharding: Sharding) -> Normed:
-    empty = empty_normed(x, norm)
+def _empty(x: Tensor, norm: NormSpec, sharding: RowSharding) -> NormOutput:
+    empty = empty_norm_output(x, norm)
     if not (sharding.total and norm.keep_sum):
         return empty
     return empty._replace(total=torch.empty_like(_rows(x, sharding.group)))
@@ -113,8 +115,8 @@ def _fake_norm(
     residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool,
     keep_sum: bool, residual_rows: bool, sum_rows: bool, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    norm, x = Norm(residual, weight, eps, offset, wide, keep_sum=keep_sum), _fake_operand(producer, operands, dtype)
-    return two_outputs(x, _empty(x, norm, Sharding(group, residual_rows, sum_rows)), norm)
+    norm, x = NormSpec(residual, weight, eps, offset, wide, keep_sum=keep_sum), _fake_operand(producer, operands, dtype)
+    return two_outputs(x, _empty(x, norm, RowSharding(group, residual_rows, sum_rows)), norm)
 
 
 @define("torchweave::buffered_all_reduce_add_rms_norm", fake=_fake_norm)
@@ -123,12 +125,12 @@ def buffered_all_reduce_add_rms_norm(
     residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool,
     keep_sum: bool, residual_rows: bool, sum_rows: bool, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`torchweave::all_reduce_add_rms_norm` of what the producer makes; see `Sharding` for the rows."""
+    """`torchweave::all_reduce_add_rms_norm` of what the producer makes; see `RowSharding` for the rows."""
     norm, x = (
-        Norm(residual, weight, eps, offset, wide, keep_sum=keep_sum),
-        made(producer, operands, choices, dtype, slot, group),
+        NormSpec(residual, weight, eps, offset, wide, keep_sum=keep_sum),
+        produce_operand(producer, operands, choices, dtype, slot, group),
     )
-    return two_outputs(x, _normed(x, norm, Sharding(group, residual_rows, sum_rows)), norm)
+    return two_outputs(x, _normed(x, norm, RowSharding(group, residual_rows, sum_rows)), norm)
 
 
 def _fake_norm_fp8(
@@ -137,9 +139,9 @@ def _fake_norm_fp8(
     quant_group: int, scale: Tensor | None,
     keep_norm: bool, keep_sum: bool, residual_rows: bool, sum_rows: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x, quant = _fake_operand(producer, operands, dtype), Quant("fp8", quant_group, scale)
-    norm = Norm(residual, weight, eps, offset, wide, quant, keep_norm, keep_sum)
-    return four_outputs(x, _empty(x, norm, Sharding(group, residual_rows, sum_rows)), norm)
+    x, quant = _fake_operand(producer, operands, dtype), QuantSpec("fp8", quant_group, scale)
+    norm = NormSpec(residual, weight, eps, offset, wide, quant, keep_norm, keep_sum)
+    return four_outputs(x, _empty(x, norm, RowSharding(group, residual_rows, sum_rows)), norm)
 
 
 @define("torchweave::buffered_all_reduce_add_rms_norm_fp8", fake=_fake_norm_fp8)
@@ -149,10 +151,10 @@ def buffered_all_reduce_add_rms_norm_fp8(
     quant_group: int, scale: Tensor | None,
     keep_norm: bool, keep_sum: bool, residual_rows: bool, sum_rows: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`torchweave::all_reduce_add_rms_norm_fp8` of what the producer makes; see `Sharding` for the rows."""
-    x, quant = made(producer, operands, choices, dtype, slot, group), Quant("fp8", quant_group, scale)
-    norm = Norm(residual, weight, eps, offset, wide, quant, keep_norm, keep_sum)
-    return four_outputs(x, _normed(x, norm, Sharding(group, residual_rows, sum_rows)), norm)
+    """`torchweave::all_reduce_add_rms_norm_fp8` of what the producer makes; see `RowSharding` for the rows."""
+    x, quant = produce_operand(producer, operands, choices, dtype, slot, group), QuantSpec("fp8", quant_group, scale)
+    norm = NormSpec(residual, weight, eps, offset, wide, quant, keep_norm, keep_sum)
+    return four_outputs(x, _normed(x, norm, RowSharding(group, residual_rows, sum_rows)), norm)
 
 
 def _fake_norm_fp4(
@@ -160,9 +162,9 @@ def _fake_norm_fp4(
     residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool, scale: Tensor,
     keep_norm: bool, keep_sum: bool, residual_rows: bool, sum_rows: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x, quant = _fake_operand(producer, operands, dtype), Quant("fp4", scale=scale)
-    norm = Norm(residual, weight, eps, offset, wide, quant, keep_norm, keep_sum)
-    return four_outputs(x, _empty(x, norm, Sharding(group, residual_rows, sum_rows)), norm)
+    x, quant = _fake_operand(producer, operands, dtype), QuantSpec("fp4", scale=scale)
+    norm = NormSpec(residual, weight, eps, offset, wide, quant, keep_norm, keep_sum)
+    return four_outputs(x, _empty(x, norm, RowSharding(group, residual_rows, sum_rows)), norm)
 
 
 @define("torchweave::buffered_all_reduce_add_rms_norm_fp4", fake=_fake_norm_fp4)
@@ -171,7 +173,7 @@ def buffered_all_reduce_add_rms_norm_fp4(
     residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool, scale: Tensor,
     keep_norm: bool, keep_sum: bool, residual_rows: bool, sum_rows: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`torchweave::all_reduce_add_rms_norm_fp4` of what the producer makes; see `Sharding` for the rows."""
-    x, quant = made(producer, operands, choices, dtype, slot, group), Quant("fp4", scale=scale)
-    norm = Norm(residual, weight, eps, offset, wide, quant, keep_norm, keep_sum)
-    return four_outputs(x, _normed(x, norm, Sharding(group, residual_rows, sum_rows)), norm)
+    """`torchweave::all_reduce_add_rms_norm_fp4` of what the producer makes; see `RowSharding` for the rows."""
+    x, quant = produce_operand(producer, operands, choices, dtype, slot, group), QuantSpec("fp4", scale=scale)
+    norm = NormSpec(residual, weight, eps, offset, wide, quant, keep_norm, keep_sum)
+    return four_outputs(x, _normed(x, norm, RowSharding(group, residual_rows, sum_rows)), norm)

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.dependent_launch import enter, options, takes_part
-from torchweave.ops.kernels.rows import rows_of
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
+from torchweave.ops.kernels.rows import strided_rows
 
 
 @triton.jit
@@ -36,8 +36,8 @@ def gated_kernel(
     gate, up, out, gate_inner, gate_outer_stride, gate_inner_stride, up_inner, up_outer_stride, up_inner_stride,
     width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of one row of out [rows, width]; gate and up by `Rows`."""
-    enter(DEPENDENT)
+    """A block of columns of one row of out [rows, width]; gate and up by `StridedRows`."""
+    pdl_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -52,8 +52,8 @@ def gated_kernel(
 
 def launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """`act(gate) * up` as a contiguous tensor."""
-    first, second = rows_of(gate), rows_of(up)
-    width, dependent = gate.shape[-1], takes_part(gate.device)
+    first, second = strided_rows(gate), strided_rows(up)
+    width, dependent = gate.shape[-1], supports_pdl(gate.device)
     block = min(1024, triton.next_power_of_2(width))
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if not out.numel():
@@ -61,6 +61,6 @@ def launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     gated_kernel[(first.count, triton.cdiv(width, block))](
         first.tensor, second.tensor, out, first.inner, first.outer_stride, first.inner_stride,
         second.inner, second.outer_stride, second.inner_stride, width,
-        ACTIVATION=activation, BLOCK=block, DEPENDENT=dependent, num_warps=4, enable_fp_fusion=False, **options(dependent),
+        ACTIVATION=activation, BLOCK=block, DEPENDENT=dependent, num_warps=4, enable_fp_fusion=False, **pdl_options(dependent),
     )  # fmt: skip
     return out

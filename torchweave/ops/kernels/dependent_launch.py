@@ -17,8 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def enter(DEPENDENT: tl.constexpr):
-    """Wait for the kernel before. DEPENDENT 0: nothing of this; 1: then let the one behind start; 2: `leave` will."""
+def pdl_wait(DEPENDENT: tl.constexpr):
+    """Wait for the kernel before. DEPENDENT 0: nothing of this; 1: then let the one behind start; 2: `pdl_trigger` will."""
     if DEPENDENT > 0:
         gdc_wait()
     if DEPENDENT == 1:
@@ -26,7 +26,7 @@ def enter(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
-def leave(DEPENDENT: tl.constexpr):
+def pdl_trigger(DEPENDENT: tl.constexpr):
     """Let the kernel behind start, when all that is left here is to store.
 
     Programs that start early take the places that become free first: all of a small launch may end up on a few multiprocessors,
@@ -37,11 +37,11 @@ def leave(DEPENDENT: tl.constexpr):
 
 
 @functools.cache
-def takes_part(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether kernels on `device` can be launched so."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def options(dependent: bool | int) -> dict[str, Any]:
+def pdl_options(dependent: bool | int) -> dict[str, Any]:
     """What a launch is given besides its arguments."""
     return {"launch_pdl": True} if dependent else {}

@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.activation import activate
-from torchweave.ops.kernels.dependent_launch import enter, leave, options, takes_part
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_trigger, pdl_wait, supports_pdl
 from torchweave.ops.kernels.norm import scale_rows
 
 if TYPE_CHECKING:
-    from torchweave.ops.linear import Around, LinearConfig
+    from torchweave.ops.linear import LinearConfig, LinearFusion
 
 
 @triton.jit
@@ -64,13 +64,13 @@ def _inverse_rms_of_all(x, num_tokens, x_stride, eps, WIDTH: tl.constexpr, TOKEN
 
 
 @triton.jit
-def _finish(
+def _epilogue(
     total, bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
     TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Store float32 products `total [BLOCK_N, TOKENS]` after bias, gate and residual, rounding as the separate operations do."""
-    leave(DEPENDENT)
+    pdl_trigger(DEPENDENT)
     dtype = out.dtype.element_ty
     token = tl.arange(0, TOKENS)
     if BIAS:
@@ -117,7 +117,7 @@ def row_kernel(
     first = w + rows.to(tl.int64) * w_stride
     weights = first[:, None] + k[None, :]
     tile = tl.load(weights, mask=inside[:, None] & (k < WIDTH)[None, :], other=0.0, eviction_policy="evict_first")
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     scale0 = _inverse_rms(x, eps, num_tokens > 0, WIDTH) if NORM else 0.0
     scale1 = _inverse_rms(x + x_stride, eps, num_tokens > 1, WIDTH) if NORM and TOKENS > 1 else 0.0
     scale2 = _inverse_rms(x + 2 * x_stride, eps, num_tokens > 2, WIDTH) if NORM and TOKENS > 2 else 0.0
@@ -148,7 +148,7 @@ def row_kernel(
     if TOKENS == 4:
         even, odd = tl.join(tl.sum(sum0, 1), tl.sum(sum2, 1)), tl.join(tl.sum(sum1, 1), tl.sum(sum3, 1))
         total = tl.reshape(tl.join(even, odd), [BLOCK_N, TOKENS])
-    _finish(
+    _epilogue(
         total, bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
         TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION, DEPENDENT,
     )  # fmt: skip
@@ -168,7 +168,7 @@ def dot_kernel(
     first = w + rows.to(tl.int64) * w_stride
     weights = first[:, None] + k[None, :]
     inputs = x + token[None, :] * x_stride + k[:, None]
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     if NORM:
         scale = _inverse_rms_of_all(x, num_tokens, x_stride, eps, WIDTH, TOKENS)[None, :]
     total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
@@ -180,7 +180,7 @@ def dot_kernel(
             weight = tl.load(norm + start + k, mask=left, other=0.0)[:, None]
             b = scale_rows(b.to(tl.float32), scale, weight, offset, True, WIDE, b.dtype).to(b.dtype)
         total = tl.dot(a, b, total, input_precision="ieee")
-    _finish(
+    _epilogue(
         total, bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
         TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION, DEPENDENT,
     )  # fmt: skip
@@ -206,7 +206,7 @@ def split_kernel(
     first = w + rows.to(tl.int64) * w_stride
     weights = first[None, :, None] + along
     inputs = x + token[None, None, :] * x_stride + down
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     if NORM:
         scale = _inverse_rms_of_all(x, num_tokens, x_stride, eps, WIDTH, TOKENS)[None, None, :]
     total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
@@ -220,26 +220,26 @@ def split_kernel(
             weight = tl.load(norm + start + down, mask=down < left, other=0.0)
             b = scale_rows(b.to(tl.float32), scale, weight, offset, True, WIDE, b.dtype).to(b.dtype)
         total = tl.dot(a, b, total, input_precision="ieee")
-    _finish(
+    _epilogue(
         tl.sum(total, 0), bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
         TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION, DEPENDENT,
     )  # fmt: skip
 
 
-def launch(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, around: Around) -> None:
+def launch(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, fusion: LinearFusion) -> None:
     """x [T, K], w [N, K], out [T, N], or [T, N // 2] when gated; rows contiguous. T is padded to a power of two inside."""
     tokens, width = x.shape
-    gated = around.activation is not None
+    gated = fusion.activation is not None
     outputs = w.shape[0] // 2 if gated else w.shape[0]
-    residual = around.residual
-    dependent = 0 if x.is_cuda and not takes_part(x.device) else config.dependent
+    residual = fusion.residual
+    dependent = 0 if x.is_cuda and not supports_pdl(x.device) else config.dependent
     constants: dict[str, Any] = {
-        "WIDTH": width, "TOKENS": config.padded(tokens), "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
-        "BIAS": around.bias is not None, "NORM": around.norm is not None, "WIDE": around.wide, "ADD": residual is not None,
-        "ACTIVATION": around.activation, "DEPENDENT": dependent, "num_warps": config.num_warps,
+        "WIDTH": width, "TOKENS": config.padded_tokens(tokens), "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+        "BIAS": fusion.bias is not None, "NORM": fusion.norm is not None, "WIDE": fusion.wide, "ADD": residual is not None,
+        "ACTIVATION": fusion.activation, "DEPENDENT": dependent, "num_warps": config.num_warps,
         # What is rounded must be rounded before it is added to, and not be joined to a multiply-add in the low precision.
         "enable_fp_fusion": not gated or residual is None,
-        **options(dependent),
+        **pdl_options(dependent),
     }  # fmt: skip
     if config.kernel == "row":
         kernel, more = row_kernel, {"UNROLL": config.depth}
@@ -248,7 +248,7 @@ def launch(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, around: Arou
     else:
         kernel, more = split_kernel, {"SPLIT": config.num_warps, "num_stages": config.depth}
     kernel[(triton.cdiv(outputs, config.block_n // 2 if gated else config.block_n),)](
-        x, w, w if around.bias is None else around.bias, x if around.norm is None else around.norm,
-        x if residual is None else residual, out, tokens, outputs, around.eps, around.offset,
+        x, w, w if fusion.bias is None else fusion.bias, x if fusion.norm is None else fusion.norm,
+        x if residual is None else residual, out, tokens, outputs, fusion.eps, fusion.offset,
         x.stride(0), w.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), **constants, **more,
     )  # fmt: skip

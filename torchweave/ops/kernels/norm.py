@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.dependent_launch import enter, options, takes_part
-from torchweave.ops.kernels.rows import rows_of
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
+from torchweave.ops.kernels.rows import strided_rows
 
 
 @triton.jit
@@ -26,10 +26,10 @@ def norm_kernel(
     x, residual, weight, y, total, num_rows, eps, offset,
     x_inner, x_outer_stride, x_inner_stride, r_inner, r_outer_stride, r_inner_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    ADD: tl.constexpr, KEEP: tl.constexpr, WEIGHT: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
+    ADD: tl.constexpr, STORE_SUM: tl.constexpr, WEIGHT: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """y [num_rows, WIDTH] = norm of x, or of x + residual, which also goes to `total` if KEEP; x and residual by `Rows`."""
-    enter(DEPENDENT)
+    """y [num_rows, WIDTH] = norm of x, or of x + residual, which also goes to `total` if KEEP; x and residual by `StridedRows`."""
+    pdl_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
@@ -41,7 +41,7 @@ def norm_kernel(
         at = row // r_inner * r_outer_stride + row % r_inner * r_inner_stride
         other = tl.load(residual + at[:, None] + column[None, :], mask=mask, other=0.0)
         value = (value.to(tl.float32) + other.to(tl.float32)).to(dtype)
-        if KEEP:
+        if STORE_SUM:
             tl.store(total + target, value, mask=mask)
     wide = value.to(tl.float32)
     norm = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)
@@ -60,22 +60,23 @@ def launch_norm(
     keep_sum: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """The norm of x, or of x + residual, and that sum when there is one and it is wanted."""
-    rows = rows_of(x)
-    added = rows if residual is None else rows_of(residual)
+    rows = strided_rows(x)
+    added = rows if residual is None else strided_rows(residual)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     keep = residual is not None and keep_sum
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if keep else None
     if not x.numel():
         return y, total
-    width, dependent = x.shape[-1], takes_part(x.device)
+    width, dependent = x.shape[-1], supports_pdl(x.device)
     block = triton.next_power_of_2(width)
-    together = max(1, min(2048 // block, triton.next_power_of_2(rows.count)))
-    norm_kernel[(triton.cdiv(rows.count, together),)](
+    rows_per_program = max(1, min(2048 // block, triton.next_power_of_2(rows.count)))
+    norm_kernel[(triton.cdiv(rows.count, rows_per_program),)](
         rows.tensor, added.tensor, x if weight is None else weight, y, y if total is None else total,
         rows.count, eps, offset,
         rows.inner, rows.outer_stride, rows.inner_stride, added.inner, added.outer_stride, added.inner_stride,
-        WIDTH=width, BLOCK=block, ROWS=together,
-        ADD=residual is not None, KEEP=keep, WEIGHT=weight is not None, WIDE=wide,
-        DEPENDENT=dependent, num_warps=max(1, min(16, block * together // 256)), enable_fp_fusion=False, **options(dependent),
+        WIDTH=width, BLOCK=block, ROWS=rows_per_program,
+        ADD=residual is not None, STORE_SUM=keep, WEIGHT=weight is not None, WIDE=wide,
+        DEPENDENT=dependent, num_warps=max(1, min(16, block * rows_per_program // 256)), enable_fp_fusion=False,
+        **pdl_options(dependent),
     )  # fmt: skip
     return y, total

@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.attention.kv_cache_dtype import as_kept
-from torchweave.ops.kernels.dependent_launch import enter, options, takes_part
+from torchweave.ops.kernels.attention.kv_cache_dtype import quantize_kv
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
 from torchweave.ops.kernels.norm import scale_rows
 
 
-class Norm(NamedTuple):
+class QKNorm(NamedTuple):
     """RMSNorm of each head before it is turned; the arguments of `torchweave::qk_norm_rope`."""
 
     q_weight: Tensor
@@ -26,7 +26,7 @@ class Norm(NamedTuple):
 
 class CacheWrite(NamedTuple):
     """Where the step's keys and values go: values `[T, KH, Dv]`, one layer's paged cache, the place of each token, and the
-    scales of a cache in FP8, whose largest number is `limit` (0: it keeps them as they are)."""
+    scales of a cache in FP8, whose largest number is `kv_fp8_max` (0: it keeps them as they are)."""
 
     v: Tensor
     k_cache: Tensor
@@ -34,11 +34,11 @@ class CacheWrite(NamedTuple):
     slot_mapping: Tensor
     k_scale: float = 1.0
     v_scale: float = 1.0
-    limit: float = 0.0
+    kv_fp8_max: float = 0.0
 
 
 @triton.jit
-def turn(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexpr):
+def apply_rotary(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexpr):
     """Both halves turned: float32 in and out, every product rounded to `dtype`, that of cos."""
     new_low = (low * cos_low).to(dtype).to(tl.float32) - (high * sin_low).to(dtype).to(tl.float32)
     new_high = (high * cos_high).to(dtype).to(tl.float32) + (low * sin_high).to(dtype).to(tl.float32)
@@ -46,7 +46,7 @@ def turn(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_turned(
+def load_heads_with_rope(
     rows, mask, weight, cos, sin, eps, offset,
     DIM: tl.constexpr, PAD: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def load_turned(
 
 
 @triton.jit
-def _turned_heads(
+def _load_rope_heads(
     x, weight, cos, sin, block, num_heads, token, x_stride, x_head_stride, eps, offset,
     HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
     NORM: tl.constexpr, WIDE: tl.constexpr,
@@ -89,12 +89,12 @@ def _turned_heads(
     half = tl.arange(0, HALF_PAD)
     rest = 2 * HALF + tl.arange(0, REST_PAD)
     real = (head < num_heads)[:, None]
-    turning = real & (half < HALF)[None, :]
+    rotary_mask = real & (half < HALF)[None, :]
     row = x + token * x_stride + head[:, None] * x_head_stride
-    low = tl.load(row + half[None, :], mask=turning, other=0.0)
+    low = tl.load(row + half[None, :], mask=rotary_mask, other=0.0)
     dtype = low.dtype
     low = low.to(tl.float32)
-    high = tl.load(row + HALF + half[None, :], mask=turning, other=0.0).to(tl.float32)
+    high = tl.load(row + HALF + half[None, :], mask=rotary_mask, other=0.0).to(tl.float32)
     remaining = tl.zeros([HEADS, REST_PAD], tl.float32)
     if 2 * HALF < DIM:
         remaining = tl.load(row + rest[None, :], mask=real & (rest < DIM)[None, :], other=0.0).to(tl.float32)
@@ -114,7 +114,7 @@ def _turned_heads(
     cos_high = tl.load(cos + HALF + half, mask=angle, other=0.0).to(tl.float32)[None, :]
     sin_low = tl.load(sin + half, mask=angle, other=0.0).to(tl.float32)[None, :]
     sin_high = tl.load(sin + HALF + half, mask=angle, other=0.0).to(tl.float32)[None, :]
-    low, high = turn(low, high, cos_low, cos_high, sin_low, sin_high, dtype)
+    low, high = apply_rotary(low, high, cos_low, cos_high, sin_low, sin_high, dtype)
     return low, high, remaining
 
 
@@ -122,20 +122,22 @@ def _turned_heads(
 def _store_heads(
     out, low, high, remaining, block, num_heads, row, scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
-    LIMIT: tl.constexpr,
+    KV_FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """What `_turned_heads` gave, into row `row` of out [rows, num_heads, DIM]. LIMIT: see `as_kept`."""
+    """What `_load_rope_heads` gave, into row `row` of out [rows, num_heads, DIM]. LIMIT: see `quantize_kv`."""
     head = block * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, HALF_PAD)
     rest = 2 * HALF + tl.arange(0, REST_PAD)
     real = (head < num_heads)[:, None]
     dtype = out.dtype.element_ty
     target = out + (row * num_heads + head[:, None]) * DIM
-    turned = real & (half < HALF)[None, :]
-    tl.store(target + half[None, :], as_kept(low, scale, dtype, LIMIT), mask=turned)
-    tl.store(target + HALF + half[None, :], as_kept(high, scale, dtype, LIMIT), mask=turned)
+    rotary_mask = real & (half < HALF)[None, :]
+    tl.store(target + half[None, :], quantize_kv(low, scale, dtype, KV_FP8_MAX), mask=rotary_mask)
+    tl.store(target + HALF + half[None, :], quantize_kv(high, scale, dtype, KV_FP8_MAX), mask=rotary_mask)
     if 2 * HALF < DIM:
-        tl.store(target + rest[None, :], as_kept(remaining, scale, dtype, LIMIT), mask=real & (rest < DIM)[None, :])
+        tl.store(
+            target + rest[None, :], quantize_kv(remaining, scale, dtype, KV_FP8_MAX), mask=real & (rest < DIM)[None, :]
+        )
 
 
 @triton.jit
@@ -144,43 +146,43 @@ def rope_kernel(
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, cos_stride, sin_stride,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
-    NORM: tl.constexpr, WIDE: tl.constexpr, CACHE: tl.constexpr, DEPENDENT: tl.constexpr, LIMIT: tl.constexpr,
+    NORM: tl.constexpr, WIDE: tl.constexpr, CACHE: tl.constexpr, DEPENDENT: tl.constexpr, KV_FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, blocks of query heads, then blocks of key heads). CACHE: keys and values also go into the paged cache."""
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos, sin = cos + token * cos_stride, sin + token * sin_stride
     if block < Q_BLOCKS:
-        low, high, rest = _turned_heads(
+        low, high, rest = _load_rope_heads(
             q, q_weight, cos, sin, block, Q_HEADS, token, q_stride, q_head_stride, eps, offset,
             HEADS, DIM, HALF, HALF_PAD, REST_PAD, NORM, WIDE,
         )  # fmt: skip
         _store_heads(q_out, low, high, rest, block, Q_HEADS, token, 1.0, HEADS, DIM, HALF, HALF_PAD, REST_PAD, 0.0)
     else:
         block -= Q_BLOCKS
-        low, high, rest = _turned_heads(
+        low, high, rest = _load_rope_heads(
             k, k_weight, cos, sin, block, K_HEADS, token, k_stride, k_head_stride, eps, offset,
             HEADS, DIM, HALF, HALF_PAD, REST_PAD, NORM, WIDE,
         )  # fmt: skip
         _store_heads(k_out, low, high, rest, block, K_HEADS, token, 1.0, HEADS, DIM, HALF, HALF_PAD, REST_PAD, 0.0)
         if CACHE:
-            place = tl.load(slot_mapping + token)
-            if place >= 0:
-                seen: tl.constexpr = k_out.dtype.element_ty  # the cache keeps what readers of k_out see
+            cache_slot = tl.load(slot_mapping + token)
+            if cache_slot >= 0:
+                out_dtype: tl.constexpr = k_out.dtype.element_ty  # the cache keeps what readers of k_out see
                 _store_heads(
-                    k_cache, low.to(seen), high.to(seen), rest.to(seen), block, K_HEADS, place, k_scale,
-                    HEADS, DIM, HALF, HALF_PAD, REST_PAD, LIMIT,
+                    k_cache, low.to(out_dtype), high.to(out_dtype), rest.to(out_dtype), block, K_HEADS, cache_slot, k_scale,
+                    HEADS, DIM, HALF, HALF_PAD, REST_PAD, KV_FP8_MAX,
                 )  # fmt: skip
                 head = (block * HEADS + tl.arange(0, HEADS))[:, None]
                 dim = tl.arange(0, VALUE_PAD)[None, :]
-                there = (head < K_HEADS) & (dim < VALUE_DIM)
-                value = tl.load(v + token * v_stride + head * v_head_stride + dim, mask=there)
-                value = as_kept(value, v_scale, v_cache.dtype.element_ty, LIMIT)
-                tl.store(v_cache + (place * K_HEADS + head) * VALUE_DIM + dim, value, mask=there)
+                value_mask = (head < K_HEADS) & (dim < VALUE_DIM)
+                value = tl.load(v + token * v_stride + head * v_head_stride + dim, mask=value_mask)
+                value = quantize_kv(value, v_scale, v_cache.dtype.element_ty, KV_FP8_MAX)
+                tl.store(v_cache + (cache_slot * K_HEADS + head) * VALUE_DIM + dim, value, mask=value_mask)
 
 
 def launch_rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None = None, cache: CacheWrite | None = None
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norm: QKNorm | None = None, cache: CacheWrite | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `torchweave.ops.rope.rope` and `qk_norm_rope`; q, k and v may be strided views of one product."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
@@ -191,18 +193,18 @@ def launch_rope(
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if not tokens:
         return q_out, k_out
-    v, k_cache, v_cache, slot_mapping, k_scale, v_scale, limit = CacheWrite(k, k, k, k) if cache is None else cache
-    together = max(1, min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(max(heads, kv_heads))))
-    q_blocks, dependent = triton.cdiv(heads, together), takes_part(q.device)
-    rope_kernel[(tokens, q_blocks + triton.cdiv(kv_heads, together))](
+    v, k_cache, v_cache, slot_mapping, k_scale, v_scale, kv_fp8_max = CacheWrite(k, k, k, k) if cache is None else cache
+    heads_per_program = max(1, min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(max(heads, kv_heads))))
+    q_blocks, dependent = triton.cdiv(heads, heads_per_program), supports_pdl(q.device)
+    rope_kernel[(tokens, q_blocks + triton.cdiv(kv_heads, heads_per_program))](
         q, k, v, q if norm is None else norm.q_weight, k if norm is None else norm.k_weight, cos, sin, q_out, k_out,
         k_cache, v_cache, slot_mapping, 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
         k_scale, v_scale,
         q.stride(-3), q.stride(-2), k.stride(-3), k.stride(-2), v.stride(-3), v.stride(-2), cos.shape[-1], sin.shape[-1],
-        Q_HEADS=heads, K_HEADS=kv_heads, Q_BLOCKS=q_blocks, HEADS=together, DIM=dim,
+        Q_HEADS=heads, K_HEADS=kv_heads, Q_BLOCKS=q_blocks, HEADS=heads_per_program, DIM=dim,
         VALUE_DIM=v.shape[-1], VALUE_PAD=triton.next_power_of_2(v.shape[-1]),
         HALF=half, HALF_PAD=max(2, triton.next_power_of_2(half)), REST_PAD=max(2, triton.next_power_of_2(dim - 2 * half)),
         NORM=norm is not None, WIDE=norm is not None and norm.wide, CACHE=cache is not None,
-        DEPENDENT=dependent, LIMIT=limit, num_warps=4, enable_fp_fusion=False, **options(dependent),
+        DEPENDENT=dependent, KV_FP8_MAX=kv_fp8_max, num_warps=4, enable_fp_fusion=False, **pdl_options(dependent),
     )  # fmt: skip
     return q_out, k_out

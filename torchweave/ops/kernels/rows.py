@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Rows(NamedTuple):
+class StridedRows(NamedTuple):
     """Row r of `tensor` begins at `r // inner * outer_stride + r % inner * inner_stride`.
 
     Attributes:
@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     inner_stride: int
 
 
-def rows_of(x: Tensor) -> Rows:
+def strided_rows(x: Tensor) -> StridedRows:
     """The rows of x. Heads cut out of a merged product are such rows: they need no copy."""
     if x.stride(-1) != 1 and x.shape[-1] != 1:
         x = x.contiguous()
@@ -36,8 +36,8 @@ def rows_of(x: Tensor) -> Rows:
         else:
             steps.append((size, stride))
     if len(steps) > 2:
-        return rows_of(x.contiguous())
+        return strided_rows(x.contiguous())
     count = math.prod(x.shape[:-1])
     if len(steps) == 2:
-        return Rows(x, count, steps[1][0], steps[0][1], steps[1][1])
-    return Rows(x, count, 1, steps[0][1] if steps else x.shape[-1], 0)
+        return StridedRows(x, count, steps[1][0], steps[0][1], steps[1][1])
+    return StridedRows(x, count, 1, steps[0][1] if steps else x.shape[-1], 0)

@@ -15,9 +15,9 @@ INT_MIN = tl.constexpr(-(2**31))
 _TOKENS = 1024  # tokens that one program handles at a time
 _ROWS = 128
 _PAIRS = 256
-_CARRIED = 1024
-_CUT = ["slots", "query_start", "host_ids", "host_positions", "tokens", "emit"]
-_CUT += ["out", "ids", "positions", "seq_lens", "slot_mapping"]
+_COPY_BLOCK = 1024
+_UNALIGNED = ["slots", "query_start", "host_ids", "host_positions", "tokens", "emit"]
+_UNALIGNED += ["out", "ids", "positions", "seq_lens", "slot_mapping"]
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _cache_slot(block_table, slot, position, max_blocks, valid, BLOCK_SIZE: tl.c
     return tl.where(valid & (block >= 0), mapped, -1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=_CUT)
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=_UNALIGNED)
 def prepare_kernel(
     last_token, position, block_table,
     slots, query_start, host_ids, host_positions,
@@ -53,29 +53,29 @@ def prepare_kernel(
     else:
         end = tl.load(query_start + row + 1)
         slot = tl.load(slots + row)
-        filled = (end > start) & (slot >= 0)
-        own_token = tl.load(last_token + slot, mask=filled, other=0)
-        own_position = tl.load(position + slot, mask=filled, other=0)
-        final_id = tl.load(host_ids + end - 1, mask=filled, other=0)
-        final_position = tl.load(host_positions + end - 1, mask=filled, other=0).to(tl.int32)
-        final_position = tl.where(final_id < 0, own_position, final_position)
+        has_tokens = (end > start) & (slot >= 0)
+        slot_token = tl.load(last_token + slot, mask=has_tokens, other=0)
+        slot_position = tl.load(position + slot, mask=has_tokens, other=0)
+        final_id = tl.load(host_ids + end - 1, mask=has_tokens, other=0)
+        final_position = tl.load(host_positions + end - 1, mask=has_tokens, other=0).to(tl.int32)
+        final_position = tl.where(final_id < 0, slot_position, final_position)
         for first in range(start, end, BLOCK):
             token = first + tl.arange(0, BLOCK)
             inside = token < end
-            given = tl.load(host_ids + token, mask=inside, other=0).to(tl.int32)
+            host_id = tl.load(host_ids + token, mask=inside, other=0).to(tl.int32)
             at = tl.load(host_positions + token, mask=inside, other=0).to(tl.int32)
-            at = tl.where(given < 0, own_position, at)
-            tl.store(ids + token, tl.where(given < 0, own_token, given).to(tl.int64), mask=inside)
+            at = tl.where(host_id < 0, slot_position, at)
+            tl.store(ids + token, tl.where(host_id < 0, slot_token, host_id).to(tl.int64), mask=inside)
             tl.store(positions + token, at.to(tl.int64), mask=inside)
             for table in tl.static_range(TABLES):
                 rows = block_table + table * table_stride
-                mapped = _cache_slot(rows, slot, at, max_blocks, inside & filled, BLOCK_SIZE)
+                mapped = _cache_slot(rows, slot, at, max_blocks, inside & has_tokens, BLOCK_SIZE)
                 tl.store(slot_mapping + table * mapping_stride + token, mapped, mask=inside)
-        tl.store(seq_lens + row, tl.where(filled, final_position + 1, 0))
-        tl.store(position + slot, final_position, mask=filled)
+        tl.store(seq_lens + row, tl.where(has_tokens, final_position + 1, 0))
+        tl.store(position + slot, final_position, mask=has_tokens)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_CUT)
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_UNALIGNED)
 def prepare_decode_kernel(
     last_token, position, block_table, slots,
     ids, positions, seq_lens, slot_mapping,
@@ -96,7 +96,7 @@ def prepare_decode_kernel(
         tl.store(slot_mapping + table * mapping_stride + row, mapped, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_CUT)
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_UNALIGNED)
 def advance_kernel(
     tokens, slots, emit, last_token, position, min_position, stop_ids, out, num_rows,
     NUM_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr,
@@ -113,10 +113,10 @@ def advance_kernel(
         stop = tl.load(stop_ids + slot * NUM_STOP_IDS + i, mask=active, other=-1)
         is_stop |= (stop == token).to(tl.int32)
     may_stop = at >= tl.load(min_position + slot, mask=active, other=0)
-    coded = tl.where((is_stop != 0) & may_stop, -1 - token, token)
+    encoded = tl.where((is_stop != 0) & may_stop, -1 - token, token)
     tl.store(last_token + slot, token, mask=active)
     tl.store(position + slot, at, mask=active)
-    tl.store(out + row, tl.where(active, coded, INT_MIN), mask=inside)
+    tl.store(out + row, tl.where(active, encoded, INT_MIN), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -129,7 +129,7 @@ def scatter_kernel(arena, pairs, count, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["source", "target"])
-def carry_kernel(source, target, count, BLOCK: tl.constexpr):
+def pinned_copy_kernel(source, target, count, BLOCK: tl.constexpr):
     """target[i] = source[i] for i < count."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + i, tl.load(source + i, mask=i < count), mask=i < count)
@@ -185,6 +185,6 @@ def launch_scatter(arena: Tensor, pairs: Tensor, count: int) -> None:
     scatter_kernel[(triton.cdiv(count, _PAIRS),)](arena, pairs, count, BLOCK=_PAIRS, num_warps=4)
 
 
-def launch_carry(source: Tensor, target: Tensor) -> None:
+def launch_pinned_copy(source: Tensor, target: Tensor) -> None:
     count = source.numel()
-    carry_kernel[(triton.cdiv(count, _CARRIED),)](source, target, count, BLOCK=_CARRIED, num_warps=4)
+    pinned_copy_kernel[(triton.cdiv(count, _COPY_BLOCK),)](source, target, count, BLOCK=_COPY_BLOCK, num_warps=4)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchweave.ops.moe.reference import ACTIVATIONS, Call, Form, dense, looped
+from torchweave.ops.moe.reference import ACTIVATIONS, ExpertForm, ExpertsCall, dense_experts, loop_over_experts
 from torchweave.ops.registry import define
 
 __all__ = ["ACTIVATIONS", "experts"]
@@ -54,15 +54,15 @@ def experts(
     Numerics: products are summed in float32 and rounded to x's dtype; so is the activation; the weighted sum on a GPU stays in
     float32 until it is rounded once. No result depends on timing: the same call gives the same bits.
     """
-    form = Form(activation, gated, interleaved, transposed, alpha, limit)
+    form = ExpertForm(activation, gated, interleaved, transposed, alpha, limit)
     out = x.new_empty(x.shape)
-    call = Call(x, index, weight, up, down, up_bias, down_bias, out, form)
+    call = ExpertsCall(x, index, weight, up, down, up_bias, down_bias, out, form)
     if not x.is_cuda:
-        looped(call)
+        loop_over_experts(call)
     elif x.dtype in (torch.bfloat16, torch.float16):
         from torchweave.ops.moe.fused_experts import run
 
         run(call)
     else:
-        dense(call)
+        dense_experts(call)
     return out

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweave.ops.moe.reference import Call
+from torchweave.ops.moe.reference import ExpertsCall
 
 WORKSPACE_BYTES = 512 << 20
 """Temporaries of one chunk of tokens; a larger step runs in chunks, and the KV cache gets the memory instead.
@@ -25,7 +25,7 @@ long as that reading.
 
 
 @dataclass(frozen=True)
-class Product:
+class GemmConfig:
     """How one of the two products runs.
 
     Attributes:
@@ -45,8 +45,8 @@ class Product:
 class Rows:
     """One or two tokens, element by element; `dependent`: by programmatic dependent launch."""
 
-    up: Product
-    down: Product
+    up: GemmConfig
+    down: GemmConfig
     dependent: bool = False
 
 
@@ -54,8 +54,8 @@ class Rows:
 class Tiles:
     """Tokens grouped by expert, `block_m` at a time, on tensor cores; `dependent`: by programmatic dependent launch."""
 
-    up: Product
-    down: Product
+    up: GemmConfig
+    down: GemmConfig
     block_m: int = 16
     dependent: bool = False
 
@@ -65,20 +65,20 @@ class Grouped:
     """`torch._grouped_mm` over rows sorted by expert: bfloat16 alone."""
 
 
-Way = Rows | Tiles | Grouped
+Strategy = Rows | Tiles | Grouped
 
 ROW_TOKENS = 2
-_ROWS = Rows(Product(2, 2048, 4, 1), Product(2, 128, 4, 3), dependent=True)
-_TILES = Tiles(Product(32, 128, 4, 4), Product(64, 128, 4, 4), dependent=True)
-_MIDDLE_TILES = Tiles(Product(64, 128, 8, 3), Product(64, 64, 4, 4), block_m=64, dependent=True)
-_WIDE_TILES = Tiles(Product(64, 64, 8, 3), Product(128, 64, 8, 3), block_m=64)
+_ROWS = Rows(GemmConfig(2, 2048, 4, 1), GemmConfig(2, 128, 4, 3), dependent=True)
+_TILES = Tiles(GemmConfig(32, 128, 4, 4), GemmConfig(64, 128, 4, 4), dependent=True)
+_MIDDLE_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block_m=64, dependent=True)
+_WIDE_TILES = Tiles(GemmConfig(64, 64, 8, 3), GemmConfig(128, 64, 8, 3), block_m=64)
 _FEW_PAIRS, _MORE_PAIRS = 8, 32
 """Pairs of token and expert for each expert, up to which its tokens fill one narrow tile, or the products still read weights."""
 
 
 def choose(
     num_tokens: int, top_k: int, shape: tuple[int, int, int], dtype: torch.dtype, transposed: bool = False
-) -> Way:
+) -> Strategy:
     """How a number of tokens runs through experts of `shape`: their number, K and I.
 
     Rows where a weight is used once or twice; narrow tiles while an expert has fewer tokens than fill one, wider ones while
@@ -97,118 +97,134 @@ def choose(
     return _WIDE_TILES
 
 
-def run(call: Call, way: Way | None = None, workspace: int = WORKSPACE_BYTES) -> None:
+def run(call: ExpertsCall, strategy: Strategy | None = None, workspace: int = WORKSPACE_BYTES) -> None:
     """Run a call on a GPU, in chunks of tokens whose temporaries stay within `workspace` bytes."""
     if call.num_tokens == 0:
         return
-    call = _readable(call)
+    call = _with_contiguous_rows(call)
     shape = (call.num_experts, call.x.shape[1], call.inner)
-    way = way or _possible(choose(call.num_tokens, call.top_k, shape, call.x.dtype, call.form.transposed), call)
-    size = chunk_tokens(call, way, workspace)
+    strategy = strategy or _supported_strategy(
+        choose(call.num_tokens, call.top_k, shape, call.x.dtype, call.form.transposed), call
+    )
+    size = tokens_per_chunk(call, strategy, workspace)
     for begin in range(0, call.num_tokens, size):
-        _run_chunk(call.tokens(begin, min(begin + size, call.num_tokens)), way)
+        _run_chunk(call.tokens(begin, min(begin + size, call.num_tokens)), strategy)
 
 
-def _possible(way: Way, call: Call) -> Way:
+def _supported_strategy(strategy: Strategy, call: ExpertsCall) -> Strategy:
     """The way on this device: not every one launches dependents, and rows are read along contiguous weights."""
-    from torchweave.ops.kernels.dependent_launch import takes_part
+    from torchweave.ops.kernels.dependent_launch import supports_pdl
 
-    if isinstance(way, Rows) and not call.up.stride(2) == call.down.stride(2) == 1:
-        way = _TILES
-    if isinstance(way, Grouped) or takes_part(call.x.device):
-        return way
-    return replace(way, dependent=False)
+    if isinstance(strategy, Rows) and not call.up.stride(2) == call.down.stride(2) == 1:
+        strategy = _TILES
+    if isinstance(strategy, Grouped) or supports_pdl(call.x.device):
+        return strategy
+    return replace(strategy, dependent=False)
 
 
-def _readable(call: Call) -> Call:
+def _with_contiguous_rows(call: ExpertsCall) -> ExpertsCall:
     """The call with what the kernels read row by row in contiguous rows; its output must have them."""
     assert call.out.stride(1) == 1, "the experts' output must have contiguous rows"
     x = call.x if call.x.stride(1) == 1 else call.x.contiguous()
     return replace(call, x=x, index=call.index.contiguous(), weight=call.weight.contiguous())
 
 
-def bytes_per_pair(call: Call, way: Way) -> int:
+def bytes_per_pair(call: ExpertsCall, strategy: Strategy) -> int:
     """Temporaries of one pair of token and expert, as many as live at once."""
     width, inner, size = call.x.shape[1], call.inner, call.x.element_size()
-    if isinstance(way, Grouped):
+    if isinstance(strategy, Grouped):
         columns = inner * (2 if call.form.gated else 1)
         return size * max(width + columns, columns + inner, inner + width) + 16  # and the sorted pairs
-    return size * inner + (4 * width + 4 if isinstance(way, Tiles) else 0)
+    return size * inner + (4 * width + 4 if isinstance(strategy, Tiles) else 0)
 
 
-def chunk_tokens(call: Call, way: Way, workspace: int) -> int:
+def tokens_per_chunk(call: ExpertsCall, strategy: Strategy, workspace: int) -> int:
     """Tokens of a chunk: as few chunks as the workspace allows, of equal size."""
-    most = max(1, workspace // (call.top_k * bytes_per_pair(call, way)))
+    most = max(1, workspace // (call.top_k * bytes_per_pair(call, strategy)))
     chunks = -(-call.num_tokens // most)
     return -(-call.num_tokens // chunks)
 
 
-def _run_chunk(call: Call, way: Way) -> None:
-    if isinstance(way, Rows):
-        _rows(call, way)
-    elif isinstance(way, Tiles):
-        _tiles(call, way)
+def _run_chunk(call: ExpertsCall, strategy: Strategy) -> None:
+    if isinstance(strategy, Rows):
+        _rows(call, strategy)
+    elif isinstance(strategy, Tiles):
+        _tiles(call, strategy)
     else:
         _grouped(call)
 
 
-def _activation(call: Call) -> dict[str, Any]:
+def _activation(call: ExpertsCall) -> dict[str, Any]:
     """The kernels' arguments that say what happens between the products."""
     form = asdict(call.form)
     del form["transposed"]
     return form
 
 
-def _rows(call: Call, way: Rows) -> None:
+def _rows(call: ExpertsCall, strategy: Rows) -> None:
     from torchweave.ops.kernels.moe.experts_gemv import launch_rows_down, launch_rows_up
 
     h = call.x.new_empty(call.index.numel(), call.inner)
     launch_rows_up(
-        call.x, call.index, call.up, call.up_bias, h, **_activation(call), **_launch(way.up), dependent=way.dependent
+        call.x,
+        call.index,
+        call.up,
+        call.up_bias,
+        h,
+        **_activation(call),
+        **_launch(strategy.up),
+        dependent=strategy.dependent,
     )
     launch_rows_down(
-        h, call.index, call.weight, call.down, call.down_bias, call.out, **_launch(way.down), dependent=way.dependent
+        h,
+        call.index,
+        call.weight,
+        call.down,
+        call.down_bias,
+        call.out,
+        **_launch(strategy.down),
+        dependent=strategy.dependent,
     )
 
 
-def _tiles(call: Call, way: Tiles) -> None:
+def _tiles(call: ExpertsCall, strategy: Tiles) -> None:
     from torchweave.ops.kernels.moe import experts_grouped_gemm as kernels
 
     up, down = (w.transpose(1, 2) if call.form.transposed else w for w in (call.up, call.down))
-    ends, rows = _plan_tensors(call)
-    kernels.launch_plan(call.index, call.num_experts, ends, rows, None, dependent=way.dependent)
+    ends, rows = _sorted_pair_buffers(call)
+    kernels.launch_sort_pairs(call.index, call.num_experts, ends, rows, None, dependent=strategy.dependent)
     h = call.x.new_empty(call.index.numel(), call.inner)
-    tile = {"block_m": way.block_m, "dependent": way.dependent}
+    tile = {"block_m": strategy.block_m, "dependent": strategy.dependent}
     kernels.launch_tiles_up(
-        call.x, up, call.up_bias, h, ends, rows, call.top_k, **_activation(call), **_launch(way.up), **tile
+        call.x, up, call.up_bias, h, ends, rows, call.top_k, **_activation(call), **_launch(strategy.up), **tile
     )
     y = call.x.new_empty(call.index.numel(), call.x.shape[1], dtype=torch.float32)
-    kernels.launch_tiles_down(h, down, y, ends, rows, **_launch(way.down), **tile)
+    kernels.launch_tiles_down(h, down, y, ends, rows, **_launch(strategy.down), **tile)
     kernels.launch_combine(
-        y, call.index, call.weight, call.num_experts, None, call.down_bias, call.out, dependent=way.dependent
+        y, call.index, call.weight, call.num_experts, None, call.down_bias, call.out, dependent=strategy.dependent
     )
 
 
-def _grouped(call: Call) -> None:
+def _grouped(call: ExpertsCall) -> None:
     from torchweave.ops.kernels.moe import experts_grouped_gemm as kernels
 
     up, down = (w if call.form.transposed else w.transpose(1, 2) for w in (call.up, call.down))
-    ends, rows = _plan_tensors(call)
-    places = torch.empty_like(rows)
-    kernels.launch_plan(call.index, call.num_experts, ends, rows, places)
+    ends, rows = _sorted_pair_buffers(call)
+    positions = torch.empty_like(rows)
+    kernels.launch_sort_pairs(call.index, call.num_experts, ends, rows, positions)
     z = torch._grouped_mm(call.x.index_select(0, rows // call.top_k), up, offs=ends)  # the gathered rows die here
     h = z.new_empty(call.index.numel(), call.inner)
     kernels.launch_activate(z, call.index, rows, call.num_experts, call.up_bias, h, **_activation(call))
     del z
     y = torch._grouped_mm(h, down, offs=ends)
-    kernels.launch_combine(y, call.index, call.weight, call.num_experts, places, call.down_bias, call.out)
+    kernels.launch_combine(y, call.index, call.weight, call.num_experts, positions, call.down_bias, call.out)
 
 
-def _plan_tensors(call: Call) -> tuple[Tensor, Tensor]:
+def _sorted_pair_buffers(call: ExpertsCall) -> tuple[Tensor, Tensor]:
     """Where each expert's pairs end, and the pairs in the order of experts."""
     ends = torch.empty(call.num_experts, dtype=torch.int32, device=call.x.device)
     return ends, torch.empty(call.index.numel(), dtype=torch.int32, device=call.x.device)
 
 
-def _launch(product: Product) -> dict[str, int]:
+def _launch(product: GemmConfig) -> dict[str, int]:
     return asdict(product)

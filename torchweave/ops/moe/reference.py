@@ -18,7 +18,7 @@ ACTIVATIONS = {
 
 
 @dataclass(frozen=True)
-class Form:
+class ExpertForm:
     """What an expert does between its two products, and how its weights lie; see `torchweave::experts`."""
 
     activation: str = "silu"
@@ -30,7 +30,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Call:
+class ExpertsCall:
     """The operands of one call; see `torchweave::experts`."""
 
     x: Tensor
@@ -41,7 +41,7 @@ class Call:
     up_bias: Tensor | None
     down_bias: Tensor | None
     out: Tensor
-    form: Form
+    form: ExpertForm
 
     @property
     def num_tokens(self) -> int:
@@ -60,13 +60,13 @@ class Call:
         """I: the width between the products."""
         return self.down.shape[1 if self.form.transposed else 2]
 
-    def tokens(self, begin: int, end: int) -> Call:
+    def tokens(self, begin: int, end: int) -> ExpertsCall:
         """The same for some of the tokens."""
         part = slice(begin, end)
         return replace(self, x=self.x[part], index=self.index[part], weight=self.weight[part], out=self.out[part])
 
 
-def activate(h: Tensor, form: Form) -> Tensor:
+def activate(h: Tensor, form: ExpertForm) -> Tensor:
     """[..., 2 I] (or [..., I] where nothing is gated) -> [..., I]."""
     if not form.gated:
         return ACTIVATIONS[form.activation](h)
@@ -78,7 +78,7 @@ def activate(h: Tensor, form: Form) -> Tensor:
     return ACTIVATIONS[form.activation](gate) * up
 
 
-def one_expert(call: Call, x: Tensor, e: int) -> Tensor:
+def apply_expert(call: ExpertsCall, x: Tensor, e: int) -> Tensor:
     """Expert e on the rows of x."""
     form = call.form
     h = x @ call.up[e] if form.transposed else F.linear(x, call.up[e])
@@ -89,21 +89,21 @@ def one_expert(call: Call, x: Tensor, e: int) -> Tensor:
     return y if call.down_bias is None else y + call.down_bias[e]
 
 
-def looped(call: Call) -> None:
+def loop_over_experts(call: ExpertsCall) -> None:
     """Only the experts that were hit, in ascending order. Reads the routing on the host: for CPUs."""
     call.out.zero_()
     for e in call.index.unique().tolist():
         if e >= call.num_experts:
             continue
         slot, token = torch.where(call.index.t() == e)
-        y = one_expert(call, call.x[token], e)
+        y = apply_expert(call, call.x[token], e)
         call.out.index_add_(0, token, (y * call.weight[token, slot, None]).to(call.out.dtype))
 
 
-def dense(call: Call) -> None:
+def dense_experts(call: ExpertsCall) -> None:
     """Every expert on every token, weighted by 0 where it was not chosen. Wasteful, capture-safe, any dtype."""
     total = torch.zeros(call.out.shape, dtype=torch.float32, device=call.out.device)
     for e in range(call.num_experts):
         share = torch.where(call.index == e, call.weight, 0).sum(dim=1, keepdim=True)
-        total += one_expert(call, call.x, e).float() * share
+        total += apply_expert(call, call.x, e).float() * share
     call.out.copy_(total)

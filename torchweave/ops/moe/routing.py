@@ -56,14 +56,14 @@ def route(
     """
     assert score in SCORES, f"score {score!r}: expected one of {SCORES}"
     if logits.is_cuda and logits.shape[1] <= MAX_EXPERTS and logits.stride(1) == 1:
-        from torchweave.ops.kernels.dependent_launch import takes_part
+        from torchweave.ops.kernels.dependent_launch import supports_pdl
         from torchweave.ops.kernels.moe.routing import launch_route
 
         weights, index = _fake(logits, bias, top_k, score, dtype)
         if logits.shape[0]:
             launch_route(
                 logits, bias, weights, index, score=score, num_groups=num_groups, top_groups=top_groups, group_best=group_best,
-                fill=fill, renormalize=renormalize, epsilon=epsilon, scale=scale, dependent=takes_part(logits.device),
+                fill=fill, renormalize=renormalize, epsilon=epsilon, scale=scale, dependent=supports_pdl(logits.device),
             )  # fmt: skip
         return weights, index
     scores = _scores(logits, score)

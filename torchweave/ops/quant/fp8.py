@@ -21,7 +21,7 @@ from torchweave.ops.registry import define
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """Largest finite number of e4m3fn."""
-TINY = 1e-10
+MIN_AMAX = 1e-10
 """Least amax: a token of zeros (a padded one) has a scale too."""
 GROUP = 128
 """Channels of an activation that share a scale, and side of a weight's block, in the block-wise scheme."""
@@ -34,9 +34,9 @@ def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def scale_of(amax: Tensor) -> Tensor:
+def scale_from_amax(amax: Tensor) -> Tensor:
     """The scale under which the largest number becomes 448."""
-    return amax.float().clamp(min=TINY) / FP8_MAX
+    return amax.float().clamp(min=MIN_AMAX) / FP8_MAX
 
 
 def num_groups(width: int) -> int:
@@ -51,10 +51,10 @@ def quantize(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor
     width = x.shape[-1]
     rows = x.reshape(-1, width).float()
     if group == PER_TOKEN:
-        scale = scale_of(rows.abs().amax(1, keepdim=True))
+        scale = scale_from_amax(rows.abs().amax(1, keepdim=True))
         return to_fp8(rows, scale).view(x.shape), scale
     groups = torch.nn.functional.pad(rows, (0, -width % GROUP)).unflatten(1, (-1, GROUP))
-    scale = scale_of(groups.abs().amax(2))
+    scale = scale_from_amax(groups.abs().amax(2))
     q = to_fp8(groups, scale[:, :, None]).flatten(1)[:, :width]
     return q.contiguous().view(x.shape), scale.t().contiguous()
 

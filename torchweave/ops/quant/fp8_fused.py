@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweave.ops.activation import activation_of, gated_activation
+from torchweave.ops.activation import gated_activation, get_activation
 from torchweave.ops.norm import add_rms_norm, rms_norm
 from torchweave.ops.quant.fp8 import empty_quantized, quantize
 from torchweave.ops.registry import define
@@ -68,7 +68,7 @@ def add_rms_norm_fp8(
 
 
 def _fake_gated(gate_up: Tensor, activation: str, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    activation_of(activation)
+    get_activation(activation)
     return empty_quantized(gate_up, gate_up.shape[-1] // 2, group, scale)
 
 

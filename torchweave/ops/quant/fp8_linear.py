@@ -188,6 +188,6 @@ def block_scales(scales: Tensor) -> Tensor:
     return F.pad(scales, (0, -scales.shape[1] % 4)).contiguous()
 
 
-def takes(num_outputs: int, width: int) -> bool:
+def supports_weight_shape(num_outputs: int, width: int) -> bool:
     """Whether a weight of that shape can be multiplied: both sizes are multiples of 16."""
     return num_outputs % _ALIGNED == 0 and width % _ALIGNED == 0

@@ -29,7 +29,7 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the codes 0 to 7 stand for; bit 3 is the sign."""
 
 
-def scale_for(amax: Tensor) -> Tensor:
+def fp4_scale_from_amax(amax: Tensor) -> Tensor:
     """float32 `[1]`: the scale of a tensor whose largest size is `amax`."""
     return (amax.float() / (FP4_MAX * FP8_MAX)).clamp(min=torch.finfo(torch.float32).tiny).reshape(1)
 

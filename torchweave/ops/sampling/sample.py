@@ -38,37 +38,41 @@ def sample(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor | None =
 
 def sample_reference(logits: Tensor, slots: Tensor, state: SlotState) -> Tensor:
     """The same on the CPU, vectorised over rows; `state` is a CPU state. Returns int64 [N]."""
-    rows, host = slots.numpy(), state.host
+    rows, host_arrays = slots.numpy(), state.host_arrays
     real = rows >= 0
-    at = host["position"][rows] + 1
-    held = real & (at < host["min_position"][rows])
-    if held.any():
-        logits = _without_stop_ids(logits, held, host["stop_ids"][rows])
+    positions = host_arrays["position"][rows] + 1
+    stop_masked = real & (positions < host_arrays["min_position"][rows])
+    if stop_masked.any():
+        logits = _without_stop_ids(logits, stop_masked, host_arrays["stop_ids"][rows])
     tokens = logits.argmax(dim=-1) * torch.from_numpy(real)
-    drawn = np.flatnonzero(real & (host["temperature"][rows] >= GREEDY_BELOW))
-    if drawn.size:
-        picked = torch.from_numpy(drawn)
-        tokens[picked] = _draw(logits[picked].float(), rows[drawn], at[drawn], state)
+    random_rows = np.flatnonzero(real & (host_arrays["temperature"][rows] >= GREEDY_BELOW))
+    if random_rows.size:
+        picked = torch.from_numpy(random_rows)
+        tokens[picked] = _draw(logits[picked].float(), rows[random_rows], positions[random_rows], state)
     return tokens
 
 
-def _without_stop_ids(logits: Tensor, held: np.ndarray, stop_ids: np.ndarray) -> Tensor:
-    row, column = np.nonzero(held[:, None] & (stop_ids >= 0) & (stop_ids < logits.shape[1]))
+def _without_stop_ids(logits: Tensor, stop_masked: np.ndarray, stop_ids: np.ndarray) -> Tensor:
+    row, column = np.nonzero(stop_masked[:, None] & (stop_ids >= 0) & (stop_ids < logits.shape[1]))
     logits = logits.clone()
     logits[torch.from_numpy(row), torch.from_numpy(stop_ids[row, column]).long()] = -torch.inf
     return logits
 
 
-def _draw(logits: Tensor, slots: np.ndarray, at: np.ndarray, state: SlotState) -> Tensor:
+def _draw(logits: Tensor, slots: np.ndarray, positions: np.ndarray, state: SlotState) -> Tensor:
     """Gumbel-max over the kept tokens of logits float32 [M, V], for rows with a temperature."""
-    host = state.host
-    inverse = torch.from_numpy(np.float32(1) / host["temperature"][slots])
-    kept = filtered(logits, inverse, *(torch.from_numpy(host[name][slots]) for name in ("top_k", "top_p", "min_p")))
-    noise = gumbel(random_words(host["seed_lo"][slots], host["seed_hi"][slots], at, logits.shape[1]))
-    return (kept * inverse[:, None] + torch.from_numpy(noise)).argmax(dim=-1)
+    host_arrays = state.host_arrays
+    inverse = torch.from_numpy(np.float32(1) / host_arrays["temperature"][slots])
+    filtered = filter_logits(
+        logits, inverse, *(torch.from_numpy(host_arrays[name][slots]) for name in ("top_k", "top_p", "min_p"))
+    )
+    noise = gumbel(
+        random_words(host_arrays["seed_lo"][slots], host_arrays["seed_hi"][slots], positions, logits.shape[1])
+    )
+    return (filtered * inverse[:, None] + torch.from_numpy(noise)).argmax(dim=-1)
 
 
-def filtered(logits: Tensor, inverse_temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def filter_logits(logits: Tensor, inverse_temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """logits float32 [M, V] with -inf for every token that the filters (each [M]) drop."""
     vocab_size = logits.shape[1]
     limited = (top_k > 0) & (top_k < vocab_size)

@@ -20,19 +20,19 @@ import zmq
 
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.responses import Response, refusal
-from torchweave.serving.engine_client.admission_pacer import Turns
-from torchweave.serving.engine_client.request_metrics import Counts, Traffic
-from torchweave.serving.engine_client.request_stream import EngineGone, Flight
+from torchweave.serving.engine_client.admission_pacer import AdmissionPacer
+from torchweave.serving.engine_client.request_metrics import RequestMetrics, ServingCounters
+from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestStream
 from torchweave.serving.ipc import messages, socket_stream
-from torchweave.serving.ipc.shared_load import Ledger
+from torchweave.serving.ipc.shared_load import SharedLoad
 
 State = Literal["starting", "ready", "failed", "stopped"]
 Listener = Callable[[str, dict[str, Any]], None]
-_LAST_SECONDS = 1.0  # for what an engine said last to be heard; one that has ended closes what it spoke through
+_DRAIN_SECONDS = 1.0  # for what an engine said last to be heard; one that has ended closes what it spoke through
 
 
 @dataclass
-class Side:
+class FrontendContext:
     """What the engine clients of one HTTP process share.
 
     Attributes:
@@ -44,15 +44,15 @@ class Side:
     """
 
     frontend: int = 0
-    ledger: Ledger = field(default_factory=Ledger)
+    shared_load: SharedLoad = field(default_factory=SharedLoad)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    turns: Turns = field(default_factory=Turns)
+    admission_pacer: AdmissionPacer = field(default_factory=AdmissionPacer)
     announce: Callable[[Any], None] = lambda _: None
 
     @property
-    def waits(self) -> bool:
+    def has_requests(self) -> bool:
         """Whether somebody in this process waits for tokens of any of the engines."""
-        return self.ledger.has_requests(self.frontend)
+        return self.shared_load.has_requests(self.frontend)
 
 
 class EngineClient(ABC):
@@ -65,33 +65,33 @@ class EngineClient(ABC):
     Attributes:
         state: `starting`, `ready`, `failed` or `stopped`.
         failure: why it failed, in one sentence.
-        asked_too_much: the failure is that of what was asked: an option or the model cannot be.
+        is_config_error: the failure is that of what was asked: an option or the model cannot be.
         model: what is served, once ready.
         explanation: passes, graphs, plan, as `torchweave explain --json` shows them, once ready.
         restarts: how often the engine was started again.
         traffic: requests of this HTTP process and iterations of the engine, as they were seen here.
-        traffic_elsewhere: requests of the other HTTP processes, as far as they have told.
+        remote_request_metrics: requests of the other HTTP processes, as far as they have told.
     """
 
-    def __init__(self, place: messages.Place, side: Side) -> None:
-        self.place = place
+    def __init__(self, replica_info: messages.ReplicaInfo, frontend_context: FrontendContext) -> None:
+        self.replica_info = replica_info
         self.state: State = "stopped"
         self.failure = ""
-        self.asked_too_much = False
+        self.is_config_error = False
         self.model: messages.ModelCard | None = None
         self.explanation: dict[str, Any] = {}
         self.restarts = 0
-        self.traffic = Traffic()
-        self.traffic_elsewhere: Sequence[Traffic] = ()
-        self._side = side
-        self._changed = side.changed
-        self._ids = place.ids(side.frontend)
-        self._flights: dict[int, Flight] = {}
+        self.request_metrics = RequestMetrics()
+        self.remote_request_metrics: Sequence[RequestMetrics] = ()
+        self._frontend_context = frontend_context
+        self._changed = frontend_context.changed
+        self._ids = replica_info.ids(frontend_context.frontend)
+        self._request_streams: dict[int, RequestStream] = {}
         self._events: list[tuple[float, str, dict[str, Any]]] = []
-        self._bars: dict[str, dict[str, Any]] = {}
+        self._progress_bars: dict[str, dict[str, Any]] = {}
         self._listeners: list[Listener] = []
         self._stats: dict[str, Any] = {}
-        self._looked_up_before = (0, 0)  # in earlier lives of the engine, which counts from its own beginning
+        self._prior_cache_tokens = (0, 0)  # in earlier lives of the engine, which counts from its own beginning
         self._to_engine: zmq.Socket[bytes] | None = None
 
     # -- its life ------------------------------------------------------------------------------------------------------
@@ -113,25 +113,25 @@ class EngineClient(ABC):
 
     def submit(
         self,
-        flight: Flight,
+        request_stream: RequestStream,
         prompt: np.ndarray,
         params: SamplingParams,
         streaming: bool,
         priority: int = 0,
         cache_salt: str = "",
-        num_known: int = 0,
+        num_cached_tokens: int = 0,
     ) -> int:
-        """Hand in a request whose responses go to `flight`; returns its id.
+        """Hand in a request whose responses go to `request_stream`; returns its id.
 
         Args:
-            num_known: tokens of the prompt that the engine has read before, as far as is known here.
+            num_cached_tokens: tokens of the prompt that the engine has read before, as far as is known here.
 
         Raises:
-            EngineGone: the engine is not ready.
+            EngineUnavailable: the engine is not ready.
             ValueError: the request holds what cannot be sent.
         """
         if self.state != "ready":
-            raise EngineGone(self.failure or "The engine is starting; see /ready.")
+            raise EngineUnavailable(self.failure or "The engine is starting; see /ready.")
         request = InferenceRequest(next(self._ids), prompt, params, streaming, priority, cache_salt)
         try:
             message = messages.encode(messages.submit(request))
@@ -139,20 +139,20 @@ class EngineClient(ABC):
             sentence = "A text of the request holds half of a surrogate pair, or a number needs more than 64 bits; send others."
             raise ValueError(sentence) from None
         self._send_bytes(message)
-        self._flights[request.id] = flight
-        self.traffic.submitted(request.id, len(prompt), streaming, num_known)
-        self._write_down()
+        self._request_streams[request.id] = request_stream
+        self.request_metrics.submitted(request.id, len(prompt), streaming, num_cached_tokens)
+        self._publish_load()
         return request.id
 
-    def cancel(self, ids: Sequence[int], whole: bool = False) -> None:
+    def cancel(self, ids: Sequence[int], by_stop_string: bool = False) -> None:
         """Ask that requests are stopped; those that are in flight still get their final response.
 
         Args:
             whole: their answers are: a stop string ended them.
         """
-        known = [request_id for request_id in ids if request_id in self._flights]
-        if whole:
-            self.traffic.completed(known)
+        known = [request_id for request_id in ids if request_id in self._request_streams]
+        if by_stop_string:
+            self.request_metrics.stopped_by_string(known)
         if known:
             self._send(messages.Stop(known))
 
@@ -161,7 +161,7 @@ class EngineClient(ABC):
     @property
     def num_in_flight(self) -> int:
         """Requests that were handed in and not yet answered for the last time, of all HTTP processes."""
-        return self._side.ledger.requests(self.place.index)
+        return self._frontend_context.shared_load.requests(self.replica_info.index)
 
     @property
     def num_waiting(self) -> int:
@@ -169,19 +169,19 @@ class EngineClient(ABC):
         return self.num_in_flight - (self.model.max_batch_size if self.model else 0)
 
     @property
-    def unread(self) -> int:
+    def pending_prefill_tokens(self) -> int:
         """Tokens of prompts that the engine was given and has not read."""
-        return self._side.ledger.unread(self.place.index)
+        return self._frontend_context.shared_load.pending_prefill_tokens(self.replica_info.index)
 
     @property
-    def traffics(self) -> list[Traffic]:
+    def all_request_metrics(self) -> list[RequestMetrics]:
         """Of this HTTP process, and of the others."""
-        return [self.traffic, *self.traffic_elsewhere]
+        return [self.request_metrics, *self.remote_request_metrics]
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> ServingCounters:
         """What was counted, over all HTTP processes."""
-        return Counts.together([traffic.counts for traffic in self.traffics])
+        return ServingCounters.merge([request_metrics.counts for request_metrics in self.all_request_metrics])
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -189,19 +189,19 @@ class EngineClient(ABC):
         return self._stats
 
     @property
-    def looked_up(self) -> tuple[int, int]:
+    def prefix_cache_tokens(self) -> tuple[int, int]:
         """Tokens of whole prompt blocks that were looked up among kept ones, and found, over all lives of the engine."""
         cache = self._stats.get("kvCacheStats", {})
         found, missed = (
             cache.get(name, 0) * cache.get("tokensPerBlock", 0) for name in ("reusedBlocks", "missedBlocks")
         )
-        queries, hits = self._looked_up_before
+        queries, hits = self._prior_cache_tokens
         return queries + found + missed, hits + found
 
     @property
     def progress(self) -> list[dict[str, Any]]:
         """The latest of each long task of this start, oldest first: `title`, `done`, `total`, `note`, `at`."""
-        return list(self._bars.values())
+        return list(self._progress_bars.values())
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -215,11 +215,11 @@ class EngineClient(ABC):
     # -- what is said --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _sockets(self, addresses: messages.Addresses) -> Iterator[socket.socket]:
+    def _open_sockets(self, addresses: messages.Addresses) -> Iterator[socket.socket]:
         """While inside, requests reach a life of the engine; what it says comes to what is yielded."""
         context = zmq.Context()
         self._to_engine = to_engine = context.socket(zmq.PUSH)
-        from_engine = socket_stream.listen(addresses.from_engine(self._side.frontend))
+        from_engine = socket_stream.listen(addresses.from_engine(self._frontend_context.frontend))
         try:
             to_engine.setsockopt(zmq.SNDHWM, 0)
             to_engine.connect(addresses.to_engine)  # what is sent waits until the engine listens
@@ -230,110 +230,117 @@ class EngineClient(ABC):
             from_engine.close()
             context.term()  # would wait for a socket that is open
 
-    async def _hear_until(self, ended: asyncio.Future[None], from_engine: socket.socket) -> None:
+    async def _read_messages_until(self, process_exit: asyncio.Future[None], from_engine: socket.socket) -> None:
         """Hear the engine until it has ended, and what it said last."""
         reading = asyncio.create_task(
-            socket_stream.read(from_engine, lambda said: self._hear(messages.decode_from_engine(said)))
+            socket_stream.read(from_engine, lambda said: self._on_message(messages.decode_from_engine(said)))
         )
         try:
-            await asyncio.wait([ended, reading], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([process_exit, reading], return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
-                await asyncio.wait([reading], timeout=_LAST_SECONDS)
+                await asyncio.wait([reading], timeout=_DRAIN_SECONDS)
             if not reading.done():
                 return
             if (error := reading.exception()) is not None:
                 self.failure = f"The engine process cannot be understood: {error}"
             else:
-                await ended
+                await process_exit
         finally:
             reading.cancel()
 
-    def _hear(self, message: msgspec.Struct) -> None:
+    def _on_message(self, message: msgspec.Struct) -> None:
         if isinstance(message, messages.Outputs):
-            gone = message.failing or self.state != "ready"
+            engine_failing = message.failing or self.state != "ready"
             self._deliver_tokens(message.new_tokens())
             for response in message.responses():
-                self._deliver(response, gone)
+                self._deliver(response, engine_failing)
         elif isinstance(message, messages.Accepted):
-            self._settle(message.id, message.refusal)
-        elif isinstance(message, messages.Moved):
-            self.traffic.moved(message.moves)
+            self._on_accepted(message.id, message.refusal)
+        elif isinstance(message, messages.RequestStateChanges):
+            self.request_metrics.state_changed(message.moves)
         elif isinstance(message, messages.Stats):
             self._stats = json.loads(message.record)
-            self.traffic.iterated(message.iterations)
-        elif isinstance(message, messages.Happened):
-            self._note(message.at, message.kind, message.facts)
+            self.request_metrics.iterations_finished(message.iterations)
+        elif isinstance(message, messages.EngineEvent):
+            self._record_event(message.at, message.kind, message.facts)
         elif isinstance(message, messages.Ready):
-            self._open(message)
+            self._on_ready(message)
         elif isinstance(message, messages.Failed):
-            self.failure, self.asked_too_much = message.why, message.asked
-        self._write_down()
+            self.failure, self.is_config_error = message.why, message.is_config_error
+        self._publish_load()
         if isinstance(message, messages.Outputs):  # and who was answered is not among those who wait
-            self._side.turns.tokens_passed(more=self._side.waits)
+            self._frontend_context.admission_pacer.on_step_tokens(more=self._frontend_context.has_requests)
 
-    def _open(self, message: messages.Ready) -> None:
+    def _on_ready(self, message: messages.Ready) -> None:
         self.model, self.explanation = message.model, json.loads(message.explanation)
         if self.state == "starting":
             self.state = "ready"
         self._changed.set()
 
-    def _write_down(self) -> None:
+    def _publish_load(self) -> None:
         """For the other HTTP processes."""
-        self._side.ledger.write(self.place.index, self._side.frontend, len(self._flights), self.traffic.unread)
+        self._frontend_context.shared_load.write(
+            self.replica_info.index,
+            self._frontend_context.frontend,
+            len(self._request_streams),
+            self.request_metrics.pending_prefill_tokens,
+        )
 
     def _deliver_tokens(self, tokens: Iterable[tuple[int, int]]) -> None:
-        flights, answered = self._flights, self.traffic.answered
+        request_streams, response_received = self._request_streams, self.request_metrics.response_received
         for token in tokens:
-            flight = flights.get(token[0])
-            if flight is not None:
-                answered(token[0], 1, None)
-                flight.hear(token)
+            request_stream = request_streams.get(token[0])
+            if request_stream is not None:
+                response_received(token[0], 1, None)
+                request_stream.on_output(token)
 
-    def _deliver(self, response: Response, gone: bool) -> None:
-        flight = self._flights.get(response.id)
-        if flight is None:
+    def _deliver(self, response: Response, engine_failing: bool) -> None:
+        request_stream = self._request_streams.get(response.id)
+        if request_stream is None:
             return
         if response.final:
-            del self._flights[response.id]
+            del self._request_streams[response.id]
             self._changed.set()
         reason = (response.output.finish_reason or "error") if response.final else None
-        self.traffic.answered(response.id, len(response.output.token_ids), reason)
-        flight.hear(response, gone)
+        self.request_metrics.response_received(response.id, len(response.output.token_ids), reason)
+        request_stream.on_output(response, engine_failing)
 
-    def _settle(self, request_id: int, refusal: str) -> None:
+    def _on_accepted(self, request_id: int, refusal: str) -> None:
         """The engine has said whether it can run a request."""
-        flight = self._flights.pop(request_id, None) if refusal else self._flights.get(request_id)
+        request_stream = (
+            self._request_streams.pop(request_id, None) if refusal else self._request_streams.get(request_id)
+        )
         if refusal:
-            self.traffic.refused(request_id)
+            self.request_metrics.refused(request_id)
             self._changed.set()
-        if flight is not None:
-            flight.accept(request_id, refusal)
+        if request_stream is not None:
+            request_stream.on_accepted(request_id, refusal)
 
-    def _note(self, at: float, kind: str, facts: dict[str, Any]) -> None:
+    def _record_event(self, at: float, kind: str, facts: dict[str, Any]) -> None:
         if kind == "progress":
-            self._bars[str(facts.get("title"))] = {**facts, "at": at}
+            self._progress_bars[str(facts.get("title"))] = {**facts, "at": at}
         else:
             self._events.append((at, kind, facts))
-        self.traffic.event(kind)
-        self._tell(kind, facts)
+        self.request_metrics.event(kind)
+        self._notify_listeners(kind, facts)
 
-    def _tell(self, kind: str, facts: dict[str, Any]) -> None:
+    def _notify_listeners(self, kind: str, facts: dict[str, Any]) -> None:
         for listener in self._listeners:
             listener(kind, facts)
 
-    def _refuse_all(self, why: str) -> None:
-        flights, self._flights = self._flights, {}
-        for request_id, flight in flights.items():
-            self.traffic.answered(request_id, 0, "error")
-            flight.hear(refusal(request_id, why), gone=True)
-        self._write_down()
+    def _fail_all(self, why: str) -> None:
+        request_streams, self._request_streams = self._request_streams, {}
+        for request_id, request_stream in request_streams.items():
+            self.request_metrics.response_received(request_id, 0, "error")
+            request_stream.on_output(refusal(request_id, why), engine_failing=True)
+        self._publish_load()
         self._changed.set()
 
     def _send(self, message: msgspec.Struct) -> None:
-        with contextlib.suppress(EngineGone):  # it runs nothing that could be stopped
+        with contextlib.suppress(EngineUnavailable):  # it runs nothing that could be stopped
             self._send_bytes(messages.encode(message))
 
     def _send_bytes(self, message: bytes) -> None:
         if self._to_engine is None:
-            raise EngineGone(self.failure or "The engine is gone.")
+            raise EngineUnavailable(self.failure or "The engine is gone.")
         self._to_engine.send(message, zmq.NOBLOCK)

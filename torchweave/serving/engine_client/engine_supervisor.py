@@ -8,19 +8,19 @@ import shutil
 from multiprocessing.context import SpawnProcess
 
 from torchweave.config.options import EngineConfig
-from torchweave.engine.startup.early_start import waiting_ranks
-from torchweave.serving.engine_client.client import EngineClient, Side
+from torchweave.engine.startup.early_start import prestart_workers
+from torchweave.serving.engine_client.client import EngineClient, FrontendContext
 from torchweave.serving.engine_client.replicas import Replicas
-from torchweave.serving.frontends.messages import Became, Began, Ended
+from torchweave.serving.frontends.messages import EngineExited, EngineStarted, EngineStateChanged
 from torchweave.serving.ipc import messages
-from torchweave.serving.ipc.processes import bury, ended, follow_parent, meeting_place, spawn
-from torchweave.serving.ipc.shared_load import Ledger
+from torchweave.serving.ipc.processes import exit_with_parent, kill_and_wait, make_socket_dir, process_exit, spawn
+from torchweave.serving.ipc.shared_load import SharedLoad
 from torchweave.utils import gc
 
 _END_SECONDS = 5.0  # for the engine process to end by itself
 
 
-class OwnEngine(EngineClient):
+class EngineSupervisor(EngineClient):
     """Starts the engine process, and is its client.
 
     Args:
@@ -34,10 +34,10 @@ class OwnEngine(EngineClient):
         self,
         config: EngineConfig,
         restart: bool = False,
-        place: messages.Place = messages.Place(),  # noqa: B008
-        side: Side | None = None,
+        replica_info: messages.ReplicaInfo = messages.ReplicaInfo(),  # noqa: B008
+        frontend_context: FrontendContext | None = None,
     ) -> None:
-        super().__init__(place, side or Side())
+        super().__init__(replica_info, frontend_context or FrontendContext())
         self._config = config
         self._restart = restart
         self._task: asyncio.Task[None] | None = None
@@ -47,7 +47,7 @@ class OwnEngine(EngineClient):
         """Start the engine process; returns at once."""
         assert self._task is None, "a client is started once"
         self.state = "starting"
-        self._task = asyncio.create_task(self._live())
+        self._task = asyncio.create_task(self._supervise())
 
     async def stop(self, at_once: bool = False) -> None:
         """End the engine process; requests in flight are answered with an error."""
@@ -66,72 +66,82 @@ class OwnEngine(EngineClient):
             self._process.kill()
         await self._task
 
-    async def _live(self) -> None:
+    async def _supervise(self) -> None:
         """From start to end, once or (with `restart`) again and again."""
         while self.state == "starting":
-            async with contextlib.AsyncExitStack() as things:
+            async with contextlib.AsyncExitStack() as exit_stack:
                 try:
-                    await self._one_life(things)
+                    await self._run_process(exit_stack)
                 except Exception as error:
                     self.failure = f"The engine process could not be run: {type(error).__name__}: {error}"
-                self._end_life()
+                self._on_process_exit()
 
-    async def _one_life(self, things: contextlib.AsyncExitStack) -> None:
-        """Until the engine process has ended; `things` closes what it was heard by."""
-        folder = meeting_place()
-        things.callback(shutil.rmtree, folder, ignore_errors=True)
+    async def _run_process(self, exit_stack: contextlib.AsyncExitStack) -> None:
+        """Until the engine process has ended; `exit_stack` closes what it was heard by."""
+        folder = make_socket_dir()
+        exit_stack.callback(shutil.rmtree, folder, ignore_errors=True)
         addresses = messages.Addresses(folder)
-        from_engine = things.enter_context(self._sockets(addresses))
-        self._side.announce(Began(self.place.index, addresses))
+        from_engine = exit_stack.enter_context(self._open_sockets(addresses))
+        self._frontend_context.announce(EngineStarted(self.replica_info.index, addresses))
         self._events.clear()
-        self._bars.clear()
-        self._note(0.0, "progress", messages.PROCESS_BAR)
-        name = f"tw-engine-{self.place.index}"
-        self._process = spawn(_run_engine, self._config, addresses, self.place, name=name)
-        things.push_async_callback(asyncio.to_thread, bury, self._process)
-        await self._hear_until(ended(self._process), from_engine)
+        self._progress_bars.clear()
+        self._record_event(0.0, "progress", messages.PROCESS_START_PROGRESS)
+        name = f"tw-engine-{self.replica_info.index}"
+        self._process = spawn(_run_engine, self._config, addresses, self.replica_info, name=name)
+        exit_stack.push_async_callback(asyncio.to_thread, kill_and_wait, self._process)
+        await self._read_messages_until(process_exit(self._process), from_engine)
 
-    def _open(self, message: messages.Ready) -> None:
-        super()._open(message)
+    def _on_ready(self, message: messages.Ready) -> None:
+        super()._on_ready(message)
         self._announce_state()
 
-    def _end_life(self) -> None:
+    def _on_process_exit(self) -> None:
         """Who waits for the engine hears that it is gone, before its memory is; then `state` says whether there is another life."""
         self.model = None
-        self._looked_up_before, self._stats = self.looked_up, {}  # what it ran and held last, it does no more
+        self._prior_cache_tokens, self._stats = (
+            self.prefix_cache_tokens,
+            {},
+        )  # what it ran and held last, it does no more
         why, was_ready = self.failure or "The engine process ended unexpectedly.", self.state == "ready"
-        self._refuse_all(why)
+        self._fail_all(why)
         if was_ready and self._restart:
             self.restarts += 1
             self.state, self.failure = "starting", ""
         elif self.state != "stopped":
             self.state, self.failure = "failed", why
         self._announce_state()
-        self._side.announce(Ended(self.place.index, why))
+        self._frontend_context.announce(EngineExited(self.replica_info.index, why))
         if was_ready:
-            self._tell("engine_ended", {"why": why, "restarts": self.state == "starting"})
+            self._notify_listeners("engine_ended", {"why": why, "restarts": self.state == "starting"})
         self._changed.set()
 
     def _announce_state(self) -> None:
-        self._side.announce(Became(self.place.index, self.state, self.failure, self.restarts, self.model))
+        self._frontend_context.announce(
+            EngineStateChanged(self.replica_info.index, self.state, self.failure, self.restarts, self.model)
+        )
 
 
-def _run_engine(config: EngineConfig, addresses: messages.Addresses, place: messages.Place) -> None:
-    follow_parent(addresses.folder)  # before imports, which take seconds
-    with waiting_ranks(config, place.index) as waiting:
-        with gc.for_good():
+def _run_engine(config: EngineConfig, addresses: messages.Addresses, replica_info: messages.ReplicaInfo) -> None:
+    exit_with_parent(addresses.folder)  # before imports, which take seconds
+    with prestart_workers(config, replica_info.index) as worker_pool:
+        with gc.gc_frozen_after():
             from torchweave.serving.engine_process import main  # torch is imported in that process
-        main(config, addresses, place, waiting)
+        main(config, addresses, replica_info, worker_pool)
 
 
-def own_engines(
+def create_replicas(
     config: EngineConfig,
     count: int = 1,
     restart: bool = False,
-    side: Side | None = None,
+    frontend_context: FrontendContext | None = None,
     frontends: int = 1,
 ) -> Replicas:
-    """Engines of this process: `count` replicas, which `frontends` HTTP processes ask. The other arguments are `OwnEngine`'s."""
-    side = side or Side(ledger=Ledger(count, frontends))
-    places = (messages.Place(index, count, frontends) for index in range(count))
-    return Replicas(config, [OwnEngine(config, restart, place, side) for place in places], side)
+    """Engines of this process: `count` replicas, which `frontends` HTTP processes ask. The other arguments are
+    `EngineSupervisor`'s."""
+    frontend_context = frontend_context or FrontendContext(shared_load=SharedLoad(count, frontends))
+    replica_infos = (messages.ReplicaInfo(index, count, frontends) for index in range(count))
+    return Replicas(
+        config,
+        [EngineSupervisor(config, restart, replica_info, frontend_context) for replica_info in replica_infos],
+        frontend_context,
+    )

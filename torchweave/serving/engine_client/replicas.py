@@ -1,6 +1,6 @@
 """The engines behind one server: one, or several replicas of a model, with one face.
 
-engines = own_engines(config, count=2)
+engines = create_replicas(config, count=2)
 await engines.start()
 with engines.flight() as flight: ...
 """
@@ -15,9 +15,9 @@ import numpy as np
 
 from torchweave.config.options import EngineConfig
 from torchweave.engine.request import SamplingParams
-from torchweave.serving.engine_client.client import EngineClient, Listener, Side, State
-from torchweave.serving.engine_client.load_balancer import Load, Router, Sent
-from torchweave.serving.engine_client.request_stream import EngineGone, Flight
+from torchweave.serving.engine_client.client import EngineClient, FrontendContext, Listener, State
+from torchweave.serving.engine_client.load_balancer import Load, LoadBalancer, PromptRouted
+from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestStream
 from torchweave.serving.ipc.messages import ModelCard
 
 
@@ -33,12 +33,16 @@ class Replicas:
         turns: of requests, between tokens of the engines.
     """
 
-    def __init__(self, config: EngineConfig, engines: Sequence[EngineClient], side: Side) -> None:
+    def __init__(
+        self, config: EngineConfig, engines: Sequence[EngineClient], frontend_context: FrontendContext
+    ) -> None:
         self.config = config
         self.engines = tuple(engines)
-        self.turns = side.turns
-        self._changed = side.changed
-        self._router = Router(config.enable_prefix_caching, lambda sent: side.announce(sent), side.ledger)
+        self.admission_pacer = frontend_context.admission_pacer
+        self._changed = frontend_context.changed
+        self._load_balancer = LoadBalancer(
+            config.enable_prefix_caching, lambda routed: frontend_context.announce(routed), frontend_context.shared_load
+        )
         self._opened = False
 
     # -- their life ----------------------------------------------------------------------------------------------------
@@ -53,12 +57,12 @@ class Replicas:
 
         Raises:
             ValueError: an engine cannot be what was asked; one sentence says why and what to do.
-            EngineGone: one failed or was ended.
+            EngineUnavailable: one failed or was ended.
         """
         await self.wait_for(lambda: self.state != "starting")
         if self.state != "ready":
-            asked = [engine.failure for engine in self.engines if engine.asked_too_much]
-            raise ValueError(asked[0]) if asked else EngineGone(self.failure)
+            config_errors = [engine.failure for engine in self.engines if engine.is_config_error]
+            raise ValueError(config_errors[0]) if config_errors else EngineUnavailable(self.failure)
         self._opened = True
 
     async def wait_for(self, holds: Callable[[], bool]) -> None:
@@ -92,48 +96,48 @@ class Replicas:
         reasons = {engine.failure for engine in failed}
         if len(reasons) == 1 and len(failed) == len(self.engines):
             return reasons.pop()
-        return " ".join(f"Replica {engine.place.index}: {engine.failure}" for engine in failed if engine.failure)
+        return " ".join(f"Replica {engine.replica_info.index}: {engine.failure}" for engine in failed if engine.failure)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def flight(self) -> Flight:
-        return Flight(self)
+    def request_stream(self) -> RequestStream:
+        return RequestStream(self)
 
     def submit(
         self,
-        flight: Flight,
+        request_stream: RequestStream,
         prompt: np.ndarray,
         params: SamplingParams,
         streaming: bool,
         priority: int = 0,
         cache_salt: str = "",
     ) -> int:
-        """Hand in a request whose responses go to `flight`; returns its id.
+        """Hand in a request whose responses go to `request_stream`; returns its id.
 
         Raises:
-            EngineGone: no engine is ready.
+            EngineUnavailable: no engine is ready.
             ValueError: the request holds what cannot be sent.
         """
-        engine, num_known = self.engines[0], 0
+        engine, num_cached_tokens = self.engines[0], 0
         if len(self.engines) > 1:
             if not (loads := [_load(each) for each in self._ready]):
-                raise EngineGone(self.failure or "The engines are starting; see /ready.")
-            number, num_known = self._router.choose(prompt, cache_salt, loads)
+                raise EngineUnavailable(self.failure or "The engines are starting; see /ready.")
+            number, num_cached_tokens = self._load_balancer.choose(prompt, cache_salt, loads)
             engine = self.engines[number]
-        return engine.submit(flight, prompt, params, streaming, priority, cache_salt, num_known)
+        return engine.submit(request_stream, prompt, params, streaming, priority, cache_salt, num_cached_tokens)
 
-    def learn(self, sent: Sent) -> None:
+    def on_prompt_routed(self, routed: PromptRouted) -> None:
         """Another HTTP process has given a prompt to one of the engines."""
-        self._router.learn(sent)
+        self._load_balancer.on_prompt_routed(routed)
 
-    def cancel(self, ids: Sequence[int], whole: bool = False) -> None:
+    def cancel(self, ids: Sequence[int], by_stop_string: bool = False) -> None:
         """Ask that requests are stopped; those that are in flight still get their final response.
 
         Args:
             whole: their answers are: a stop string ended them.
         """
         for engine in self.engines:
-            engine.cancel(ids, whole)
+            engine.cancel(ids, by_stop_string)
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
@@ -169,7 +173,7 @@ class Replicas:
             engine.listen(lambda kind, facts, engine=engine: listener(kind, self._numbered(engine, facts)))
 
     def _numbered(self, engine: EngineClient, facts: dict[str, Any]) -> dict[str, Any]:
-        return facts if len(self.engines) == 1 else {"replica": engine.place.index, **facts}
+        return facts if len(self.engines) == 1 else {"replica": engine.replica_info.index, **facts}
 
     @property
     def _ready(self) -> list[EngineClient]:
@@ -180,10 +184,10 @@ def _load(engine: EngineClient) -> Load:
     card = engine.model
     cache = card.num_kv_blocks * card.block_size if card is not None else 0
     return Load(
-        replica=engine.place.index,
-        life=engine.restarts,
+        replica=engine.replica_info.index,
+        incarnation=engine.restarts,
         num_requests=engine.num_in_flight,
-        unread=engine.unread,
+        pending_prefill_tokens=engine.pending_prefill_tokens,
         is_full=engine.num_waiting >= 0,
         cache_tokens=cache,
     )

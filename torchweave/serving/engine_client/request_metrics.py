@@ -1,6 +1,6 @@
 """What goes between the HTTP process and the engine, watched from the HTTP side: each request's times, and each iteration.
 
-The engine client calls `Traffic` as things happen; `metrics.py` and `live.py` read it. Prompts and answers are not kept.
+The engine client calls `RequestMetrics` as things happen; `metrics.py` and `live.py` read it. Prompts and answers are not kept.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torchweave.serving.metrics.counters import (
     ITERATION_TOKENS,
     REQUEST_SECONDS,
     REQUEST_TOKENS,
-    Distribution,
+    BucketHistogram,
     History,
 )
 
 HISTORY_SECONDS = 180
-_KEPT_REQUESTS = 40
-_KEPT_VALUES = 1000  # of which percentiles of now are taken
+_NUM_RECENT_REQUESTS = 40
+_NUM_RECENT_VALUES = 1000  # of which percentiles of now are taken
 _MAX_OPEN_SHOWN = 40
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """One answer in the making; times by the traffic's clock, 0 where it has not come to that.
 
     Attributes:
@@ -47,12 +47,12 @@ class Record:
     arrived: float
     streaming: bool
     started: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
     num_tokens: int = 0
     paused: bool = False
-    unread: int = 0
-    whole: bool = False
+    pending_prefill_tokens: int = 0
+    by_stop_string: bool = False
     ended: float = 0.0
     reason: str = ""
 
@@ -61,11 +61,11 @@ class Record:
         """Why it ended, or what it does: `waiting`, `reading`, `answering` or `paused`."""
         if self.reason or self.paused:
             return self.reason or "paused"
-        return "answering" if self.first else "reading" if self.started else "waiting"
+        return "answering" if self.first_token_at else "reading" if self.started else "waiting"
 
 
 @dataclass
-class Counts:
+class ServingCounters:
     """What was counted since the server began, over all lives of the engine."""
 
     prompt_tokens: int = 0
@@ -74,24 +74,30 @@ class Counts:
     refused: int = 0
     iterations: int = 0
     compiles_after_ready: int = 0
-    first_token: Distribution = field(default_factory=lambda: Distribution(FIRST_TOKEN_SECONDS, _KEPT_VALUES))
-    inter_token: Distribution = field(default_factory=lambda: Distribution(BETWEEN_TOKENS_SECONDS, _KEPT_VALUES))
-    per_output_token: Distribution = field(default_factory=lambda: Distribution(BETWEEN_TOKENS_SECONDS))
-    latency: Distribution = field(default_factory=lambda: Distribution(REQUEST_SECONDS))
-    queue: Distribution = field(default_factory=lambda: Distribution(REQUEST_SECONDS))
-    request_prompt: Distribution = field(default_factory=lambda: Distribution(REQUEST_TOKENS))
-    request_generation: Distribution = field(default_factory=lambda: Distribution(REQUEST_TOKENS))
-    iteration_tokens: Distribution = field(default_factory=lambda: Distribution(ITERATION_TOKENS))
-    iteration_seconds: Distribution = field(default_factory=lambda: Distribution(BETWEEN_TOKENS_SECONDS, _KEPT_VALUES))
+    first_token: BucketHistogram = field(
+        default_factory=lambda: BucketHistogram(FIRST_TOKEN_SECONDS, _NUM_RECENT_VALUES)
+    )
+    inter_token: BucketHistogram = field(
+        default_factory=lambda: BucketHistogram(BETWEEN_TOKENS_SECONDS, _NUM_RECENT_VALUES)
+    )
+    per_output_token: BucketHistogram = field(default_factory=lambda: BucketHistogram(BETWEEN_TOKENS_SECONDS))
+    latency: BucketHistogram = field(default_factory=lambda: BucketHistogram(REQUEST_SECONDS))
+    queue: BucketHistogram = field(default_factory=lambda: BucketHistogram(REQUEST_SECONDS))
+    request_prompt: BucketHistogram = field(default_factory=lambda: BucketHistogram(REQUEST_TOKENS))
+    request_generation: BucketHistogram = field(default_factory=lambda: BucketHistogram(REQUEST_TOKENS))
+    iteration_tokens: BucketHistogram = field(default_factory=lambda: BucketHistogram(ITERATION_TOKENS))
+    iteration_seconds: BucketHistogram = field(
+        default_factory=lambda: BucketHistogram(BETWEEN_TOKENS_SECONDS, _NUM_RECENT_VALUES)
+    )
 
     @classmethod
-    def together(cls, parts: Sequence[Counts]) -> Counts:
+    def merge(cls, parts: Sequence[ServingCounters]) -> ServingCounters:
         """What several engines have done."""
         found: dict[str, Any] = {}
         for item in fields(cls):
             values = [getattr(part, item.name) for part in parts]
-            if isinstance(values[0], Distribution):
-                found[item.name] = Distribution.together(values)
+            if isinstance(values[0], BucketHistogram):
+                found[item.name] = BucketHistogram.merge(values)
             elif isinstance(values[0], dict):
                 names = dict.fromkeys(name for value in values for name in value)
                 found[item.name] = {name: sum(value.get(name, 0) for value in values) for name in names}
@@ -100,7 +106,7 @@ class Counts:
         return cls(**found)
 
 
-class Traffic:
+class RequestMetrics:
     """Watches one engine client. Belongs to its event loop.
 
     Attributes:
@@ -113,28 +119,30 @@ class Traffic:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.began = clock()
-        self.counts = Counts()
-        self.open: dict[int, Record] = {}
-        self.recent: deque[Record] = deque(maxlen=_KEPT_REQUESTS)
+        self.counts = ServingCounters()
+        self.open: dict[int, RequestRecord] = {}
+        self.recent: deque[RequestRecord] = deque(maxlen=_NUM_RECENT_REQUESTS)
         self.history = History(HISTORY_SECONDS, ("generated", "read", "ended"))
-        self.unread = 0
+        self.pending_prefill_tokens = 0
 
     # -- what the client tells -----------------------------------------------------------------------------------------
 
-    def submitted(self, request_id: int, num_prompt: int, streaming: bool, num_known: int = 0) -> None:
-        """A request goes to the engine, which has read `num_known` tokens of its prompt before."""
-        record = Record(request_id, num_prompt, self.clock(), streaming, unread=num_prompt - num_known)
+    def submitted(self, request_id: int, num_prompt: int, streaming: bool, num_cached_tokens: int = 0) -> None:
+        """A request goes to the engine, which has read `num_cached_tokens` tokens of its prompt before."""
+        record = RequestRecord(
+            request_id, num_prompt, self.clock(), streaming, pending_prefill_tokens=num_prompt - num_cached_tokens
+        )
         self.open[request_id] = record
-        self.unread += record.unread
+        self.pending_prefill_tokens += record.pending_prefill_tokens
 
     def refused(self, request_id: int) -> None:
         """The engine said that it can never run it."""
         record = self.open.pop(request_id, None)
         if record is not None:
-            self._read(record)
+            self._prefill_finished(record)
             self.counts.refused += 1
 
-    def moved(self, moves: Iterable[tuple[int, str]]) -> None:
+    def state_changed(self, moves: Iterable[tuple[int, str]]) -> None:
         """Requests that `started`, were `paused`, or are `answering`."""
         now = self.clock()
         for request_id, move in moves:
@@ -145,31 +153,31 @@ class Traffic:
             if move == "started" and not record.started:
                 record.started = now
                 self.counts.queue.observe(now - record.arrived)
-            elif move == "answering" and not record.streaming and not record.first:
-                record.first = now
+            elif move == "answering" and not record.streaming and not record.first_token_at:
+                record.first_token_at = now
                 self.counts.first_token.observe(now - record.arrived)
-                self._read(record)
+                self._prefill_finished(record)
 
-    def completed(self, ids: Iterable[int]) -> None:
+    def stopped_by_string(self, ids: Iterable[int]) -> None:
         """A stop string ended these; their last responses are still to come."""
         for request_id in ids:
             if request_id in self.open:
-                self.open[request_id].whole = True
+                self.open[request_id].by_stop_string = True
 
-    def answered(self, request_id: int, num_tokens: int, reason: str | None) -> None:
+    def response_received(self, request_id: int, num_tokens: int, reason: str | None) -> None:
         """A response came; `reason` where it is the last."""
         record = self.open.get(request_id)
         if record is None:
             return
         now = self.clock()
         if num_tokens:
-            self._tokens(record, num_tokens, now)
+            self._count_tokens(record, num_tokens, now)
         if reason is not None:
             del self.open[request_id]
-            whole = reason == "complete" or (record.whole and reason != "error")
-            self._ended(record, "stop" if whole else reason, now)  # as clients are told
+            by_stop_string = reason == "complete" or (record.by_stop_string and reason != "error")
+            self._request_ended(record, "stop" if by_stop_string else reason, now)  # as clients are told
 
-    def iterated(self, iterations: Sequence[tuple[float, int, int]]) -> None:
+    def iterations_finished(self, iterations: Sequence[tuple[float, int, int]]) -> None:
         """Iterations since the last call: seconds, prompt tokens that were read, tokens that were drawn."""
         counts = self.counts
         counts.iterations += len(iterations)
@@ -188,28 +196,28 @@ class Traffic:
         if kind == "compile_after_ready":
             self.counts.compiles_after_ready += 1
 
-    def _tokens(self, record: Record, num_tokens: int, now: float) -> None:
+    def _count_tokens(self, record: RequestRecord, num_tokens: int, now: float) -> None:
         counts = self.counts
         record.num_tokens += num_tokens
         counts.generation_tokens += num_tokens
-        if record.last:
-            counts.inter_token.observe(now - record.last)
+        if record.last_token_at:
+            counts.inter_token.observe(now - record.last_token_at)
         else:
             counts.prompt_tokens += record.num_prompt
-            self._read(record)
+            self._prefill_finished(record)
             if record.streaming:  # else the engine tells of it: the only response comes at the end
-                record.first = now
+                record.first_token_at = now
                 counts.first_token.observe(now - record.arrived)
-        record.last = now
+        record.last_token_at = now
 
-    def _read(self, record: Record) -> None:
+    def _prefill_finished(self, record: RequestRecord) -> None:
         """There is nothing left of a prompt to be read."""
-        self.unread -= record.unread
-        record.unread = 0
+        self.pending_prefill_tokens -= record.pending_prefill_tokens
+        record.pending_prefill_tokens = 0
 
-    def _ended(self, record: Record, reason: str, now: float) -> None:
+    def _request_ended(self, record: RequestRecord, reason: str, now: float) -> None:
         counts = self.counts
-        self._read(record)
+        self._prefill_finished(record)
         record.ended, record.reason = now, reason
         self.recent.appendleft(record)
         self.history.add(now, ended=1)
@@ -217,13 +225,17 @@ class Traffic:
         counts.latency.observe(now - record.arrived)
         counts.request_prompt.observe(record.num_prompt)
         counts.request_generation.observe(record.num_tokens)
-        if record.num_tokens > 1 and record.first:
-            counts.per_output_token.observe((now - record.first) / (record.num_tokens - 1))
+        if record.num_tokens > 1 and record.first_token_at:
+            counts.per_output_token.observe((now - record.first_token_at) / (record.num_tokens - 1))
 
 
-def shown(traffics: Sequence[Traffic]) -> list[Record]:
+def visible_requests(all_request_metrics: Sequence[RequestMetrics]) -> list[RequestRecord]:
     """Answers of several engines for people: those under way, the newest first, then those that ended last."""
-    newest = [list(reversed(traffic.open.values()))[:_MAX_OPEN_SHOWN] for traffic in traffics]
+    newest = [
+        list(reversed(request_metrics.open.values()))[:_MAX_OPEN_SHOWN] for request_metrics in all_request_metrics
+    ]
     under_way = heapq.merge(*newest, key=lambda record: -record.arrived)
-    ended = heapq.merge(*(traffic.recent for traffic in traffics), key=lambda record: -record.ended)
-    return [*islice(under_way, _MAX_OPEN_SHOWN), *islice(ended, _KEPT_REQUESTS)]
+    ended = heapq.merge(
+        *(request_metrics.recent for request_metrics in all_request_metrics), key=lambda record: -record.ended
+    )
+    return [*islice(under_way, _MAX_OPEN_SHOWN), *islice(ended, _NUM_RECENT_REQUESTS)]

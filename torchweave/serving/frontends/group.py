@@ -15,19 +15,28 @@ import zmq
 import zmq.asyncio
 
 from torchweave.config.options import EngineConfig, ServerConfig
-from torchweave.serving.engine_client.client import EngineClient, Side
-from torchweave.serving.engine_client.load_balancer import Sent
-from torchweave.serving.frontends.messages import CannotServe, End, FromFrontend, Joined, Look, Seat, Seen, ToFrontend
-from torchweave.serving.ipc.processes import bury, ended, meeting_place, spawn, vital
-from torchweave.serving.ipc.shared_load import Ledger
-from torchweave.serving.metrics.prometheus import HttpCounts
+from torchweave.serving.engine_client.client import EngineClient, FrontendContext
+from torchweave.serving.engine_client.load_balancer import PromptRouted
+from torchweave.serving.frontends.messages import (
+    End,
+    FromFrontend,
+    FrontendFailed,
+    FrontendInfo,
+    FrontendMetrics,
+    FrontendReady,
+    MetricsRequest,
+    ToFrontend,
+)
+from torchweave.serving.ipc.processes import critical_task, kill_and_wait, make_socket_dir, process_exit, spawn
+from torchweave.serving.ipc.shared_load import SharedLoad
+from torchweave.serving.metrics.prometheus import HttpRequestCounters
 from torchweave.utils import gc
 
-_LOOK_SECONDS = 1.0  # in which the others say what they have seen; who is later is shown as he was
+_POLL_TIMEOUT_SECONDS = 1.0  # in which the others say what they have seen; who is later is shown as he was
 _END_SECONDS = 7.0  # for the others to end by themselves
 
 
-class Frontends:
+class FrontendGroup:
     """Starts the others, tells them of the engines, and asks them what they have seen.
 
     Args:
@@ -38,22 +47,26 @@ class Frontends:
         failure: why the server cannot go on; empty while all are there.
     """
 
-    def __init__(self, count: int, side: Side) -> None:
+    def __init__(self, count: int, frontend_context: FrontendContext) -> None:
         self.failure = ""
-        self._count, self._side = count, side
+        self._count, self._frontend_context = count, frontend_context
         self._processes: dict[int, SpawnProcess] = {}
-        self._to: dict[int, zmq.Socket[bytes]] = {}
+        self._to_frontends: dict[int, zmq.Socket[bytes]] = {}
         self._joined: set[int] = set()
-        self._seen: dict[int, Seen] = {}
-        self._looks = 0
-        self._next_news: asyncio.Future[None] | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._watching: list[asyncio.Task[None]] = []
+        self._frontend_metrics: dict[int, FrontendMetrics] = {}
+        self._num_polls = 0
+        self._next_message: asyncio.Future[None] | None = None
+        self._read_task: asyncio.Task[None] | None = None
+        self._watch_tasks: list[asyncio.Task[None]] = []
         self._stopping = False
-        self._things = ExitStack()  # sockets, and the folder in which they lie
+        self._exit_stack = ExitStack()  # sockets, and the folder in which they lie
 
     def start(
-        self, config: EngineConfig, settings: ServerConfig, address: tuple[str, int], learn: Callable[[Sent], None]
+        self,
+        config: EngineConfig,
+        settings: ServerConfig,
+        address: tuple[str, int],
+        on_prompt_routed: Callable[[PromptRouted], None],
     ) -> list[socket.socket]:
         """Start the others, which will listen at `address` too once the engines are ready.
 
@@ -65,105 +78,110 @@ class Frontends:
         """
         if self._count == 1:
             return []
-        self._side.announce = self.announce
-        folder = meeting_place()
-        self._things.callback(shutil.rmtree, folder, ignore_errors=True)
-        seats = [Seat(number, self._count, folder, *address) for number in range(1, self._count)]
-        relay = socket.socket(socket.AF_UNIX)
-        relay.bind(seats[0].relay)
+        self._frontend_context.announce = self.announce
+        folder = make_socket_dir()
+        self._exit_stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        frontend_infos = [FrontendInfo(number, self._count, folder, *address) for number in range(1, self._count)]
+        proxy_socket = socket.socket(socket.AF_UNIX)
+        proxy_socket.bind(frontend_infos[0].proxy_socket)
         context = zmq.asyncio.Context()
-        self._things.callback(context.term)  # would wait for a socket that is open
-        heard = context.socket(zmq.PULL)
-        self._things.callback(heard.close, linger=0)
-        heard.setsockopt(zmq.RCVHWM, 0)
-        heard.bind(seats[0].to_first)
-        self._reading = vital(self._read(heard, learn))
-        for seat in seats:
-            to = self._to[seat.number] = zmq.Context.shadow(context).socket(zmq.PUSH)
-            self._things.callback(to.close, linger=0)
+        self._exit_stack.callback(context.term)  # would wait for a socket that is open
+        from_frontends = context.socket(zmq.PULL)
+        self._exit_stack.callback(from_frontends.close, linger=0)
+        from_frontends.setsockopt(zmq.RCVHWM, 0)
+        from_frontends.bind(frontend_infos[0].to_first)
+        self._read_task = critical_task(self._read(from_frontends, on_prompt_routed))
+        for frontend_info in frontend_infos:
+            to = self._to_frontends[frontend_info.number] = zmq.Context.shadow(context).socket(zmq.PUSH)
+            self._exit_stack.callback(to.close, linger=0)
             to.setsockopt(zmq.SNDHWM, 0)
-            to.connect(seat.from_first)
-            name = f"tw-http-{seat.number}"
-            process = spawn(_run, config, settings, seat, self._side.ledger, name=name)
-            self._processes[seat.number] = process
-            self._watching.append(asyncio.create_task(self._watch(process)))
-        return [relay]
+            to.connect(frontend_info.from_first)
+            name = f"tw-http-{frontend_info.number}"
+            process = spawn(_run, config, settings, frontend_info, self._frontend_context.shared_load, name=name)
+            self._processes[frontend_info.number] = process
+            self._watch_tasks.append(asyncio.create_task(self._watch(process)))
+        return [proxy_socket]
 
-    def announce(self, message: ToFrontend, but: int = 0) -> None:
-        """Tell all of the others, `but` for the one that has said it."""
+    def announce(self, message: ToFrontend, exclude: int = 0) -> None:
+        """Tell all of the others, `exclude` for the one that has said it."""
         text = pickle.dumps(message)
-        for number, to in self._to.items():
-            if number != but:
+        for number, to in self._to_frontends.items():
+            if number != exclude:
                 to.send(text, zmq.NOBLOCK)
 
     async def joined(self) -> None:
         """Wait until all of them listen, or one is gone."""
         while len(self._joined) < len(self._processes) and not self.failure:
-            await self._news()
+            await self._wait_for_message()
 
-    async def look(self, engines: Sequence[EngineClient], http: HttpCounts) -> None:
+    async def poll_metrics(self, engines: Sequence[EngineClient], http: HttpRequestCounters) -> None:
         """Bring up to date what is known of the requests of the others."""
-        self._looks = number = self._looks + 1
-        self.announce(Look(number))
+        self._num_polls = number = self._num_polls + 1
+        self.announce(MetricsRequest(number))
         with suppress(TimeoutError):
-            async with asyncio.timeout(_LOOK_SECONDS):
-                while any(each not in self._seen or self._seen[each].number < number for each in self._joined):
-                    await self._news()
+            async with asyncio.timeout(_POLL_TIMEOUT_SECONDS):
+                while any(
+                    each not in self._frontend_metrics or self._frontend_metrics[each].number < number
+                    for each in self._joined
+                ):
+                    await self._wait_for_message()
         for engine in engines:
-            engine.traffic_elsewhere = [seen.traffics[engine.place.index] for seen in self._seen.values()]
-        http.elsewhere = [seen.http for seen in self._seen.values()]
+            engine.remote_request_metrics = [
+                metrics.request_metrics[engine.replica_info.index] for metrics in self._frontend_metrics.values()
+            ]
+        http.remote = [metrics.http for metrics in self._frontend_metrics.values()]
 
     async def stop(self, at_once: bool = False) -> None:
         """End them: when they have written what they have to write, or at once."""
         self._stopping = True
         self.announce(End())
-        if self._watching and not at_once and len(self._joined) == len(self._processes):
-            await asyncio.wait(self._watching, timeout=_END_SECONDS)
+        if self._watch_tasks and not at_once and len(self._joined) == len(self._processes):
+            await asyncio.wait(self._watch_tasks, timeout=_END_SECONDS)
         for process in self._processes.values():
-            await asyncio.to_thread(bury, process)
-        await asyncio.gather(*self._watching)
-        if self._reading is not None:
-            self._reading.cancel()
-        self._to.clear()  # the engines may still have something to tell, and nobody is left who would hear it
-        self._things.close()
+            await asyncio.to_thread(kill_and_wait, process)
+        await asyncio.gather(*self._watch_tasks)
+        if self._read_task is not None:
+            self._read_task.cancel()
+        self._to_frontends.clear()  # the engines may still have something to tell, and nobody is left who would hear it
+        self._exit_stack.close()
 
-    async def _news(self) -> None:
+    async def _wait_for_message(self) -> None:
         """Wait until one of them has said something, or is gone."""
-        news = self._next_news = self._next_news or asyncio.get_running_loop().create_future()
+        news = self._next_message = self._next_message or asyncio.get_running_loop().create_future()
         await asyncio.shield(news)
 
-    def _tell_news(self) -> None:
-        if self._next_news is not None:
-            self._next_news.set_result(None)
-            self._next_news = None
+    def _notify_waiters(self) -> None:
+        if self._next_message is not None:
+            self._next_message.set_result(None)
+            self._next_message = None
 
-    async def _read(self, heard: zmq.asyncio.Socket, learn: Callable[[Sent], None]) -> None:
+    async def _read(self, from_frontends: zmq.asyncio.Socket, on_prompt_routed: Callable[[PromptRouted], None]) -> None:
         while True:
-            number, message = cast(tuple[int, FromFrontend], pickle.loads(await heard.recv()))
-            if isinstance(message, Sent):
-                learn(message)
-                self.announce(message, but=number)
+            number, message = cast(tuple[int, FromFrontend], pickle.loads(await from_frontends.recv()))
+            if isinstance(message, PromptRouted):
+                on_prompt_routed(message)
+                self.announce(message, exclude=number)
                 continue
-            if isinstance(message, Joined):
+            if isinstance(message, FrontendReady):
                 self._joined.add(number)
-            elif isinstance(message, CannotServe):
+            elif isinstance(message, FrontendFailed):
                 self._fail(message.why or "An HTTP process of the server could not begin.")
             else:
-                self._seen[number] = message
-            self._tell_news()
+                self._frontend_metrics[number] = message
+            self._notify_waiters()
 
     async def _watch(self, process: SpawnProcess) -> None:
-        await ended(process)
+        await process_exit(process)
         if not self._stopping:
             self._fail("An HTTP process of the server ended unexpectedly.")
-        self._tell_news()
+        self._notify_waiters()
 
     def _fail(self, why: str) -> None:
         self.failure = self.failure or why
-        self._side.changed.set()
+        self._frontend_context.changed.set()
 
 
-def _run(config: EngineConfig, settings: ServerConfig, seat: Seat, ledger: Ledger) -> None:
-    with gc.for_good():
+def _run(config: EngineConfig, settings: ServerConfig, frontend_info: FrontendInfo, shared_load: SharedLoad) -> None:
+    with gc.gc_frozen_after():
         from torchweave.serving.frontends.process import main  # all that a server is made of
-    main(config, settings, seat, ledger)
+    main(config, settings, frontend_info, shared_load)

@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 from torchweave.serving.engine_client.client import State
-from torchweave.serving.engine_client.load_balancer import Sent
-from torchweave.serving.engine_client.request_metrics import Traffic
+from torchweave.serving.engine_client.load_balancer import PromptRouted
+from torchweave.serving.engine_client.request_metrics import RequestMetrics
 from torchweave.serving.ipc.messages import Addresses, ModelCard
 
 
 @dataclass(frozen=True)
-class Seat:
+class FrontendInfo:
     """Which HTTP process it is (1, 2, ... of `count`; the first one is 0), and where all of them meet.
 
     Attributes:
@@ -28,7 +28,7 @@ class Seat:
     port: int
 
     @property
-    def relay(self) -> str:
+    def proxy_socket(self) -> str:
         """The first one's Unix socket for HTTP."""
         return f"{self.folder}/http"
 
@@ -42,7 +42,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Began:
+class EngineStarted:
     """A life of engine number `engine` has begun; that is where it will be heard."""
 
     engine: int
@@ -50,7 +50,7 @@ class Began:
 
 
 @dataclass(frozen=True)
-class Became:
+class EngineStateChanged:
     """What it is now, why it failed or was stopped, how often it was started again, and what it serves once it is ready."""
 
     engine: int
@@ -61,7 +61,7 @@ class Became:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EngineExited:
     """Its life has ended, and it says no more. Comes behind what it is now."""
 
     engine: int
@@ -74,8 +74,8 @@ class Draining:
 
 
 @dataclass(frozen=True)
-class Look:
-    """Answered with `Seen` of the same number."""
+class MetricsRequest:
+    """Answered with `FrontendMetrics` of the same number."""
 
     number: int
 
@@ -85,29 +85,29 @@ class End:
     """The process is to end."""
 
 
-ToFrontend = Began | Became | Ended | Draining | Look | Sent | End
+ToFrontend = EngineStarted | EngineStateChanged | EngineExited | Draining | MetricsRequest | PromptRouted | End
 
 
 @dataclass(frozen=True)
-class Joined:
+class FrontendReady:
     """This HTTP process listens."""
 
 
 @dataclass(frozen=True)
-class CannotServe:
+class FrontendFailed:
     """It listens, and will never have what answers take. `why` may be empty."""
 
     why: str
 
 
 @dataclass(frozen=True)
-class Seen:
+class FrontendMetrics:
     """What one has seen so far: its requests to each engine, and its HTTP requests by method, path and status."""
 
     number: int
-    traffics: tuple[Traffic, ...]
+    request_metrics: tuple[RequestMetrics, ...]
     http: Counter[tuple[str, str, str]]
 
 
-FromFrontend = Joined | CannotServe | Seen | Sent
+FromFrontend = FrontendReady | FrontendFailed | FrontendMetrics | PromptRouted
 """Sent with the number of the HTTP process that says it."""

@@ -10,35 +10,35 @@ import zmq
 import zmq.asyncio
 
 from torchweave.config.options import EngineConfig, ServerConfig
-from torchweave.serving.engine_client.client import Side
-from torchweave.serving.engine_client.load_balancer import Sent
+from torchweave.serving.engine_client.client import FrontendContext
+from torchweave.serving.engine_client.load_balancer import PromptRouted
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.frontends.messages import (
-    CannotServe,
     Draining,
     End,
     FromFrontend,
-    Joined,
-    Look,
-    Seat,
-    Seen,
+    FrontendFailed,
+    FrontendInfo,
+    FrontendMetrics,
+    FrontendReady,
+    MetricsRequest,
     ToFrontend,
 )
-from torchweave.serving.frontends.shared_engine import SharedEngine
+from torchweave.serving.frontends.shared_engine import SharedEngineClient
 from torchweave.serving.http.app import create_app
-from torchweave.serving.http.listener import Uvicorn, join
-from torchweave.serving.ipc.messages import Place
-from torchweave.serving.ipc.processes import follow_parent, vital
-from torchweave.serving.ipc.shared_load import Ledger
+from torchweave.serving.http.listener import UvicornServer, join
+from torchweave.serving.ipc.messages import ReplicaInfo
+from torchweave.serving.ipc.processes import critical_task, exit_with_parent
+from torchweave.serving.ipc.shared_load import SharedLoad
 from torchweave.serving.service import Service
 from torchweave.utils import gc
 
 
-def main(config: EngineConfig, settings: ServerConfig, seat: Seat, ledger: Ledger) -> None:
+def main(config: EngineConfig, settings: ServerConfig, frontend_info: FrontendInfo, shared_load: SharedLoad) -> None:
     """Serve until the first HTTP process says otherwise, or ends."""
-    follow_parent(seat.folder)
+    exit_with_parent(frontend_info.folder)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    frontend = Frontend(config, settings, seat, ledger)
+    frontend = Frontend(config, settings, frontend_info, shared_load)
     with frontend.uvicorn.runner() as runner:
         runner.run(frontend.run())
 
@@ -50,26 +50,31 @@ class Frontend:
         uvicorn: that listens where the first one does, once the engines take requests.
     """
 
-    def __init__(self, config: EngineConfig, settings: ServerConfig, seat: Seat, ledger: Ledger) -> None:
-        self._seat = seat
-        side = Side(seat.number, ledger, announce=self._say)
+    def __init__(
+        self, config: EngineConfig, settings: ServerConfig, frontend_info: FrontendInfo, shared_load: SharedLoad
+    ) -> None:
+        self._frontend_info = frontend_info
+        frontend_context = FrontendContext(frontend_info.number, shared_load, announce=self._send)
         count = settings.data_parallel_size
-        self._engines = [SharedEngine(Place(index, count, seat.count), side) for index in range(count)]
-        client = Replicas(config, self._engines, side)
-        self._app = create_app(client, settings, wait=True, first=seat.relay)
+        self._engines = [
+            SharedEngineClient(ReplicaInfo(index, count, frontend_info.count), frontend_context)
+            for index in range(count)
+        ]
+        client = Replicas(config, self._engines, frontend_context)
+        self._app = create_app(client, settings, wait=True, primary_socket=frontend_info.proxy_socket)
         self._service: Service = self._app.state.service
-        self.uvicorn = Uvicorn(self._app)
+        self.uvicorn = UvicornServer(self._app)
         self._context = zmq.asyncio.Context()
         self._to_first = zmq.Context.shadow(self._context).socket(zmq.PUSH)
         self._from_first = self._context.socket(zmq.PULL)
 
     async def run(self) -> None:
         self._from_first.setsockopt(zmq.RCVHWM, 0)
-        self._from_first.bind(self._seat.from_first)
-        self._to_first.connect(self._seat.to_first)
-        tasks = [vital(self._hear()), vital(self._open())]
+        self._from_first.bind(self._frontend_info.from_first)
+        self._to_first.connect(self._frontend_info.to_first)
+        tasks = [critical_task(self._read_messages()), critical_task(self._report_listening())]
         try:
-            await self.uvicorn.serve(sockets=[join(self._seat.host, self._seat.port)])
+            await self.uvicorn.serve(sockets=[join(self._frontend_info.host, self._frontend_info.port)])
         finally:
             for task in tasks:
                 task.cancel()
@@ -77,33 +82,33 @@ class Frontend:
             self._from_first.close(linger=0)
             self._context.term()
 
-    async def _open(self) -> None:
+    async def _report_listening(self) -> None:
         """Tell the first one when this one listens, or why it does so in vain; the first one ends it."""
         await self.uvicorn.listening.wait()
         service = self._service
-        if service.begun:
-            self._say(Joined())
+        if service.startup_ok:
+            self._send(FrontendReady())
         elif service.client.state != "stopped":  # else the server ends already
-            self._say(CannotServe(service.fault or service.client.failure))
-        with gc.at_rest_by_turns():
+            self._send(FrontendFailed(service.startup_error or service.client.failure))
+        with gc.gc_frozen_manual_collect():
             await asyncio.Event().wait()
 
-    async def _hear(self) -> None:
+    async def _read_messages(self) -> None:
         while True:
-            self._take(pickle.loads(await self._from_first.recv()))
+            self._on_message(pickle.loads(await self._from_first.recv()))
 
-    def _take(self, message: ToFrontend) -> None:
-        if isinstance(message, Look):
-            traffics = tuple(engine.traffic for engine in self._engines)
-            self._say(Seen(message.number, traffics, self._app.state.http.requests))
-        elif isinstance(message, Sent):
-            self._service.client.learn(message)
+    def _on_message(self, message: ToFrontend) -> None:
+        if isinstance(message, MetricsRequest):
+            request_metrics = tuple(engine.request_metrics for engine in self._engines)
+            self._send(FrontendMetrics(message.number, request_metrics, self._app.state.http.requests))
+        elif isinstance(message, PromptRouted):
+            self._service.client.on_prompt_routed(message)
         elif isinstance(message, Draining):
             self._service.draining = True
         elif isinstance(message, End):
             self.uvicorn.should_exit = True
         else:
-            self._engines[message.engine].tell(message)
+            self._engines[message.engine].on_engine_message(message)
 
-    def _say(self, message: FromFrontend) -> None:
-        self._to_first.send(pickle.dumps((self._seat.number, message)), zmq.NOBLOCK)
+    def _send(self, message: FromFrontend) -> None:
+        self._to_first.send(pickle.dumps((self._frontend_info.number, message)), zmq.NOBLOCK)

@@ -9,17 +9,17 @@ import httptools
 
 from torchweave.serving.http.errors import ApiError
 from torchweave.serving.http.middleware import App, Receive, Send
-from torchweave.serving.http.responses import while_heard
-from torchweave.serving.metrics.prometheus import RELAYED
+from torchweave.serving.http.responses import cancel_on_disconnect
+from torchweave.serving.metrics.prometheus import PROXIED
 
-_OF_A_CONNECTION = frozenset({
+_HOP_BY_HOP_HEADERS = frozenset({
     b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
     b"content-length", b"expect", b"date",
 })  # fmt: skip
 _READ_BYTES = 1 << 16
 
 
-class Relay:
+class ProxyMiddleware:
     """ASGI middleware that lets nothing through but the beginning and the end of the application: it asks the first HTTP process,
     and hands its answer on as it comes.
 
@@ -35,7 +35,7 @@ class Relay:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope[RELAYED] = True
+        scope[PROXIED] = True
         bodyless = scope["method"] in ("GET", "HEAD", "OPTIONS")
         body = b"" if bodyless else (await receive())["body"]  # whole: the guard has read it
         try:
@@ -46,26 +46,26 @@ class Relay:
             return
         try:
             writer.write(_request(scope, body))
-            await while_heard(_pass_on(reader, send), receive)
+            await cancel_on_disconnect(_forward_response(reader, send), receive)
         finally:
             writer.close()
 
 
 def _request(scope: Any, body: bytes) -> bytes:
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-    headers = [each for each in scope["headers"] if each[0] not in _OF_A_CONNECTION]
+    headers = [each for each in scope["headers"] if each[0] not in _HOP_BY_HOP_HEADERS]
     headers += [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
     lines = [b"%s %s HTTP/1.1" % (scope["method"].encode("ascii"), target), *(b"%s: %s" % each for each in headers)]
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
-async def _pass_on(reader: asyncio.StreamReader, send: Send) -> None:
-    answer = _Answer()
+async def _forward_response(reader: asyncio.StreamReader, send: Send) -> None:
+    answer = _ResponseHandler()
     parser = httptools.HttpResponseParser(answer)
     begun = False
     while not answer.ended and (data := await reader.read(_READ_BYTES)):
         parser.feed_data(data)
-        if answer.whole_head and not begun:
+        if answer.head_complete and not begun:
             begun = True
             status = parser.get_status_code()
             await send({"type": "http.response.start", "status": status, "headers": answer.headers})
@@ -76,20 +76,20 @@ async def _pass_on(reader: asyncio.StreamReader, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class _Answer:
+class _ResponseHandler:
     """What httptools finds."""
 
     def __init__(self) -> None:
         self.headers: list[tuple[bytes, bytes]] = []
         self.parts: list[bytes] = []
-        self.whole_head = self.ended = False
+        self.head_complete = self.ended = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() not in _OF_A_CONNECTION or name.lower() == b"content-length":
+        if name.lower() not in _HOP_BY_HOP_HEADERS or name.lower() == b"content-length":
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self.whole_head = True
+        self.head_complete = True
 
     def on_body(self, body: bytes) -> None:
         self.parts.append(body)

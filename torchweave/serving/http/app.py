@@ -13,15 +13,20 @@ from starlette.routing import Route
 import torchweave
 from torchweave.config.options import ServerConfig
 from torchweave.serving.engine_client.replicas import Replicas
-from torchweave.serving.frontends.group import Frontends
-from torchweave.serving.frontends.proxy import Relay
+from torchweave.serving.frontends.group import FrontendGroup
+from torchweave.serving.frontends.proxy import ProxyMiddleware
 from torchweave.serving.http.errors import add_error_handlers
-from torchweave.serving.http.fast_path import Direct
-from torchweave.serving.http.middleware import Guard, Heads, RequestIds, read_keys
-from torchweave.serving.http.openapi import describe
+from torchweave.serving.http.fast_path import FastPathMiddleware
+from torchweave.serving.http.middleware import (
+    AuthLimitsMiddleware,
+    HeadMethodMiddleware,
+    RequestIdMiddleware,
+    read_keys,
+)
+from torchweave.serving.http.openapi import install_openapi
 from torchweave.serving.http.routes import chat, completions, live, metrics, models, status, tokens
 from torchweave.serving.metrics.live import Live
-from torchweave.serving.metrics.prometheus import HttpCounts, HttpMeter, Metrics
+from torchweave.serving.metrics.prometheus import HttpMetricsMiddleware, HttpRequestCounters, PrometheusMetrics
 from torchweave.serving.service import Service
 
 
@@ -29,8 +34,8 @@ def create_app(
     client: Replicas,
     settings: ServerConfig,
     wait: bool = False,
-    others: Frontends | None = None,
-    first: str | None = None,
+    frontends: FrontendGroup | None = None,
+    primary_socket: str | None = None,
 ) -> FastAPI:
     """The application. It starts the engines when it starts, and ends them with itself. Routes find their `Service` as
     `request.app.state.service`.
@@ -65,24 +70,26 @@ def create_app(
     routers = [each.router for each in (chat, completions, status, models, tokens, metrics, live)]
     for router in routers:  # looked for in this order
         app.include_router(router)
-    describe(app)
+    install_openapi(app)
     # Newer versions of FastAPI keep a router that they include as it is: its routes are not among their own.
-    http = HttpCounts([route for owner in (app, *routers) for route in owner.routes if isinstance(route, Route)])
+    http = HttpRequestCounters(
+        [route for owner in (app, *routers) for route in owner.routes if isinstance(route, Route)]
+    )
     app.state.http = http
-    app.state.metrics = Metrics(client.engines, http, service.names[0])
+    app.state.metrics = PrometheusMetrics(client.engines, http, service.names[0])
 
-    async def look() -> None:
-        if others is not None:
-            await others.look(client.engines, http)
+    async def poll_metrics() -> None:
+        if frontends is not None:
+            await frontends.poll_metrics(client.engines, http)
 
-    app.state.look = look
-    app.state.live = Live(service, look)
-    app.add_middleware(Heads)  # type: ignore[arg-type]
-    if first is not None:
-        app.add_middleware(Relay, address=first)  # type: ignore[arg-type]
-    app.add_middleware(Direct, routers=(chat.router, completions.router))  # type: ignore[arg-type]
-    app.add_middleware(Guard, settings=settings, keys=keys, turns=client.turns)  # type: ignore[arg-type]
-    app.add_middleware(RequestIds)  # type: ignore[arg-type]
+    app.state.poll_metrics = poll_metrics
+    app.state.live = Live(service, poll_metrics)
+    app.add_middleware(HeadMethodMiddleware)  # type: ignore[arg-type]
+    if primary_socket is not None:
+        app.add_middleware(ProxyMiddleware, address=primary_socket)  # type: ignore[arg-type]
+    app.add_middleware(FastPathMiddleware, routers=(chat.router, completions.router))  # type: ignore[arg-type]
+    app.add_middleware(AuthLimitsMiddleware, settings=settings, keys=keys, admission_pacer=client.admission_pacer)  # type: ignore[arg-type]
+    app.add_middleware(RequestIdMiddleware)  # type: ignore[arg-type]
     if settings.allowed_origins:  # around the guard: a browser asks without the key whether it may ask with it
         app.add_middleware(
             CORSMiddleware,
@@ -91,5 +98,5 @@ def create_app(
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )
-    app.add_middleware(HttpMeter, counts=http)  # around the guard: what it refuses is counted too
+    app.add_middleware(HttpMetricsMiddleware, counts=http)  # around the guard: what it refuses is counted too
     return app

@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from torchweave.serving.engine_client.request_stream import EngineGone
+from torchweave.serving.engine_client.request_stream import EngineUnavailable
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -47,7 +47,7 @@ def api_error(error: Exception) -> ApiError:
     """What a client is told of a fault that was met while its request was answered."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, EngineGone):
+    if isinstance(error, EngineUnavailable):
         return ApiError(503, str(error), code="engine_unavailable")
     if isinstance(error, ValueError):
         return ApiError(400, str(error))
@@ -68,7 +68,7 @@ def add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return _invalid(error).response
 
-    for kind in (ApiError, EngineGone, ValueError):
+    for kind in (ApiError, EngineUnavailable, ValueError):
         app.add_exception_handler(kind, ours)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)

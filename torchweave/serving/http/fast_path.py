@@ -13,12 +13,12 @@ from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from torchweave.serving.engine_client.request_stream import EngineGone
+from torchweave.serving.engine_client.request_stream import EngineUnavailable
 from torchweave.serving.http.errors import ApiError, api_error
 from torchweave.serving.http.middleware import App, Receive, Send, header, replay
 
 
-class Direct:
+class FastPathMiddleware:
     """ASGI middleware inside the guard, which has read the body: calls the route's function with the body that it declares.
 
     Args:
@@ -40,13 +40,13 @@ class Direct:
         route, kind = found
         body = (await receive())["body"]
         try:
-            asked = kind.model_validate(json.loads(body))
+            request_body = kind.model_validate(json.loads(body))
         except (ValueError, RecursionError):  # FastAPI finds the same, and says it
             await self._app(scope, replay(body, receive), send)
             return
         scope["route"] = route
         try:
-            response = await route.endpoint(asked, Request(scope, receive))
-        except (ApiError, EngineGone, ValueError) as error:
+            response = await route.endpoint(request_body, Request(scope, receive))
+        except (ApiError, EngineUnavailable, ValueError) as error:
             response = api_error(error).response
         await response(scope, receive, send)

@@ -22,21 +22,21 @@ _BACKLOG = 2048  # connections that wait to be taken
 _CORES_EACH, _MOST = 4, 4  # for an HTTP process, where nobody says how many there should be; so many at the most
 
 
-class _Unframed(RequestResponseCycle):
+class _Http10Cycle(RequestResponseCycle):
     """A request of HTTP/1.0, which knows no chunks: an answer without a length, as a stream is, ends with its connection."""
 
-    _endless = False
+    _ends_with_connection = False
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
-            self._endless = all(name.lower() != b"content-length" for name, _ in message["headers"])
-            self.chunked_encoding = False if self._endless else None
-        elif self._endless:
+            self._ends_with_connection = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            self.chunked_encoding = False if self._ends_with_connection else None
+        elif self._ends_with_connection:
             self.expected_content_length = len(message["body"])  # so that uvicorn finds it to be whole
         await super().send(message)
 
 
-class _Http1(HttpToolsProtocol):
+class _Http1Protocol(HttpToolsProtocol):
     """Stays with HTTP/1.1 where a client offers to go over to another protocol, as Java's does with its first request: the offer
     is ignored. The parser stops behind the head of such a request, and uvicorn would lose the body.
 
@@ -65,7 +65,7 @@ class _Http1(HttpToolsProtocol):
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before and self.parser.get_http_version() == "1.0":
-            self.cycle.__class__ = _Unframed  # uvicorn leaves no choice of what it makes
+            self.cycle.__class__ = _Http10Cycle  # uvicorn leaves no choice of what it makes
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -81,7 +81,7 @@ class _Http1(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as stop:
             if self._should_upgrade():
-                self._begin_again()
+                self._reparse_without_upgrade()
                 return stop.args[0]
         return len(data)
 
@@ -89,7 +89,7 @@ class _Http1(HttpToolsProtocol):
         """Whether the parser stops at an offer: uvicorn begins no request then. It stops behind CONNECT as well."""
         return self.parser.get_method() != b"CONNECT"
 
-    def _begin_again(self) -> None:
+    def _reparse_without_upgrade(self) -> None:
         """Read the head once more, without the offer."""
         line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode("ascii"))
         kept = [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
@@ -104,7 +104,7 @@ def _is_fault(record: logging.LogRecord) -> bool:
     return record.exc_info is None or record.exc_info[0] is not asyncio.CancelledError
 
 
-class Uvicorn(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """uvicorn without signal handlers: a signal begins the drain, it does not close the door.
 
     Attributes:
@@ -115,7 +115,7 @@ class Uvicorn(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_Http1,
+                http=_Http1Protocol,
                 ws="none",
                 lifespan="on",
                 log_level="warning",
@@ -153,7 +153,7 @@ def listen(host: str, port: int, shared: bool = False) -> socket.socket:
         raise ValueError(f"port={port} must be from 0 to 65535; 0 takes one that is free")
     try:
         # It listens at once: until one does, any number of servers can bind a socket to the address.
-        found = _bound(host, port, shared=False, listens=True)
+        found = _bind(host, port, shared=False, listens=True)
         if not shared:
             return found
         # Only now: with it from the beginning, another server could share the address too.
@@ -162,7 +162,7 @@ def listen(host: str, port: int, shared: bool = False) -> socket.socket:
         with contextlib.suppress(OSError), join(host, port):
             return found
         found.close()  # gVisor lets only those share an address who said so before they were bound
-        return _bound(host, port, shared=True, listens=True)
+        return _bind(host, port, shared=True, listens=True)
     except OSError as error:
         raise ValueError(
             f"{host}:{port} cannot be listened on: {error.strerror}; choose another host or port"
@@ -171,23 +171,23 @@ def listen(host: str, port: int, shared: bool = False) -> socket.socket:
 
 def join(host: str, port: int) -> socket.socket:
     """A further socket for an address that is shared. It is given no connections before it listens."""
-    return _bound(host, port, shared=True, listens=False)
+    return _bind(host, port, shared=True, listens=False)
 
 
-def processes_for(asked: int | None) -> int:
+def num_http_processes(requested: int | None) -> int:
     """How many HTTP processes a server has here.
 
     Raises:
         ValueError: several cannot be had on this system.
     """
     if sys.platform != "linux":  # elsewhere connections are not spread over the sockets of one address
-        if asked is not None and asked > 1:
-            raise ValueError(f"api_server_count={asked} can be had on Linux only; leave it out")
+        if requested is not None and requested > 1:
+            raise ValueError(f"api_server_count={requested} can be had on Linux only; leave it out")
         return 1
-    return asked or min(max(len(os.sched_getaffinity(0)) // _CORES_EACH, 1), _MOST)
+    return requested or min(max(len(os.sched_getaffinity(0)) // _CORES_EACH, 1), _MOST)
 
 
-def _bound(host: str, port: int, shared: bool, listens: bool) -> socket.socket:
+def _bind(host: str, port: int, shared: bool, listens: bool) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     found = socket.socket(family, kind, protocol)
     try:

@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from torchweave.config.options import ServerConfig, file_text
-from torchweave.serving.engine_client.admission_pacer import Turns
+from torchweave.config.options import ServerConfig, read_text_file
+from torchweave.serving.engine_client.admission_pacer import AdmissionPacer
 from torchweave.serving.http.errors import ApiError
 
 Message = MutableMapping[str, Any]
@@ -35,7 +35,7 @@ def read_keys(settings: ServerConfig) -> list[str]:
     """
     keys = list(settings.api_key)
     if settings.api_key_file is not None:
-        text = file_text("api_key_file", settings.api_key_file)
+        text = read_text_file("api_key_file", settings.api_key_file)
         found = [line.strip() for line in text.splitlines() if line.strip()]
         if not found:
             raise ValueError(f"api_key_file {settings.api_key_file} holds no key; write one a line")
@@ -45,7 +45,7 @@ def read_keys(settings: ServerConfig) -> list[str]:
     return keys
 
 
-class Guard:
+class AuthLimitsMiddleware:
     """Lets a request through to `app` with its body read, or answers it.
 
     Args:
@@ -53,9 +53,9 @@ class Guard:
         turns: in which requests with a body are let through.
     """
 
-    def __init__(self, app: App, settings: ServerConfig, keys: list[str], turns: Turns) -> None:
+    def __init__(self, app: App, settings: ServerConfig, keys: list[str], admission_pacer: AdmissionPacer) -> None:
         self._app = app
-        self._turns = turns
+        self._admission_pacer = admission_pacer
         self._settings = settings
         self._digests = [_digest(key.encode()) for key in keys]
 
@@ -69,12 +69,12 @@ class Guard:
         except ApiError as error:
             await error.response(scope, receive, send)
             return
-        except _Left:
+        except _ClientDisconnected:
             return
         if body is None:
             await self._app(scope, receive, send)
             return
-        await self._turns.wait()
+        await self._admission_pacer.wait()
         await self._app(scope, replay(body, receive), send)
 
     def _check_key(self, scope: Any) -> None:
@@ -106,7 +106,7 @@ class Guard:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise _Left
+                        raise _ClientDisconnected
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > most:
@@ -118,7 +118,7 @@ class Guard:
             raise ApiError(408, sentence, headers={"Connection": "close"}) from None
 
 
-class RequestIds:
+class RequestIdMiddleware:
     """ASGI middleware: each answer says in `x-request-id` what its request is called: the client's own name, where it gave one, so
     that what both sides have logged can be put together."""
 
@@ -143,7 +143,7 @@ class RequestIds:
         await self._app(scope, receive, with_id)
 
 
-class Heads:
+class HeadMethodMiddleware:
     """ASGI middleware next to the routes, which know GET alone: HEAD is the same without the body. Health checks and monitors ask
     so (`wget --spider`, `curl -I`)."""
 
@@ -169,7 +169,7 @@ def _check_encoding(scope: Any) -> None:
         raise ApiError(415, f"A body with Content-Encoding {name!r} is not read here; send it as plain JSON.")
 
 
-class _Left(Exception):
+class _ClientDisconnected(Exception):
     """The client is gone."""
 
 
@@ -177,10 +177,10 @@ def replay(body: bytes, receive: Receive) -> Receive:
     """`receive` of an application that reads the body again."""
     left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def again() -> Message:
+    async def receive_again() -> Message:
         return left.pop() if left else await receive()
 
-    return again
+    return receive_again
 
 
 def _too_long(most: int) -> ApiError:

@@ -34,13 +34,13 @@ _FAULTS = {
     "500": "A fault of the server",
     "503": "The model is being loaded, the server is shutting down, or the engine failed",
 }
-_OF_ALL = ("401", "500", "503")
+_COMMON_STATUSES = ("401", "500", "503")
 _STREAMS = ("/v1/completions", "/v1/chat/completions")
-_STATES = ("/health", "/ready")  # tell why not in a form of their own
+_PROBES = ("/health", "/ready")  # tell why not in a form of their own
 _NOT_RETURNED = ("HTTPValidationError", "ValidationError")
 
 
-def describe(app: FastAPI) -> None:
+def install_openapi(app: FastAPI) -> None:
     """Give the application a document that holds."""
 
     def document() -> dict[str, Any]:
@@ -52,22 +52,22 @@ def describe(app: FastAPI) -> None:
             schemas["Error"] = _ERROR
             for path, methods in found["paths"].items():
                 for method, operation in methods.items():
-                    _complete(path, method, operation["responses"])
+                    _add_responses(path, method, operation["responses"])
             app.openapi_schema = found
         return app.openapi_schema
 
     app.openapi = document
 
 
-def _complete(path: str, method: str, responses: dict[str, Any]) -> None:
+def _add_responses(path: str, method: str, responses: dict[str, Any]) -> None:
     """The responses of one operation."""
     responses.pop("422", None)
-    statuses = _OF_ALL + (
+    statuses = _COMMON_STATUSES + (
         ("400", "404", "408", "413", "415", "429") if method == "post" else ("404",) if "{" in path else ()
     )
     for status in sorted(statuses):
         responses[status] = _fault(status)
-    if path in _STATES:
+    if path in _PROBES:
         responses["503"] = {"description": "Not so", "content": {"application/json": {"schema": {"type": "object"}}}}
     if path in _STREAMS:
         responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}

@@ -12,16 +12,16 @@ from fastapi.responses import Response
 from torchweave.serving.http.errors import ApiError, api_error
 from torchweave.serving.http.sse import event
 from torchweave.serving.metrics.prometheus import STREAM_SEND
-from torchweave.serving.openai.generation import Delta, Run
+from torchweave.serving.openai.generation import AnswerStream, Delta
 
 Value = TypeVar("Value")
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
-_GONE = 499  # nginx's status for a client that left; nobody reads it but logs and metrics
+_CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left; nobody reads it but logs and metrics
 _DONE = b"data: [DONE]\n\n"
 
 
-class Reply(Protocol):
+class ResponseBuilder(Protocol):
     """Turns the answers to one request into the bodies of its response."""
 
     def events(self, delta: Delta) -> bytes:
@@ -32,27 +32,29 @@ class Reply(Protocol):
         """The event with the number of tokens."""
         ...
 
-    def whole(self, answers: list[Delta]) -> dict[str, Any]:
+    def full(self, answers: list[Delta]) -> dict[str, Any]:
         """The body of a response that is no stream."""
         ...
 
 
-def as_response(body: dict[str, Any]) -> Response:
+def json_response(body: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-async def answer_whole(run: Run, reply: Reply, receive: Receive, seconds: float) -> Response:
+async def full_response(
+    answer_stream: AnswerStream, builder: ResponseBuilder, receive: Receive, seconds: float
+) -> Response:
     """All answers in one body, once they have ended.
 
     Raises:
         ApiError: 504 when that takes longer than `seconds` (0: any time).
-        EngineGone: the engine ended before.
+        EngineUnavailable: the engine ended before.
     """
     try:
-        answers = await while_heard(_in_time(run.whole(), seconds), receive)
+        answers = await cancel_on_disconnect(_with_timeout(answer_stream.full(), seconds), receive)
     finally:
-        run.close()
-    return Response(status_code=_GONE) if answers is None else as_response(reply.whole(answers))
+        answer_stream.close()
+    return Response(status_code=_CLIENT_CLOSED_REQUEST) if answers is None else json_response(builder.full(answers))
 
 
 class EventStream(Response):
@@ -67,10 +69,15 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, run: Run, reply: Reply, seconds: float, with_usage: bool) -> None:
+    def __init__(self, answer_stream: AnswerStream, builder: ResponseBuilder, seconds: float, with_usage: bool) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._run, self._reply, self._seconds, self._with_usage = run, reply, seconds, with_usage
+        self._answer_stream, self._builder, self._seconds, self._with_usage = (
+            answer_stream,
+            builder,
+            seconds,
+            with_usage,
+        )
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         send_part = scope.get(STREAM_SEND, send)
@@ -82,45 +89,45 @@ class EventStream(Response):
 
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            if await while_heard(pump(), receive):
+            if await cancel_on_disconnect(pump(), receive):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._run.close()
+            self._answer_stream.close()
 
     async def _send_answers(self, send: Send) -> bytes:
         """Returns the last event; a fault on the way is one too, since the status has been sent."""
-        run, events = self._run, self._reply.events
+        answer_stream, events = self._answer_stream, self._builder.events
         try:
             async with asyncio.timeout(self._seconds or None):
-                while deltas := await run.next():
+                while deltas := await answer_stream.next():
                     body = events(deltas[0]) if len(deltas) == 1 else b"".join(map(events, deltas))
                     if body:
                         await send({"type": "http.response.body", "body": body, "more_body": True})
-            return event(self._reply.last_chunk()) if self._with_usage else b""
+            return event(self._builder.last_chunk()) if self._with_usage else b""
         except Exception as error:
-            run.close()  # at once: a client that does not read keeps the last event waiting
-            return event((_too_slow(self._seconds) if isinstance(error, TimeoutError) else api_error(error)).body)
+            answer_stream.close()  # at once: a client that does not read keeps the last event waiting
+            return event((_timeout_error(self._seconds) if isinstance(error, TimeoutError) else api_error(error)).body)
 
 
-async def _in_time(work: Coroutine[Any, Any, Value], seconds: float) -> Value:
+async def _with_timeout(work: Coroutine[Any, Any, Value], seconds: float) -> Value:
     try:
         async with asyncio.timeout(seconds or None):
             return await work
     except TimeoutError:
-        raise _too_slow(seconds) from None
+        raise _timeout_error(seconds) from None
 
 
-def _too_slow(seconds: float) -> ApiError:
+def _timeout_error(seconds: float) -> ApiError:
     sentence = (
         f"The answer took longer than the {seconds:g} seconds that this server gives one request; lower max_tokens."
     )
     return ApiError(504, sentence, code="timeout")
 
 
-async def while_heard(work: Coroutine[Any, Any, Value], receive: Receive) -> Value | None:
+async def cancel_on_disconnect(work: Coroutine[Any, Any, Value], receive: Receive) -> Value | None:
     """The result of `work`, or None when the client left before."""
     task = asyncio.create_task(work)
-    leaving = asyncio.create_task(_left(receive))
+    leaving = asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return await task if task.done() else None
@@ -130,6 +137,6 @@ async def while_heard(work: Coroutine[Any, Any, Value], receive: Receive) -> Val
         await asyncio.gather(task, leaving, return_exceptions=True)
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

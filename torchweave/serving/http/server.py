@@ -8,19 +8,19 @@ import signal
 from collections.abc import Callable
 
 from torchweave.config.options import EngineConfig, ServerConfig
-from torchweave.serving.engine_client.client import Side
-from torchweave.serving.engine_client.engine_supervisor import own_engines
-from torchweave.serving.frontends.group import Frontends
+from torchweave.serving.engine_client.client import FrontendContext
+from torchweave.serving.engine_client.engine_supervisor import create_replicas
+from torchweave.serving.frontends.group import FrontendGroup
 from torchweave.serving.frontends.messages import Draining
 from torchweave.serving.http.app import create_app
-from torchweave.serving.http.listener import Uvicorn, listen, processes_for
-from torchweave.serving.ipc.processes import vital
-from torchweave.serving.ipc.shared_load import Ledger
+from torchweave.serving.http.listener import UvicornServer, listen, num_http_processes
+from torchweave.serving.ipc.processes import critical_task
+from torchweave.serving.ipc.shared_load import SharedLoad
 from torchweave.serving.service import Service
 from torchweave.utils import gc
 
 _FAILED_SECONDS = 1.0  # for those who ask to hear that the engine has failed
-_LOOK_SECONDS = 0.05  # between two looks at what other HTTP processes have in flight, while they finish it
+_POLL_SECONDS = 0.05  # between two looks at what other HTTP processes have in flight, while they finish it
 
 
 class Server:
@@ -41,19 +41,21 @@ class Server:
     def __init__(
         self, config: EngineConfig, settings: ServerConfig, on_ready: Callable[[Server], None] = lambda _: None
     ) -> None:
-        count = processes_for(settings.api_server_count)
+        count = num_http_processes(settings.api_server_count)
         self._config, self._settings, self._on_ready = config, settings, on_ready
         self._socket = listen(settings.host, settings.port, shared=count > 1)
         self._port: int = self._socket.getsockname()[1]
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.url = f"http://{host}:{self._port}"
-        side = Side(ledger=Ledger(settings.data_parallel_size, count))
-        self._frontends = Frontends(count, side)
-        self.client = own_engines(config, settings.data_parallel_size, settings.restart_engine, side, count)
-        self.app = create_app(self.client, settings, others=self._frontends)
+        frontend_context = FrontendContext(shared_load=SharedLoad(settings.data_parallel_size, count))
+        self._frontends = FrontendGroup(count, frontend_context)
+        self.client = create_replicas(
+            config, settings.data_parallel_size, settings.restart_engine, frontend_context, count
+        )
+        self.app = create_app(self.client, settings, frontends=self._frontends)
         self.service: Service = self.app.state.service
         self._draining: asyncio.Task[None] | None = None
-        self._uvicorn = Uvicorn(self.app)
+        self._uvicorn = UvicornServer(self.app)
 
     @property
     def failure(self) -> str:
@@ -76,23 +78,23 @@ class Server:
         for each in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(each, self.drain)
         address = self._settings.host, self._port
-        further = self._frontends.start(self._config, self._settings, address, self.client.learn)
-        serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket, *further]))
-        tasks = [asyncio.create_task(self._greet()), vital(self._follow())]
+        extra_sockets = self._frontends.start(self._config, self._settings, address, self.client.on_prompt_routed)
+        serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket, *extra_sockets]))
+        tasks = [asyncio.create_task(self._report_ready()), critical_task(self._watch_engines())]
         await serving
-        await _end(*tasks, *([self._draining] if self._draining is not None else []))
+        await _cancel(*tasks, *([self._draining] if self._draining is not None else []))
         at_once = self._uvicorn.force_exit
         if at_once:  # uvicorn has left requests and application as they were, to be cancelled with the loop
             await self.client.stop(at_once)
             await self._uvicorn.lifespan.shutdown()
         await self._frontends.stop(at_once)
-        if self.service.fault:
-            raise ValueError(self.service.fault)
+        if self.service.startup_error:
+            raise ValueError(self.service.startup_error)
         return 1 if self.client.state == "failed" or self._frontends.failure else 0
 
-    async def _greet(self) -> None:
+    async def _report_ready(self) -> None:
         """Tell when the server is ready, or end it where it cannot be."""
-        await self.service.opened.wait()
+        await self.service.startup_done.wait()
         if not self.service.ready:
             self._uvicorn.should_exit = True
             return
@@ -100,13 +102,15 @@ class Server:
         if self._frontends.failure:
             return
         self._on_ready(self)
-        with gc.at_rest_by_turns():
+        with gc.gc_frozen_manual_collect():
             await asyncio.Event().wait()
 
-    async def _follow(self) -> None:
+    async def _watch_engines(self) -> None:
         """End the server with its engine, or with one of its HTTP processes, be it while it starts."""
-        opened = self.service.opened
-        await self.client.wait_for(lambda: bool(self._frontends.failure) or (opened.is_set() and not self.client.alive))
+        startup_done = self.service.startup_done
+        await self.client.wait_for(
+            lambda: bool(self._frontends.failure) or (startup_done.is_set() and not self.client.alive)
+        )
         if self._frontends.failure:
             await self.client.stop()  # whoever waits for an answer hears of it, in all HTTP processes
         if self.failure:
@@ -127,12 +131,12 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.drain_timeout):
                 while self.client.num_in_flight:
-                    await asyncio.sleep(_LOOK_SECONDS)
+                    await asyncio.sleep(_POLL_SECONDS)
         await self.client.stop()  # whoever is still there hears of it
         self._uvicorn.should_exit = True
 
 
-async def _end(*tasks: asyncio.Task[None]) -> None:
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,7 +16,7 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
-class TextEvents:
+class TextEventCache:
     """Events that differ in an answer's text alone: written once, with a gap for the text."""
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ class Addresses:
 
 
 @dataclass(frozen=True)
-class Place:
+class ReplicaInfo:
     """Which one an engine is of those behind a server: number `index` of `count`, asked by `frontends` HTTP processes."""
 
     index: int = 0
@@ -51,7 +51,7 @@ class Place:
         return ids // self.count % self.frontends
 
 
-PROCESS_BAR = {"title": "engine process", "done": 0, "total": 1, "note": "importing"}
+PROCESS_START_PROGRESS = {"title": "engine process", "done": 0, "total": 1, "note": "importing"}
 """The first progress event, of what takes seconds before the engine's report begins."""
 
 
@@ -118,7 +118,7 @@ ToEngine = Submit | Stop | End
 # -- from the engine ---------------------------------------------------------------------------------------------------
 
 
-class Happened(msgspec.Struct, tag=True, array_like=True):
+class EngineEvent(msgspec.Struct, tag=True, array_like=True):
     """An event of the engine's report; `at` in seconds since it began."""
 
     at: float
@@ -140,19 +140,19 @@ class Accepted(msgspec.Struct, tag=True, array_like=True):
     refusal: str = ""
 
 
-class Said(msgspec.Struct, array_like=True):
-    """One response: an `Output` in short; `whole` where there is more to it than tokens."""
+class EncodedResponse(msgspec.Struct, array_like=True):
+    """One response: an `Output` in short; `full_output` where there is more to it than tokens."""
 
     id: int
     token_ids: bytes
     finish_reason: FinishReason | None
     final: bool
     error: str
-    whole: Output | None = None
+    full_output: Output | None = None
 
     def output(self) -> Output:
-        if self.whole is not None:
-            return self.whole
+        if self.full_output is not None:
+            return self.full_output
         return Output(np.frombuffer(self.token_ids, np.int32), self.finish_reason)
 
 
@@ -166,7 +166,7 @@ class Outputs(msgspec.Struct, tag=True, array_like=True):
 
     ids: bytes
     tokens: bytes
-    others: list[Said]
+    others: list[EncodedResponse]
     failing: bool = False
 
     def new_tokens(self) -> Iterator[tuple[int, int]]:
@@ -177,11 +177,11 @@ class Outputs(msgspec.Struct, tag=True, array_like=True):
 
     def responses(self) -> Iterator[Response]:
         """All others."""
-        for said in self.others:
-            yield Response(said.id, said.output(), said.final, said.error)
+        for encoded in self.others:
+            yield Response(encoded.id, encoded.output(), encoded.final, encoded.error)
 
 
-class Moved(msgspec.Struct, tag=True, array_like=True):
+class RequestStateChanges(msgspec.Struct, tag=True, array_like=True):
     """Requests that began (`started`), gave their blocks back (`paused`), or drew their first token (`answering`)."""
 
     moves: list[tuple[int, str]]
@@ -198,19 +198,19 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
-    """The engine ends. `asked`: what was asked of it cannot be, rather than a fault of the engine."""
+    """The engine ends. `is_config_error`: what was asked of it cannot be, rather than a fault of the engine."""
 
     why: str
-    asked: bool
+    is_config_error: bool
 
 
-FromEngine = Happened | Ready | Accepted | Outputs | Moved | Stats | Failed
+FromEngine = EngineEvent | Ready | Accepted | Outputs | RequestStateChanges | Stats | Failed
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def _plain(value: Any) -> Any:
+def _to_msgpack(value: Any) -> Any:
     """What msgspec does not know, as something that it does."""
     if isinstance(value, np.ndarray):
         return value.tolist()
@@ -219,86 +219,88 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _array(hint: type, value: Any) -> Any:
+def _from_msgpack(hint: type, value: Any) -> Any:
     if hint is np.ndarray:
         return np.asarray(value, np.int32)
     raise NotImplementedError(hint)
 
 
-encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+encode = msgspec.msgpack.Encoder(enc_hook=_to_msgpack).encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_array).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_from_msgpack).decode
 
 
 def submit(request: InferenceRequest) -> Submit:
     ids = np.ascontiguousarray(request.input_ids, np.int32).tobytes()
-    sampling = _given(request.sampling)
+    sampling = _non_default_fields(request.sampling)
     return Submit(request.id, ids, sampling, request.streaming, request.priority, request.cache_salt)
 
 
-def request_of(message: Submit) -> InferenceRequest:
+def decode_request(message: Submit) -> InferenceRequest:
     """The request as the engine takes it.
 
     Raises:
         ValueError: its parameters cannot be.
     """
-    given = dict(message.sampling)
-    if "structured_outputs" in given:
-        given["structured_outputs"] = StructuredOutputs(**given["structured_outputs"])
+    sampling = dict(message.sampling)
+    if "structured_outputs" in sampling:
+        sampling["structured_outputs"] = StructuredOutputs(**sampling["structured_outputs"])
     return InferenceRequest(
         message.id,
         np.frombuffer(message.input_ids, np.int32),
-        SamplingParams(**given),
+        SamplingParams(**sampling),
         message.streaming,
         message.priority,
         message.cache_salt,
     )
 
 
-def messages(item: Sequence[Response] | FromEngine, place: Place, failing: bool = False) -> Iterator[tuple[int, bytes]]:
+def messages(
+    item: Sequence[Response] | FromEngine, replica_info: ReplicaInfo, failing: bool = False
+) -> Iterator[tuple[int, bytes]]:
     """What the engine says, by the HTTP process that it is for; what is not about requests is for the first one.
 
     Args:
         failing: errors in responses are those of the engine.
     """
     if isinstance(item, Accepted):
-        yield place.frontend_of(item.id), encode(item)
-    elif isinstance(item, Moved):
-        for frontend in range(place.frontends):
-            if moves := [each for each in item.moves if place.frontend_of(each[0]) == frontend]:
-                yield frontend, encode(Moved(moves))
+        yield replica_info.frontend_of(item.id), encode(item)
+    elif isinstance(item, RequestStateChanges):
+        for frontend in range(replica_info.frontends):
+            if moves := [each for each in item.moves if replica_info.frontend_of(each[0]) == frontend]:
+                yield frontend, encode(RequestStateChanges(moves))
     elif isinstance(item, msgspec.Struct):
         yield 0, encode(item)
     else:
-        yield from _outputs(item if isinstance(item, Responses) else Responses(item), place, failing)
+        yield from _encode_outputs(item if isinstance(item, Responses) else Responses(item), replica_info, failing)
 
 
-def _outputs(responses: Responses, place: Place, failing: bool) -> Iterator[tuple[int, bytes]]:
+def _encode_outputs(responses: Responses, replica_info: ReplicaInfo, failing: bool) -> Iterator[tuple[int, bytes]]:
     """All tokens go to everyone who has one of the streams: to divide them costs more than to pass over some."""
     ids, tokens = responses.ids.tobytes(), responses.tokens.tobytes()
-    others: dict[int, list[Said]] = {}
+    others: dict[int, list[EncodedResponse]] = {}
     for each in responses.others:
-        others.setdefault(place.frontend_of(each.id), []).append(_said(each))
+        others.setdefault(replica_info.frontend_of(each.id), []).append(_encode_response(each))
     owners = set(others) | set(
-        place.frontend_of(responses.ids).tolist() if place.frontends > 1 else range(len(ids) > 0)
+        replica_info.frontend_of(responses.ids).tolist() if replica_info.frontends > 1 else range(len(ids) > 0)
     )
-    for_most = encode(Outputs(ids, tokens, [], failing)) if len(owners) > len(others) else b""
+    shared_message = encode(Outputs(ids, tokens, [], failing)) if len(owners) > len(others) else b""
     for frontend in sorted(owners):
-        said = others.get(frontend)
-        yield frontend, for_most if said is None else encode(Outputs(ids, tokens, said, failing))
+        encoded = others.get(frontend)
+        yield frontend, shared_message if encoded is None else encode(Outputs(ids, tokens, encoded, failing))
 
 
-def _said(response: Response) -> Said:
+def _encode_response(response: Response) -> EncodedResponse:
     output = response.output
-    whole = output if any(getattr(output, name) for name in _EXTRAS) else None
-    ids = b"" if whole is not None else np.ascontiguousarray(output.token_ids, np.int32).tobytes()
-    return Said(response.id, ids, output.finish_reason, response.final, response.error, whole)
+    full_output = output if any(getattr(output, name) for name in _EXTRAS) else None
+    ids = b"" if full_output is not None else np.ascontiguousarray(output.token_ids, np.int32).tobytes()
+    return EncodedResponse(response.id, ids, output.finish_reason, response.final, response.error, full_output)
 
 
 _EXTRAS = tuple(name for name in Output._fields if name not in ("token_ids", "finish_reason"))
 
 
-def _given(params: SamplingParams) -> dict[str, Any]:
+def _non_default_fields(params: SamplingParams) -> dict[str, Any]:
     """The fields that are not the default; one that is a dataclass as a dict."""
     found: dict[str, Any] = {}
     for item in fields(params):

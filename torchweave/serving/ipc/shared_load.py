@@ -10,7 +10,7 @@ from multiprocessing.sharedctypes import RawArray, RawValue
 from typing import Any
 
 
-class Ledger:
+class SharedLoad:
     """Numbers of every pair of an engine and an HTTP process. Can be handed to a process only while that is started.
 
     Args:
@@ -23,7 +23,7 @@ class Ledger:
 
     def __init__(self, engines: int = 1, frontends: int = 1) -> None:
         self._requests: list[Any] = [RawArray("q", frontends) for _ in range(engines)]
-        self._unread: list[Any] = [RawArray("q", frontends) for _ in range(engines)]
+        self._pending_prefill_tokens: list[Any] = [RawArray("q", frontends) for _ in range(engines)]
         self._last: Any = RawValue("q", -1)
 
     @property
@@ -34,10 +34,10 @@ class Ledger:
     def last(self, engine: int) -> None:
         self._last.value = engine
 
-    def write(self, engine: int, frontend: int, requests: int, unread: int) -> None:
+    def write(self, engine: int, frontend: int, requests: int, pending_prefill_tokens: int) -> None:
         """What an HTTP process has in flight at an engine: requests, and tokens of their prompts that were not read."""
         self._requests[engine][frontend] = requests
-        self._unread[engine][frontend] = unread
+        self._pending_prefill_tokens[engine][frontend] = pending_prefill_tokens
 
     def requests(self, engine: int) -> int:
         """Requests of all HTTP processes in flight at an engine."""
@@ -47,6 +47,6 @@ class Ledger:
         """Whether an HTTP process has requests in flight, at whichever engine."""
         return any(each[frontend] for each in self._requests)
 
-    def unread(self, engine: int) -> int:
+    def pending_prefill_tokens(self, engine: int) -> int:
         """Tokens of their prompts that the engine has not read."""
-        return sum(self._unread[engine])
+        return sum(self._pending_prefill_tokens[engine])

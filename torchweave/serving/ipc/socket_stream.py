@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 _SIZE = struct.Struct("<I")
-_LOOK_SECONDS = 0.02  # between two looks whether the other process listens
+_CONNECT_RETRY_SECONDS = 0.02  # between two looks whether the other process listens
 
 
 class Sender:
@@ -30,11 +30,11 @@ class Sender:
         self._path = path
         self._lock = threading.Condition()
         self._socket: socket.socket | None = None
-        self._left: deque[bytes] = deque()
+        self._pending: deque[bytes] = deque()
         self._writing = False
         self._closed = False
         with self._lock:
-            self._write_later()
+            self._start_writer_thread()
 
     def send(self, message: bytes) -> None:
         """Send a message behind those before it; nothing once it is closed, or the reader is gone."""
@@ -46,8 +46,8 @@ class Sender:
                 framed = framed[self._write(framed) :]
                 if not framed:
                     return
-                self._write_later()
-            self._left.append(framed)
+                self._start_writer_thread()
+            self._pending.append(framed)
 
     def close(self, seconds: float) -> None:
         """See to it that all was sent, for as long as that takes at most."""
@@ -68,27 +68,27 @@ class Sender:
             self._closed = True
             return len(data)
 
-    def _write_later(self) -> None:
+    def _start_writer_thread(self) -> None:
         self._writing = True
-        threading.Thread(target=self._write_left, name="torchweave-sender", daemon=True).start()
+        threading.Thread(target=self._write_pending, name="torchweave-sender", daemon=True).start()
 
-    def _write_left(self) -> None:
+    def _write_pending(self) -> None:
         if self._socket is None:
             self._connect()
         while self._socket is not None:
             with self._lock:
-                while self._left and not self._closed:
-                    first = self._left[0]
+                while self._pending and not self._closed:
+                    first = self._pending[0]
                     rest = first[self._write(first) :]
                     if rest:
-                        self._left[0] = rest
+                        self._pending[0] = rest
                         break
-                    self._left.popleft()
+                    self._pending.popleft()
                 else:
                     self._writing = False
                     self._lock.notify_all()
                     return
-            _wait_for_room(self._socket)
+            _wait_until_writable(self._socket)
 
     def _connect(self) -> None:
         """Wait until the reader listens."""
@@ -97,7 +97,7 @@ class Sender:
             try:
                 found.connect(self._path)
             except OSError:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_CONNECT_RETRY_SECONDS)
             else:
                 found.setblocking(False)
                 self._socket = found
@@ -105,22 +105,22 @@ class Sender:
         found.close()
 
 
-def _wait_for_room(into: socket.socket) -> None:
+def _wait_until_writable(into: socket.socket) -> None:
     waiting = select.poll()
     waiting.register(into, select.POLLOUT)
     waiting.poll(1000)
 
 
 class Reader(asyncio.Protocol):
-    """Calls `hear` with each message that a `Sender` sends.
+    """Calls `on_message` with each message that a `Sender` sends.
 
     Attributes:
-        ended: done when the sender has closed and all of it was heard; with the error that `hear` has raised.
+        ended: done when the sender has closed and all of it was heard; with the error that `on_message` has raised.
     """
 
-    def __init__(self, hear: Callable[[bytes], None]) -> None:
+    def __init__(self, on_message: Callable[[bytes], None]) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._hear = hear
+        self._on_message = on_message
         self._part = b""
         self._transport: asyncio.BaseTransport | None = None
 
@@ -138,7 +138,7 @@ class Reader(asyncio.Protocol):
                 if end > len(data):
                     break
                 at = end
-                self._hear(data[begin:end])
+                self._on_message(data[begin:end])
         except Exception as error:  # whatever a message that nobody understands leads to
             self._finish(error)
             return
@@ -167,11 +167,11 @@ def listen(path: str) -> socket.socket:
     return listening
 
 
-async def read(listening: socket.socket, hear: Callable[[bytes], None]) -> None:
-    """Hear the first that comes until it closes. Raises what `hear` raises."""
+async def read(listening: socket.socket, on_message: Callable[[bytes], None]) -> None:
+    """Hear the first that comes until it closes. Raises what `on_message` raises."""
     loop = asyncio.get_running_loop()
     connected, _ = await loop.sock_accept(listening)
-    transport, reader = await loop.connect_accepted_socket(lambda: Reader(hear), connected)
+    transport, reader = await loop.connect_accepted_socket(lambda: Reader(on_message), connected)
     try:
         await reader.ended
     finally:

@@ -27,7 +27,7 @@ ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 163
 REQUEST_TOKENS = tuple(mantissa * 10**exponent for exponent in range(7) for mantissa in (1, 2, 5))
 
 
-class Distribution:
+class BucketHistogram:
     """A histogram: how many values lie at or below each bound, their sum, and the last few themselves.
 
     Attributes:
@@ -35,14 +35,14 @@ class Distribution:
         recent: the last values, for percentiles of now.
     """
 
-    __slots__ = ("_bounds", "_keep", "counts", "recent", "sum")
+    __slots__ = ("_bounds", "_num_recent", "counts", "recent", "sum")
 
-    def __init__(self, bounds: Sequence[float], keep: int = 0) -> None:
+    def __init__(self, bounds: Sequence[float], num_recent: int = 0) -> None:
         self._bounds = bounds
-        self._keep = keep
+        self._num_recent = num_recent
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
-        self.recent: deque[float] = deque(maxlen=keep)
+        self.recent: deque[float] = deque(maxlen=num_recent)
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self._bounds, value)] += 1
@@ -54,12 +54,12 @@ class Distribution:
         return sum(self.counts)
 
     @classmethod
-    def together(cls, parts: Sequence[Distribution]) -> Distribution:
+    def merge(cls, parts: Sequence[BucketHistogram]) -> BucketHistogram:
         """The values of several distributions with the same bounds; the last few of each are kept."""
         first = parts[0]
         if len(parts) == 1:
             return first
-        found = cls(first._bounds, first._keep * len(parts))
+        found = cls(first._bounds, first._num_recent * len(parts))
         found.counts = [sum(counts) for counts in zip(*(part.counts for part in parts), strict=True)]
         found.sum = sum(part.sum for part in parts)
         for part in parts:
@@ -129,14 +129,14 @@ class Percentiles:
         self._histories = histories
         self._seconds = seconds
         self._percents = percents
-        self._known: dict[int, list[float | None]] = {}
+        self._by_second: dict[int, list[float | None]] = {}
 
     def of(self, now: float) -> list[list[float | None]]:
         """For each percentile that of every whole second before `now`, oldest first; None for a second without a value."""
         last = math.floor(now)
         seconds = range(last - self._seconds, last)
-        self._known = {second: self._known.get(second) or self._of_second(second) for second in seconds}
-        return [[self._known[second][number] for second in seconds] for number in range(len(self._percents))]
+        self._by_second = {second: self._by_second.get(second) or self._of_second(second) for second in seconds}
+        return [[self._by_second[second][number] for second in seconds] for number in range(len(self._percents))]
 
     def _of_second(self, second: int) -> list[float | None]:
         values = [value for history in self._histories for value in history.values(second)]

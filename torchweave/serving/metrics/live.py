@@ -13,9 +13,14 @@ import msgspec
 
 import torchweave
 from torchweave.serving.engine_client.client import EngineClient
-from torchweave.serving.engine_client.request_metrics import HISTORY_SECONDS, Counts, Record, shown
-from torchweave.serving.metrics.counters import Distribution, Percentiles, percentile
-from torchweave.serving.metrics.prometheus import EngineNow
+from torchweave.serving.engine_client.request_metrics import (
+    HISTORY_SECONDS,
+    RequestRecord,
+    ServingCounters,
+    visible_requests,
+)
+from torchweave.serving.metrics.counters import BucketHistogram, Percentiles, percentile
+from torchweave.serving.metrics.prometheus import EngineSnapshot
 from torchweave.serving.service import Service
 
 FRESH_SECONDS = 0.25
@@ -31,49 +36,51 @@ class Live:
         look: brings what is known of other HTTP processes up to date.
     """
 
-    def __init__(self, service: Service, look: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, service: Service, poll_metrics: Callable[[], Awaitable[None]]) -> None:
         self._service = service
-        self._look = look
+        self._poll_metrics = poll_metrics
         self._engines = service.client.engines
-        self._made = float("-inf")
-        self._making: asyncio.Task[None] | None = None
+        self._built_at = float("-inf")
+        self._build_task: asyncio.Task[None] | None = None
         self._text = b""
         self._compiled: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # an explanation, and what is shown of it
-        histories = [engine.traffic.history for engine in self._engines]
+        histories = [engine.request_metrics.history for engine in self._engines]
         self._step_times = Percentiles(histories, HISTORY_SECONDS, (50, 99))
 
     async def text(self) -> bytes:
         """The JSON text, not older than `FRESH_SECONDS`."""
-        if self._engines[0].traffic.clock() - self._made >= FRESH_SECONDS:
-            if self._making is None or self._making.done():
-                self._making = asyncio.create_task(self._make())
-            await asyncio.shield(self._making)  # others may wait for it too
+        if self._engines[0].request_metrics.clock() - self._built_at >= FRESH_SECONDS:
+            if self._build_task is None or self._build_task.done():
+                self._build_task = asyncio.create_task(self._rebuild())
+            await asyncio.shield(self._build_task)  # others may wait for it too
         return self._text
 
-    async def _make(self) -> None:
-        await self._look()
-        now = self._engines[0].traffic.clock()
-        self._text, self._made = msgspec.json.encode(self.snapshot(now)), now
+    async def _rebuild(self) -> None:
+        await self._poll_metrics()
+        now = self._engines[0].request_metrics.clock()
+        self._text, self._built_at = msgspec.json.encode(self.snapshot(now)), now
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """What `docs/operations.md` describes; times in seconds, unless a name ends in `_ms`."""
         client = self._service.client
-        traffics = [traffic for engine in self._engines for traffic in engine.traffics]
-        counts = Counts.together([traffic.counts for traffic in traffics])
-        now_of_each = [EngineNow.of(engine) for engine in self._engines]
-        engine = EngineNow.together(now_of_each)
+        all_request_metrics = [
+            request_metrics for engine in self._engines for request_metrics in engine.all_request_metrics
+        ]
+        counts = ServingCounters.merge([request_metrics.counts for request_metrics in all_request_metrics])
+        snapshots = [EngineSnapshot.of(engine) for engine in self._engines]
+        engine = EngineSnapshot.merge(snapshots)
         return {
             "state": "draining" if self._service.draining else self._state(),
             "failure": client.failure,
             "version": torchweave.__version__,
-            "uptime": now - traffics[0].began,
+            "uptime": now - all_request_metrics[0].began,
             "model": self._model(),
             "startup": self._startup(),
             "requests": {
                 "running": engine.running,
                 "waiting": engine.waiting,
                 "paused": engine.paused,
-                "open": sum(len(traffic.open) for traffic in traffics),
+                "open": sum(len(request_metrics.open) for request_metrics in all_request_metrics),
                 "ended": counts.reasons,
                 "refused": counts.refused,
             },
@@ -83,13 +90,13 @@ class Live:
                 "tokens_per_block": engine.tokens_per_block,
                 "hit_rate": engine.hits / engine.queries if engine.queries else None,
             },
-            "steps": {"count": counts.iterations, **_spread(counts.iteration_seconds)},
-            "first_token": _spread(counts.first_token),
-            "inter_token": _spread(counts.inter_token),
+            "steps": {"count": counts.iterations, **_percentiles_ms(counts.iteration_seconds)},
+            "first_token": _percentiles_ms(counts.first_token),
+            "inter_token": _percentiles_ms(counts.inter_token),
             "tokens": {"read": counts.prompt_tokens, "generated": counts.generation_tokens},
             "history": self._history(now),
-            "replicas": [_replica(*each, now) for each in zip(self._engines, now_of_each, strict=True)],
-            "recent": [_shown(record, now) for record in shown(traffics)],
+            "replicas": [_replica_summary(*each, now) for each in zip(self._engines, snapshots, strict=True)],
+            "recent": [_request_row(record, now) for record in visible_requests(all_request_metrics)],
             "compiled": self._what_is_compiled() | {"compiles_after_ready": counts.compiles_after_ready},
         }
 
@@ -122,7 +129,11 @@ class Live:
         }
 
     def _history(self, now: float) -> dict[str, Any]:
-        sums = [traffic.history.sums(now) for engine in self._engines for traffic in engine.traffics]
+        sums = [
+            request_metrics.history.sums(now)
+            for engine in self._engines
+            for request_metrics in engine.all_request_metrics
+        ]
         p50, p99 = self._step_times.of(now)
         return {
             "seconds": HISTORY_SECONDS,
@@ -139,16 +150,16 @@ class Live:
         return self._compiled[1]
 
 
-def _replica(engine: EngineClient, numbers: EngineNow, now: float) -> dict[str, Any]:
+def _replica_summary(engine: EngineClient, numbers: EngineSnapshot, now: float) -> dict[str, Any]:
     """One of the engines, in short."""
-    card, generated = engine.model, engine.traffic.history.sums(now)["generated"][-RATE_SECONDS:]
+    card, generated = engine.model, engine.request_metrics.history.sums(now)["generated"][-RATE_SECONDS:]
     return {
-        "replica": engine.place.index,
+        "replica": engine.replica_info.index,
         "state": engine.state,
         "failure": engine.failure,
         "restarts": engine.restarts,
         "device": card.device if card is not None else None,
-        "open": sum(len(traffic.open) for traffic in engine.traffics),
+        "open": sum(len(request_metrics.open) for request_metrics in engine.all_request_metrics),
         "running": numbers.running,
         "generated_per_second": sum(generated) / len(generated),
         "usage": numbers.usage,
@@ -176,7 +187,7 @@ def _compiled(explanation: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _spread(values: Distribution) -> dict[str, float | None]:
+def _percentiles_ms(values: BucketHistogram) -> dict[str, float | None]:
     """Percentiles of the last values."""
     p50, p99 = percentile(values.recent, 50), percentile(values.recent, 99)
     return {"p50_ms": p50 and p50 * 1e3, "p99_ms": p99 and p99 * 1e3}
@@ -186,7 +197,7 @@ def _milliseconds(seconds: list[float | None]) -> list[float | None]:
     return [None if value is None else round(value * 1e3, 3) for value in seconds]
 
 
-def _shown(record: Record, now: float) -> dict[str, Any]:
+def _request_row(record: RequestRecord, now: float) -> dict[str, Any]:
     """A request as the page's list has it."""
     end = record.ended or now
     return {
@@ -196,5 +207,5 @@ def _shown(record: Record, now: float) -> dict[str, Any]:
         "tokens": record.num_tokens,
         "seconds": round(end - record.arrived, 3),
         "ago": round(now - record.ended, 1) if record.ended else None,
-        "first_token_ms": round((record.first - record.arrived) * 1e3, 1) if record.first else None,
+        "first_token_ms": round((record.first_token_at - record.arrived) * 1e3, 1) if record.first_token_at else None,
     }

@@ -19,12 +19,12 @@ from prometheus_client.registry import Collector
 from starlette.routing import Match, Route
 
 import torchweave
-from torchweave.serving.engine_client.request_metrics import Counts
+from torchweave.serving.engine_client.request_metrics import ServingCounters
 from torchweave.serving.ipc.messages import ModelCard
-from torchweave.serving.metrics.counters import Distribution
+from torchweave.serving.metrics.counters import BucketHistogram
 
 PREFIX = "torchweave_"
-_CLIENT_LEFT = 499
+_CLIENT_CLOSED_REQUEST = 499
 _Scope = dict[str, Any]
 
 
@@ -35,7 +35,7 @@ class Engine(Protocol):
     model: ModelCard | None
 
     @property
-    def counts(self) -> Counts: ...
+    def counts(self) -> ServingCounters: ...
 
     @property
     def state(self) -> str: ...
@@ -44,69 +44,69 @@ class Engine(Protocol):
     def stats(self) -> dict[str, Any]: ...
 
     @property
-    def looked_up(self) -> tuple[int, int]: ...
+    def prefix_cache_tokens(self) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True)
-class Family:
+class MetricSpec:
     """One metric: its name without prefix, what it means, and where its value is."""
 
     name: str
     meaning: str
-    value: Callable[[Counts], float | Distribution]
+    value: Callable[[ServingCounters], float | BucketHistogram]
 
 
 # Names, units and meanings of vLLM's metrics where it has one; docs/operations.md tells them to people.
 COUNTERS = (
-    Family("prompt_tokens", "Prompt tokens of requests that had their first token", lambda c: c.prompt_tokens),
-    Family("generation_tokens", "Tokens that were generated", lambda c: c.generation_tokens),
-    Family("requests_refused", "Requests that the engine said it can never run", lambda c: c.refused),
-    Family("iterations", "Iterations of the engine", lambda c: c.iterations),
-    Family(
+    MetricSpec("prompt_tokens", "Prompt tokens of requests that had their first token", lambda c: c.prompt_tokens),
+    MetricSpec("generation_tokens", "Tokens that were generated", lambda c: c.generation_tokens),
+    MetricSpec("requests_refused", "Requests that the engine said it can never run", lambda c: c.refused),
+    MetricSpec("iterations", "Iterations of the engine", lambda c: c.iterations),
+    MetricSpec(
         "compiles_after_ready",
         "Compiles after the engine was ready: there should be none",
         lambda c: c.compiles_after_ready,
     ),
 )
 HISTOGRAMS = (
-    Family("time_to_first_token_seconds", "From a request's arrival to its first token", lambda c: c.first_token),
-    Family(
+    MetricSpec("time_to_first_token_seconds", "From a request's arrival to its first token", lambda c: c.first_token),
+    MetricSpec(
         "inter_token_latency_seconds",
         "Between two responses with tokens of a streamed request",
         lambda c: c.inter_token,
     ),
-    Family(
+    MetricSpec(
         "time_per_output_token_seconds",
         "Mean time between tokens of a finished request, without the first",
         lambda c: c.per_output_token,
     ),
-    Family("e2e_request_latency_seconds", "From a request's arrival to its end", lambda c: c.latency),
-    Family(
+    MetricSpec("e2e_request_latency_seconds", "From a request's arrival to its end", lambda c: c.latency),
+    MetricSpec(
         "request_queue_time_seconds",
         "From a request's arrival to the step that begins to read its prompt",
         lambda c: c.queue,
     ),
-    Family("request_prompt_tokens", "Prompt tokens of a finished request", lambda c: c.request_prompt),
-    Family("request_generation_tokens", "Generated tokens of a finished request", lambda c: c.request_generation),
-    Family("iteration_tokens", "Tokens of an iteration, read and drawn", lambda c: c.iteration_tokens),
-    Family("iteration_seconds", "Wall-clock time of an iteration", lambda c: c.iteration_seconds),
+    MetricSpec("request_prompt_tokens", "Prompt tokens of a finished request", lambda c: c.request_prompt),
+    MetricSpec("request_generation_tokens", "Generated tokens of a finished request", lambda c: c.request_generation),
+    MetricSpec("iteration_tokens", "Tokens of an iteration, read and drawn", lambda c: c.iteration_tokens),
+    MetricSpec("iteration_seconds", "Wall-clock time of an iteration", lambda c: c.iteration_seconds),
 )
 
 
-GAUGES: tuple[tuple[str, str, Callable[[EngineNow], float]], ...] = (
+GAUGES: tuple[tuple[str, str, Callable[[EngineSnapshot], float]], ...] = (
     ("num_requests_running", "Requests that take part in steps", lambda now: now.running),
     ("num_requests_waiting", "Requests that wait for their first step", lambda now: now.waiting),
     ("num_requests_paused", "Requests that ran, gave their blocks back, and wait to go on", lambda now: now.paused),
     ("kv_cache_usage_perc", "Part of the KV cache's blocks that requests hold; 1 is all", lambda now: now.usage),
     ("kv_cache_blocks", "Blocks of the KV cache", lambda now: now.blocks),
 )
-CACHE_COUNTERS: tuple[tuple[str, str, Callable[[EngineNow], int]], ...] = (
+CACHE_COUNTERS: tuple[tuple[str, str, Callable[[EngineSnapshot], int]], ...] = (
     ("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache", lambda now: now.queries),
     ("prefix_cache_hits", "Prompt tokens that were found there, and not read again", lambda now: now.hits),
 )
 
 
-class HttpCounts:
+class HttpRequestCounters:
     """HTTP requests by method, path (the route's, so that there are few) and status.
 
     Args:
@@ -120,32 +120,32 @@ class HttpCounts:
     def __init__(self, routes: Sequence[Route]) -> None:
         self._routes = routes
         self.requests: Counter[tuple[str, str, str]] = Counter()
-        self.elsewhere: Sequence[Counter[tuple[str, str, str]]] = ()
+        self.remote: Sequence[Counter[tuple[str, str, str]]] = ()
 
     @property
     def all_requests(self) -> Counter[tuple[str, str, str]]:
-        return sum(self.elsewhere, self.requests)
+        return sum(self.remote, self.requests)
 
     def count(self, scope: _Scope, status: int) -> None:
         """An answer has begun. What was refused before its route was looked for has the path of that one, if there is one."""
         path = getattr(scope.get("route"), "path", None)
         if path is None:
-            asked = (route.path for route in self._routes if route.matches(scope)[0] != Match.NONE)
-            path = next(asked, "other")
+            matching_paths = (route.path for route in self._routes if route.matches(scope)[0] != Match.NONE)
+            path = next(matching_paths, "other")
         self.requests[str(scope["method"]), path, str(status)] += 1
 
 
 STREAM_SEND = "torchweave.send"
 """In a scope: where the parts of a body may go once an answer has begun, past the layers that look for its beginning."""
-RELAYED = "torchweave.relayed"
+PROXIED = "torchweave.relayed"
 """In a scope: another HTTP process of the server answers, and counts."""
 
 
-class HttpMeter:
+class HttpMetricsMiddleware:
     """ASGI middleware around an application: counts each request once it is over. 499 (nginx's number): the client left before
     there was an answer."""
 
-    def __init__(self, app: Any, counts: HttpCounts) -> None:
+    def __init__(self, app: Any, counts: HttpRequestCounters) -> None:
         self._app = app
         self._counts = counts
 
@@ -153,28 +153,28 @@ class HttpMeter:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = _CLIENT_LEFT
+        status = _CLIENT_CLOSED_REQUEST
         scope[STREAM_SEND] = send
 
-        async def sent(message: dict[str, Any]) -> None:
+        async def counting_send(message: dict[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, sent)
+            await self._app(scope, receive, counting_send)
         except Exception:
-            status = 500 if status == _CLIENT_LEFT else status
+            status = 500 if status == _CLIENT_CLOSED_REQUEST else status
             raise
         finally:
             # It knows the scope, which knows it: all that the request was would wait for the collector of cycles.
             del scope[STREAM_SEND]
-            if not scope.get(RELAYED):
+            if not scope.get(PROXIED):
                 self._counts.count(scope, status)
 
 
-class Metrics(Collector):
+class PrometheusMetrics(Collector):
     """The metrics of one server.
 
     Args:
@@ -183,7 +183,7 @@ class Metrics(Collector):
         model_name: the label of everything about the model.
     """
 
-    def __init__(self, engines: Sequence[Engine], http: HttpCounts, model_name: str) -> None:
+    def __init__(self, engines: Sequence[Engine], http: HttpRequestCounters, model_name: str) -> None:
         self._engines, self._http = engines, http
         several = len(engines) > 1
         self._labels = ["model_name", "replica"] if several else ["model_name"]
@@ -220,7 +220,7 @@ class Metrics(Collector):
         yield info
 
     def _of_engines(self) -> Iterator[Metric]:
-        engines, now = self._engines, [EngineNow.of(engine) for engine in self._engines]
+        engines, now = self._engines, [EngineSnapshot.of(engine) for engine in self._engines]
         ready = (float(engine.state == "ready") for engine in engines)
         yield self._gauge("engine_up", "1 while the engine takes requests, else 0", ready)
         restarts = (engine.restarts for engine in engines)
@@ -252,7 +252,7 @@ class Metrics(Collector):
             found.add_metric(labels, value)
         return found
 
-    def _histogram(self, family: Family, values: Iterable[Any]) -> Metric:
+    def _histogram(self, family: MetricSpec, values: Iterable[Any]) -> Metric:
         found = HistogramMetricFamily(PREFIX + family.name, family.meaning, labels=self._labels)
         for labels, value in zip(self._values, values, strict=True):
             found.add_metric(labels, value.cumulative(), value.sum)
@@ -260,7 +260,7 @@ class Metrics(Collector):
 
 
 @dataclass(frozen=True)
-class EngineNow:
+class EngineSnapshot:
     """The engine's last statistics as few numbers; before the first, what is known of its blocks, and else 0.
 
     Attributes:
@@ -277,10 +277,10 @@ class EngineNow:
     hits: int
 
     @classmethod
-    def of(cls, engine: Engine) -> EngineNow:
+    def of(cls, engine: Engine) -> EngineSnapshot:
         stats, card = engine.stats, engine.model
         num_blocks, block_size = (card.num_kv_blocks, card.block_size) if card is not None else (0, 0)
-        queries, hits = engine.looked_up
+        queries, hits = engine.prefix_cache_tokens
         paused = stats.get("inflightBatchingStats", {}).get("numPausedRequests", 0)
         return cls(
             running=stats.get("numRunningRequests", 0),
@@ -294,7 +294,7 @@ class EngineNow:
         )
 
     @classmethod
-    def together(cls, parts: Sequence[EngineNow]) -> EngineNow:
+    def merge(cls, parts: Sequence[EngineSnapshot]) -> EngineSnapshot:
         """Of several engines with blocks of one size."""
         sums = {item.name: sum(getattr(part, item.name) for part in parts) for item in fields(cls)}
         return cls(**sums | {"tokens_per_block": max(part.tokens_per_block for part in parts)})

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchweave.serving.http.errors import ApiError
 from torchweave.serving.openai.protocol import ChatRequest, ChatTemplate, Message
-from torchweave.serving.openai.tools import CallParser, forced_parser, forced_schema, parser_for
+from torchweave.serving.openai.tools import ToolCallParser, forced_schema, make_forced_parser, make_tool_parser
 from torchweave.serving.service import Service
 
 # Names in `chat_template_kwargs` that are arguments of the tokenizer, not variables of the template.
@@ -24,7 +24,7 @@ _RESERVED = frozenset(
 
 
 @dataclass(frozen=True)
-class Calling:
+class ToolUse:
     """How tools take part in an answer.
 
     Attributes:
@@ -37,12 +37,12 @@ class Calling:
 
     tools: list[dict[str, Any]] | None = None
     forced: dict[str, Any] | None = None
-    parser: Callable[[], CallParser] | None = None
+    parser: Callable[[], ToolCallParser] | None = None
     keep_special: bool = False
     new_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}"
 
 
-def calling(service: Service, body: ChatRequest) -> Calling:
+def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
     """What the tools of a request mean for its answer.
 
     Raises:
@@ -52,29 +52,31 @@ def calling(service: Service, body: ChatRequest) -> Calling:
     if not tools:
         if choice not in (None, "none", "auto"):
             raise ApiError(400, "tool_choice asks for a call, but there are no tools.", param="tool_choice")
-        return Calling()
+        return ToolUse()
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise ApiError(400, "Two tools have the same name; rename one of them.", param="tools")
     if named is not None and named not in names:
         raise ApiError(400, f"tool_choice names {named!r}, but the tools are {', '.join(names)}.", param="tool_choice")
     if choice == "none":
-        return Calling()
+        return ToolUse()
     template = service.chat_template()
     if "tools" not in template:
         sentence = "The chat template of this model knows no tools; leave tools out, or serve it with a chat_template that does."
         raise ApiError(400, sentence, param="tools")
-    told = [tool.model_dump(exclude_none=True) for tool in tools]
-    form = service.tool_format(template)
+    tool_definitions = [tool.model_dump(exclude_none=True) for tool in tools]
+    tool_format = service.tool_format(template)
     if named is not None or choice == "required":
         schema = forced_schema(tools, named, body.parallel_tool_calls is not False)
-        return Calling(told, schema, lambda: forced_parser(tools, named))
-    if form is None:
+        return ToolUse(tool_definitions, schema, lambda: make_forced_parser(tools, named))
+    if tool_format is None:
         sentence = "How this model calls tools is not known by its chat template; serve it with tool_call_parser."
         raise ApiError(400, sentence, param="tools")
-    if form == "mistral":
-        return Calling(told, None, lambda: parser_for(form, tools), True, lambda: uuid.uuid4().hex[:9])
-    return Calling(told, None, lambda: parser_for(form, tools))
+    if tool_format == "mistral":
+        return ToolUse(
+            tool_definitions, None, lambda: make_tool_parser(tool_format, tools), True, lambda: uuid.uuid4().hex[:9]
+        )
+    return ToolUse(tool_definitions, None, lambda: make_tool_parser(tool_format, tools))
 
 
 async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any]] | None) -> list[int]:
@@ -100,7 +102,7 @@ async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any
                 400, "continue_final_message needs add_generation_prompt=false.", param="continue_final_message"
             )
         variables["continue_final_message"] = True
-    return await service.need_codec().chat(
+    return await service.require_tokenizer().chat(
         [_message(each) for each in body.messages],
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         **variables,

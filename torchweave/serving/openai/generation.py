@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchweave.engine.detokenizer import Answer
+from torchweave.engine.detokenizer import CompletionBuilder
 from torchweave.engine.request import SamplingParams, TokenLogprobs
 from torchweave.engine.responses import Response
-from torchweave.serving.engine_client.request_stream import Flight, Mail
-from torchweave.serving.tokenization import Codec
+from torchweave.serving.engine_client.request_stream import RequestStream, StreamOutput
+from torchweave.serving.tokenization import AsyncTokenizer
 
 
 @dataclass(slots=True)  # not frozen: there is one for each token of each stream
@@ -25,13 +25,13 @@ class Delta:
     logprobs: list[TokenLogprobs]
 
 
-class Growing:
+class AnswerBuilder:
     """One answer. `index` counts all answers of the request: those to the first prompt, then those to the second."""
 
-    def __init__(self, index: int, answer: Answer) -> None:
+    def __init__(self, index: int, answer: CompletionBuilder) -> None:
         self.index = index
         self.answer = answer
-        self.told = False  # to its end
+        self.reported = False  # to its end
         self._logprobs: list[TokenLogprobs] = []
 
     def add(self, token_ids: Sequence[int], reason: str | None, logprobs: Sequence[TokenLogprobs]) -> bool:
@@ -42,96 +42,100 @@ class Growing:
     def take(self) -> Delta:
         answer = self.answer
         text, ids = answer.new()
-        self.told = answer.finish_reason is not None
+        self.reported = answer.finish_reason is not None
         logprobs: list[TokenLogprobs] = []
         if self._logprobs:
             logprobs, self._logprobs = self._logprobs[: len(ids)], self._logprobs[len(ids) :]
         return Delta(self.index, text, ids, answer.finish_reason, logprobs)
 
 
-class Run:
+class AnswerStream:
     """All answers of one HTTP request. `close` stops those that are not done.
 
     Args:
         finished: called when a request of the engine has ended.
-        prompt_alone: the answers are empty: what is drawn is not told.
+        prompt_only: the answers are empty: what is drawn is not told.
     """
 
     def __init__(
         self,
-        flight: Flight,
-        codec: Codec | None,
+        request_stream: RequestStream,
+        tokenizer: AsyncTokenizer | None,
         params: SamplingParams,
         finished: Callable[[], None],
-        prompt_alone: bool = False,
+        prompt_only: bool = False,
     ) -> None:
-        self.flight = flight
-        self._growing: dict[int, list[Growing]] = {}  # by request id; a beam search has several answers
+        self.request_stream = request_stream
+        self._answer_builders: dict[int, list[AnswerBuilder]] = {}  # by request id; a beam search has several answers
         self._num_answers = 0
         self.prompts: list[list[int]] = []
-        self._codec = codec
+        self._tokenizer = tokenizer
         self._params = params
         self._finished = finished
-        self._prompt_alone = prompt_alone
+        self._prompt_only = prompt_only
 
     def submit(self, prompts: Sequence[Sequence[int]], stream: bool, priority: int, cache_salt: str) -> None:
         params = self._params
-        heard = (stream or bool(params.stop_strings)) and not self._prompt_alone
+        streamed = (stream or bool(params.stop_strings)) and not self._prompt_only
         for prompt in prompts:
             ids = list(prompt)
             self.prompts.append(ids)
             tokens = _as_tokens(ids)
             if params.beam_width > 1:
                 answers = [self._answer(ids, index) for index in range(params.n)]
-                self._growing[self.flight.submit(tokens, params, stream, priority, cache_salt)] = answers
+                self._answer_builders[self.request_stream.submit(tokens, params, stream, priority, cache_salt)] = (
+                    answers
+                )
                 continue
             for index, seeded in enumerate(params.each()):
                 answer = self._answer(ids, index)
-                self._growing[self.flight.submit(tokens, seeded, heard, priority, cache_salt)] = [answer]
+                self._answer_builders[self.request_stream.submit(tokens, seeded, streamed, priority, cache_salt)] = [
+                    answer
+                ]
 
-    def _answer(self, prompt: list[int], index: int) -> Growing:
-        text = None if self._codec is None else self._codec.stream(prompt, self._params.skip_special_tokens)
+    def _answer(self, prompt: list[int], index: int) -> AnswerBuilder:
+        text = None if self._tokenizer is None else self._tokenizer.stream(prompt, self._params.skip_special_tokens)
         self._num_answers += 1
-        return Growing(self._num_answers - 1, Answer(self._params, text, index))
+        return AnswerBuilder(self._num_answers - 1, CompletionBuilder(self._params, text, index))
 
     async def next(self) -> list[Delta]:
         """What is new, as soon as something is; nothing once all answers have ended.
 
         Raises:
-            EngineGone: the engine ended before them.
+            EngineUnavailable: the engine ended before them.
             RequestFailed: one failed alone.
         """
-        while mail := await self.flight.mail():
-            if found := self._read(mail):
+        while new_output := await self.request_stream.new_output():
+            if found := self._read(new_output):
                 return found
         return []
 
-    def _read(self, mail: Sequence[Mail]) -> list[Delta]:
-        told: dict[int, Growing] = {}
-        for each in mail:
+    def _read(self, new_output: Sequence[StreamOutput]) -> list[Delta]:
+        reported: dict[int, AnswerBuilder] = {}
+        for each in new_output:
             if isinstance(each, Response):
-                self._read_response(each, told)
+                self._read_response(each, reported)
             else:
-                growing = self._growing[each[0]][0]
-                if growing.add(each[1:], None, ()):
-                    self.flight.stop(each[0])
-                told[growing.index] = growing
-        return [growing.take() for growing in told.values() if not growing.told]
+                answer_builder = self._answer_builders[each[0]][0]
+                if answer_builder.add(each[1:], None, ()):
+                    self.request_stream.stop(each[0])
+                reported[answer_builder.index] = answer_builder
+        return [answer_builder.take() for answer_builder in reported.values() if not answer_builder.reported]
 
-    def _read_response(self, response: Response, told: dict[int, Growing]) -> None:
-        output, answers = response.output, self._growing[response.id]
+    def _read_response(self, response: Response, reported: dict[int, AnswerBuilder]) -> None:
+        output, answers = response.output, self._answer_builders[response.id]
         if output.prompt_logprobs:
             answers[0].answer.prompt_logprobs += output.prompt_logprobs
-        for growing, said in zip(answers, output.beams or (output,), strict=False):
-            if self._prompt_alone:
-                growing.add((), "length", ())
-            elif growing.add(said.token_ids.tolist(), said.finish_reason, said.logprobs):
-                self.flight.stop(response.id)
-            told[growing.index] = growing
+        for answer_builder, beam_output in zip(answers, output.beams or (output,), strict=False):
+            if self._prompt_only:
+                answer_builder.add((), "length", ())
+            elif answer_builder.add(beam_output.token_ids.tolist(), beam_output.finish_reason, beam_output.logprobs):
+                self.request_stream.stop(response.id)
+            reported[answer_builder.index] = answer_builder
         if response.final:
             self._finished()
 
-    async def whole(self) -> list[Delta]:
+    async def full(self) -> list[Delta]:
         """The answers when all have ended, in their order."""
         parts: list[list[Delta]] = [[] for _ in range(self._num_answers)]
         while found := await self.next():
@@ -141,7 +145,7 @@ class Run:
 
     def prompt_logprobs(self, prompt: int) -> list[TokenLogprobs | None]:
         """Of each token of a prompt, None for the first; known with the first response to it, if they were asked for."""
-        answers = [growing for several in self._growing.values() for growing in several]
+        answers = [answer_builder for builders in self._answer_builders.values() for answer_builder in builders]
         return [None, *answers[prompt * self._params.n].answer.prompt_logprobs]
 
     @property
@@ -150,10 +154,14 @@ class Run:
 
     @property
     def num_answer_tokens(self) -> int:
-        return sum(len(growing.answer.token_ids) for several in self._growing.values() for growing in several)
+        return sum(
+            len(answer_builder.answer.token_ids)
+            for builders in self._answer_builders.values()
+            for answer_builder in builders
+        )
 
     def close(self) -> None:
-        self.flight.close()
+        self.request_stream.close()
 
 
 def _joined(index: int, deltas: Sequence[Delta]) -> Delta:

@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchweave.engine.request import TokenLogprobs
-from torchweave.serving.tokenization import Codec
+from torchweave.serving.tokenization import AsyncTokenizer
 
 
-def chat_logprobs(codec: Codec | None, entries: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
+def chat_logprobs(tokenizer: AsyncTokenizer | None, entries: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
     """`choices[].logprobs` of a chat completion."""
     content = []
     for entry in entries:
         best = list(entry.top.items())[:num_top]
         content.append(
             {
-                **_token(codec, entry.token_id, entry.logprob),
-                "top_logprobs": [_token(codec, token, logprob) for token, logprob in best],
+                **_token(tokenizer, entry.token_id, entry.logprob),
+                "top_logprobs": [_token(tokenizer, token, logprob) for token, logprob in best],
             }
         )
     return {"content": content, "refusal": None}
 
 
-class Places:
+class TextOffsets:
     """Where the texts of tokens begin that come one after the other. Parts of a character all begin where it does.
 
     Args:
@@ -32,8 +32,10 @@ class Places:
         skip_special_tokens: they are no part of the text.
     """
 
-    def __init__(self, codec: Codec | None, prompt: Sequence[int], begin: int, skip_special_tokens: bool) -> None:
-        self._stream = None if codec is None else codec.stream(prompt, skip_special_tokens)
+    def __init__(
+        self, tokenizer: AsyncTokenizer | None, prompt: Sequence[int], begin: int, skip_special_tokens: bool
+    ) -> None:
+        self._stream = None if tokenizer is None else tokenizer.stream(prompt, skip_special_tokens)
         self._end = begin
 
     def of(self, token: int) -> int:
@@ -44,7 +46,10 @@ class Places:
 
 
 def completion_logprobs(
-    codec: Codec | None, entries: Sequence[TokenLogprobs | None], places: Places, first_token: int | None = None
+    tokenizer: AsyncTokenizer | None,
+    entries: Sequence[TokenLogprobs | None],
+    text_offsets: TextOffsets,
+    first_token: int | None = None,
 ) -> dict[str, Any]:
     """`choices[].logprobs` of a completion.
 
@@ -54,41 +59,43 @@ def completion_logprobs(
     """
     tokens = [first_token if entry is None else entry.token_id for entry in entries]
     return {
-        "tokens": ["" if token is None else token_text(codec, token) for token in tokens],
+        "tokens": ["" if token is None else token_text(tokenizer, token) for token in tokens],
         "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
-        "top_logprobs": [None if entry is None else _by_text(codec, entry) for entry in entries],
-        "text_offset": [0 if token is None else places.of(token) for token in tokens],
+        "top_logprobs": [None if entry is None else _by_text(tokenizer, entry) for entry in entries],
+        "text_offset": [0 if token is None else text_offsets.of(token) for token in tokens],
     }
 
 
-def prompt_logprobs(codec: Codec | None, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(
+    tokenizer: AsyncTokenizer | None, entries: Sequence[TokenLogprobs | None]
+) -> list[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: for each token of the prompt a map from token id to what is known of it."""
-    return [None if entry is None else _ranked(codec, entry) for entry in entries]
+    return [None if entry is None else _ranked(tokenizer, entry) for entry in entries]
 
 
-def _ranked(codec: Codec | None, entry: TokenLogprobs) -> dict[str, Any]:
+def _ranked(tokenizer: AsyncTokenizer | None, entry: TokenLogprobs) -> dict[str, Any]:
     def known(token: int, logprob: float, rank: int) -> dict[str, Any]:
-        return {"logprob": logprob, "rank": rank, "decoded_token": token_text(codec, token)}
+        return {"logprob": logprob, "rank": rank, "decoded_token": token_text(tokenizer, token)}
 
     found = {str(token): known(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top.items(), 1)}
     return {str(entry.token_id): known(entry.token_id, entry.logprob, entry.rank)} | found
 
 
-def _by_text(codec: Codec | None, entry: TokenLogprobs) -> dict[str, float]:
+def _by_text(tokenizer: AsyncTokenizer | None, entry: TokenLogprobs) -> dict[str, float]:
     """The most likely tokens and the one that was drawn; of those with the same text the most likely."""
     found: dict[str, float] = {}
     for token, logprob in {**entry.top, entry.token_id: entry.logprob}.items():
-        text = token_text(codec, token)
+        text = token_text(tokenizer, token)
         found[text] = max(found.get(text, logprob), logprob)
     return found
 
 
-def _token(codec: Codec | None, token: int, logprob: float) -> dict[str, Any]:
-    text = token_text(codec, token)
+def _token(tokenizer: AsyncTokenizer | None, token: int, logprob: float) -> dict[str, Any]:
+    text = token_text(tokenizer, token)
     # A token may be part of a character: it has no text of its own, and its bytes are not known here.
     known = "\N{REPLACEMENT CHARACTER}" not in text
     return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if known else None}
 
 
-def token_text(codec: Codec | None, token: int) -> str:
-    return f"token_id:{token}" if codec is None else codec.token_text(token)
+def token_text(tokenizer: AsyncTokenizer | None, token: int) -> str:
+    return f"token_id:{token}" if tokenizer is None else tokenizer.token_text(token)

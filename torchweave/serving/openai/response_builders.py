@@ -6,20 +6,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchweave.serving.http.sse import TextEvents, event
-from torchweave.serving.openai.generation import Delta, Run
-from torchweave.serving.openai.logprobs import Places, chat_logprobs, completion_logprobs, prompt_logprobs
-from torchweave.serving.openai.tools import Arguments, Call, CallParser, Piece, Text
-from torchweave.serving.tokenization import Codec
+from torchweave.serving.http.sse import TextEventCache, event
+from torchweave.serving.openai.generation import AnswerStream, Delta
+from torchweave.serving.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
+from torchweave.serving.openai.tools import ArgumentsDelta, Call, ParserDelta, TextDelta, ToolCallParser
+from torchweave.serving.tokenization import AsyncTokenizer
 
 
-def usage(run: Run) -> dict[str, int]:
+def usage(answer_stream: AnswerStream) -> dict[str, int]:
     """Tokens of prompts (each counted once) and of answers."""
-    prompt, answers = run.num_prompt_tokens, run.num_answer_tokens
+    prompt, answers = answer_stream.num_prompt_tokens, answer_stream.num_answer_tokens
     return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
 
 
-class CompletionReply:
+class CompletionResponseBuilder:
     """The bodies of `/v1/completions`.
 
     Args:
@@ -36,30 +36,35 @@ class CompletionReply:
 
     def __init__(
         self,
-        run: Run,
+        answer_stream: AnswerStream,
         request_id: str,
         model: str,
-        codec: Codec | None,
+        tokenizer: AsyncTokenizer | None,
         *,
         logprobs: bool,
         echoes: list[str] | None,
         echoes_special: bool,
         skip_special_tokens: bool,
-        scores: bool,
+        with_prompt_logprobs: bool,
         num_drawn: int,
         num_kept: int,
-        counts: bool,
+        continuous_usage: bool,
     ) -> None:
         created = int(time.time())
         self._head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": created, "model": model}
-        self._run, self._codec, self._logprobs, self._scores = run, codec, logprobs, scores
+        self._answer_stream, self._tokenizer, self._logprobs, self._with_prompt_logprobs = (
+            answer_stream,
+            tokenizer,
+            logprobs,
+            with_prompt_logprobs,
+        )
         self._echoes, self._echoes_special, self._skip_special = echoes, echoes_special, skip_special_tokens
         self._num_drawn, self._num_kept = num_drawn, num_kept
-        self._begun: set[int] = set()
-        self._places: dict[int, Places] = {}  # of the tokens of each answer
-        self._counts = counts
-        self._only_text = not logprobs and echoes is None and not scores and not counts
-        self._texts = TextEvents()
+        self._started: set[int] = set()
+        self._text_offsets: dict[int, TextOffsets] = {}  # of the tokens of each answer
+        self._continuous_usage = continuous_usage
+        self._only_text = not logprobs and echoes is None and not with_prompt_logprobs and not continuous_usage
+        self._texts = TextEventCache()
 
     def events(self, delta: Delta) -> bytes:
         if self._only_text and delta.finish_reason is None:
@@ -71,17 +76,17 @@ class CompletionReply:
 
     def _chunk(self, delta: Delta) -> dict[str, Any]:
         body = {**self._head, "choices": [self._choice(delta, delta.index)]}
-        return body | {"usage": usage(self._run)} if self._counts else body
+        return body | {"usage": usage(self._answer_stream)} if self._continuous_usage else body
 
     def last_chunk(self) -> dict[str, Any]:
-        return {**self._head, "choices": [], "usage": usage(self._run)}
+        return {**self._head, "choices": [], "usage": usage(self._answer_stream)}
 
-    def whole(self, answers: list[Delta]) -> dict[str, Any]:
+    def full(self, answers: list[Delta]) -> dict[str, Any]:
         kept = self._best(answers)
         return {
             **self._head,
             "choices": [self._choice(answer, index) for index, answer in enumerate(kept)],
-            "usage": usage(self._run),
+            "usage": usage(self._answer_stream),
         }
 
     def _best(self, answers: list[Delta]) -> list[Delta]:
@@ -94,21 +99,23 @@ class CompletionReply:
     def _choice(self, delta: Delta, index: int) -> dict[str, Any]:
         prompt = delta.index // self._num_drawn
         before = self._echoes[prompt] if self._echoes is not None else ""
-        echo = before if delta.index not in self._begun else ""
-        self._begun.add(delta.index)
+        echo = before if delta.index not in self._started else ""
+        self._started.add(delta.index)
         choice = {"index": index, "text": echo + delta.text, "logprobs": None, "finish_reason": delta.finish_reason}
         if self._logprobs:
-            if delta.index not in self._places:
-                prompt_ids = self._run.prompts[prompt]
-                self._places[delta.index] = Places(self._codec, prompt_ids, len(before), self._skip_special)
-            choice["logprobs"] = completion_logprobs(self._codec, delta.logprobs, self._places[delta.index])
+            if delta.index not in self._text_offsets:
+                prompt_ids = self._answer_stream.prompts[prompt]
+                self._text_offsets[delta.index] = TextOffsets(
+                    self._tokenizer, prompt_ids, len(before), self._skip_special
+                )
+            choice["logprobs"] = completion_logprobs(self._tokenizer, delta.logprobs, self._text_offsets[delta.index])
         if self._logprobs and echo:
-            places = Places(self._codec, [], 0, not self._echoes_special)
-            entries, first = self._run.prompt_logprobs(prompt), self._run.prompts[prompt][0]
-            of_prompt = completion_logprobs(self._codec, entries, places, first)
+            text_offsets = TextOffsets(self._tokenizer, [], 0, not self._echoes_special)
+            entries, first = self._answer_stream.prompt_logprobs(prompt), self._answer_stream.prompts[prompt][0]
+            of_prompt = completion_logprobs(self._tokenizer, entries, text_offsets, first)
             choice["logprobs"] = {name: values + choice["logprobs"][name] for name, values in of_prompt.items()}
-        if self._scores:
-            choice["prompt_logprobs"] = prompt_logprobs(self._codec, self._run.prompt_logprobs(prompt))
+        if self._with_prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self._answer_stream.prompt_logprobs(prompt))
         return choice
 
 
@@ -117,7 +124,7 @@ def _mean_logprob(answer: Delta) -> float:
     return sum(values) / len(values) if values else float("-inf")
 
 
-class ChatReply:
+class ChatResponseBuilder:
     """The bodies of `/v1/chat/completions`.
 
     Args:
@@ -133,31 +140,36 @@ class ChatReply:
 
     def __init__(
         self,
-        run: Run,
+        answer_stream: AnswerStream,
         request_id: str,
         model: str,
-        codec: Codec | None,
+        tokenizer: AsyncTokenizer | None,
         *,
         num_top: int | None,
-        scores: bool,
-        parser: Callable[[], CallParser] | None,
+        with_prompt_logprobs: bool,
+        parser: Callable[[], ToolCallParser] | None,
         first_call_only: bool,
         calls_end: bool,
         new_id: Callable[[], str],
-        counts: bool,
+        continuous_usage: bool,
     ) -> None:
         self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
-        self._run, self._codec, self._num_top, self._scores = run, codec, num_top, scores
+        self._answer_stream, self._tokenizer, self._num_top, self._with_prompt_logprobs = (
+            answer_stream,
+            tokenizer,
+            num_top,
+            with_prompt_logprobs,
+        )
         self._parser, self._first_call_only = parser, first_call_only
-        self._calls_end, self._new_id, self._counts = calls_end, new_id, counts
-        self._parsers: dict[int, CallParser] = {}
+        self._calls_end, self._new_id, self._continuous_usage = calls_end, new_id, continuous_usage
+        self._parsers: dict[int, ToolCallParser] = {}
         self._called: set[int] = set()  # answers with a call
-        self._begun: set[int] = set()
-        self._texts = TextEvents()
+        self._started: set[int] = set()
+        self._texts = TextEventCache()
 
     def events(self, delta: Delta) -> bytes:
-        only_text = self._parser is None and self._num_top is None and not self._counts
-        if only_text and delta.text and delta.finish_reason is None and delta.index in self._begun:
+        only_text = self._parser is None and self._num_top is None and not self._continuous_usage
+        if only_text and delta.text and delta.finish_reason is None and delta.index in self._started:
             return self._texts.of(delta.index, delta.text, self._text_chunk)
         return b"".join(map(event, self._chunks(delta)))
 
@@ -166,12 +178,12 @@ class ChatReply:
 
     def _chunks(self, delta: Delta) -> list[dict[str, Any]]:
         found = []
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
+        if delta.index not in self._started:
+            self._started.add(delta.index)
             found.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
         pieces = self._pieces(delta)
-        logprobs = self._told(delta)
-        changes = [self._change(piece) for piece in pieces]
+        logprobs = self._logprobs_of(delta)
+        changes = [self._delta_of(piece) for piece in pieces]
         if delta.finish_reason or (logprobs and not changes):
             changes = changes or [{}]
         for number, change in enumerate(changes):
@@ -179,30 +191,32 @@ class ChatReply:
             if number == 0:
                 chunk["choices"][0]["logprobs"] = logprobs
             if number == len(changes) - 1:
-                chunk["choices"][0]["finish_reason"] = self._reason(delta)
+                chunk["choices"][0]["finish_reason"] = self._finish_reason(delta)
             found.append(chunk)
         return found
 
     def last_chunk(self) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(self._run)}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(self._answer_stream)}
 
-    def whole(self, answers: list[Delta]) -> dict[str, Any]:
+    def full(self, answers: list[Delta]) -> dict[str, Any]:
         choices = [self._choice(answer) for answer in answers]
-        body = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(self._run)}
-        if self._scores:
-            body["prompt_logprobs"] = prompt_logprobs(self._codec, self._run.prompt_logprobs(0))
+        body = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(self._answer_stream)}
+        if self._with_prompt_logprobs:
+            body["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self._answer_stream.prompt_logprobs(0))
         return body
 
     def _choice(self, answer: Delta) -> dict[str, Any]:
         pieces = self._pieces(answer)
-        text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+        text = "".join(piece.text for piece in pieces if isinstance(piece, TextDelta))
         calls = [
             {
                 "id": self._new_id(),
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": "".join(p.text for p in pieces if isinstance(p, Arguments) and p.index == call.index),
+                    "arguments": "".join(
+                        p.text for p in pieces if isinstance(p, ArgumentsDelta) and p.index == call.index
+                    ),
                 },
             }
             for call in pieces
@@ -214,35 +228,35 @@ class ChatReply:
         return {
             "index": answer.index,
             "message": message,
-            "logprobs": self._told(answer),
-            "finish_reason": self._reason(answer),
+            "logprobs": self._logprobs_of(answer),
+            "finish_reason": self._finish_reason(answer),
         }
 
-    def _pieces(self, delta: Delta) -> list[Piece]:
+    def _pieces(self, delta: Delta) -> list[ParserDelta]:
         """The text and the calls that are new."""
         if self._parser is None:
-            return [Text(delta.text)] if delta.text else []
+            return [TextDelta(delta.text)] if delta.text else []
         parser = self._parsers.setdefault(delta.index, self._parser())
         pieces = parser.feed(delta.text)
         if delta.finish_reason:
             pieces = [*pieces, *parser.finish()]
         if self._first_call_only:
-            pieces = [piece for piece in pieces if isinstance(piece, Text) or piece.index == 0]
+            pieces = [piece for piece in pieces if isinstance(piece, TextDelta) or piece.index == 0]
         if any(isinstance(piece, Call) for piece in pieces):
             self._called.add(delta.index)
         return pieces
 
-    def _told(self, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs_of(self, delta: Delta) -> dict[str, Any] | None:
         if self._num_top is None or not delta.logprobs:
             return None
-        return chat_logprobs(self._codec, delta.logprobs, self._num_top)
+        return chat_logprobs(self._tokenizer, delta.logprobs, self._num_top)
 
-    def _reason(self, delta: Delta) -> str | None:
+    def _finish_reason(self, delta: Delta) -> str | None:
         called = self._calls_end and delta.index in self._called
         return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
 
-    def _change(self, piece: Piece) -> dict[str, Any]:
-        if isinstance(piece, Text):
+    def _delta_of(self, piece: ParserDelta) -> dict[str, Any]:
+        if isinstance(piece, TextDelta):
             return {"content": piece.text}
         if isinstance(piece, Call):
             function = {"name": piece.name, "arguments": ""}
@@ -254,4 +268,4 @@ class ChatReply:
     def _chunk(self, index: int, change: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": index, "delta": change, "logprobs": None, "finish_reason": None}
         body = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
-        return body | {"usage": usage(self._run)} if self._counts else body
+        return body | {"usage": usage(self._answer_stream)} if self._continuous_usage else body

@@ -8,13 +8,13 @@ from torchweave.engine.request import SamplingParams, StructuredOutputs
 from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest, Generation
 
-_SAME_NAME = (
+_SAME_NAME_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
     "prompt_logprobs", "beam_width", "length_penalty", "early_stopping", "ignore_eos", "skip_special_tokens",
     "include_stop_str_in_output",
 )  # fmt: skip
-_OF_CHECKPOINT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_CHECKPOINT_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def completion_params(body: CompletionRequest, model: ModelCard) -> SamplingParams:
@@ -35,14 +35,14 @@ def completion_params(body: CompletionRequest, model: ModelCard) -> SamplingPara
             others["beam_width"] = _width_for(body.best_of, body.beam_width)
         elif body.best_of > (body.n or 1):
             others |= {"n": body.best_of, "logprobs": body.logprobs or 0}
-    if asks_for_prompt_alone(body):
+    if is_prompt_only(body):
         others["max_tokens"] = 1  # a prompt is read for the token behind it, which is not told
     if body.echo and body.logprobs is not None:
         others["prompt_logprobs"] = body.logprobs if body.prompt_logprobs is None else body.prompt_logprobs
     return _params(body, model, **others)
 
 
-def asks_for_prompt_alone(body: CompletionRequest) -> bool:
+def is_prompt_only(body: CompletionRequest) -> bool:
     """Whether the answer is the prompt itself, to be scored: `echo` with `max_tokens` 0."""
     return bool(body.echo) and body.max_tokens == 0
 
@@ -96,23 +96,25 @@ def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams
         width = others.setdefault("beam_width", body.beam_width or body.n or 1)  # vLLM's name: `n` is the width
         if width == 1:  # the most likely token each time: nothing is drawn
             others["temperature"] = 0.0
-    defaults = {name: getattr(model, name) for name in _OF_CHECKPOINT}
-    given = {name: getattr(body, name) for name in _SAME_NAME}
+    defaults = {name: getattr(model, name) for name in _CHECKPOINT_FIELDS}
+    given = {name: getattr(body, name) for name in _SAME_NAME_FIELDS}
     known = {name: value for name, value in {**given, **others}.items() if value is not None or name in others}
-    searches = body.use_beam_search or (known.get("beam_width") or 1) > 1  # and draws nothing, nor knows penalties
-    merged: dict[str, Any] = {} if searches else {name: value for name, value in defaults.items() if value is not None}
+    beam_search = body.use_beam_search or (known.get("beam_width") or 1) > 1  # and draws nothing, nor knows penalties
+    merged: dict[str, Any] = (
+        {} if beam_search else {name: value for name, value in defaults.items() if value is not None}
+    )
     merged |= known
-    asked = _structure(body)
-    if asked is not None:
+    structured_outputs = _structured_outputs(body)
+    if structured_outputs is not None:
         if "structured_outputs" in others:
             raise ValueError(
                 "A forced tool call has a form of its own; leave response_format and structured_outputs out."
             )
-        merged["structured_outputs"] = asked
+        merged["structured_outputs"] = structured_outputs
     return SamplingParams(**merged)
 
 
-def _structure(body: Generation) -> StructuredOutputs | None:
+def _structured_outputs(body: Generation) -> StructuredOutputs | None:
     """The form that the answer has to have, by whichever of the fields says so."""
     found: dict[str, StructuredOutputs] = {}
     if body.structured_outputs is not None:

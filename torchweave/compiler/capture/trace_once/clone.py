@@ -17,15 +17,15 @@ from torch.fx.node import map_arg
 from torchweave.compiler.capture.sources import SourceError, resolve
 from torchweave.compiler.capture.trace_once.layers import Layer
 from torchweave.compiler.capture.trace_once.watch import Record, own_tensors
-from torchweave.compiler.ir.fake_tensors import FakeStorages, Pattern, geometry
+from torchweave.compiler.ir.fake_tensors import FakeTensorFactory, TensorGeometry, geometry
 from torchweave.compiler.ir.graph import CapturedGraph, Constant, run_fake, same_geometry
-from torchweave.compiler.ir.mutation import storage
+from torchweave.compiler.ir.mutation import storage_id
 from torchweave.compiler.ir.symbols import value
 
 _NUMBERED = re.compile(r"_\d+$")
 
 
-class Unstitchable(Exception):
+class CloneError(Exception):
     """The graph is not what was watched; the message says where they differ."""
 
 
@@ -38,12 +38,12 @@ class Traced:
     body: list[fx.Node]
     arguments: list[fx.Node]
     results: list[fx.Node]
-    _patterns: dict[int, tuple[int, Pattern]] = field(default_factory=dict)
+    _patterns: dict[int, tuple[int, TensorGeometry]] = field(default_factory=dict)
 
-    def pattern(self, fake: Tensor) -> tuple[int, Pattern]:
+    def pattern(self, fake: Tensor) -> tuple[int, TensorGeometry]:
         """The storage and the geometry of a value of a node: read once for all clones."""
         if id(fake) not in self._patterns:
-            self._patterns[id(fake)] = (fake.untyped_storage()._cdata, Pattern.of(fake))
+            self._patterns[id(fake)] = (fake.untyped_storage()._cdata, TensorGeometry.of(fake))
         return self._patterns[id(fake)]
 
     @cached_property
@@ -51,7 +51,7 @@ class Traced:
         """The storages that the layer reads and has not made, with the nodes by which it reads them."""
         inside, found = set(self.body), dict[int, list[fx.Node]]()
         for node in dict.fromkeys(node for reader in self.body for node in reader.all_input_nodes):
-            if node not in inside and (where := storage(node)) is not None:
+            if node not in inside and (where := storage_id(node)) is not None:
                 found.setdefault(where, []).append(node)
         return found
 
@@ -66,7 +66,7 @@ class Traced:
         return [_NUMBERED.sub("", node.name) for node in self.body]
 
     @cached_property
-    def numbered(self) -> dict[fx.Node, tuple[str, int, list[int]]]:
+    def layer_numbers(self) -> dict[fx.Node, tuple[str, int, list[int]]]:
         """The custom ops that take a number which may be another one in another layer: the op, which call of it, which arguments.
 
         Raises:
@@ -84,7 +84,7 @@ class Traced:
                 seen[name] += 1
         for name, calls in wanted.items():
             if len(calls) != seen[name]:
-                raise Unstitchable(f"{name} was watched another number of times than it was traced")
+                raise CloneError(f"{name} was watched another number of times than it was traced")
         return found
 
 
@@ -95,9 +95,9 @@ class Constants:
         self._graph = graph
         self._nodes = {id(constant.tensor): node for node, constant in graph.constants()}
         self._last = graph.placeholders()[-1]
-        self._storages = FakeStorages(graph.fake_mode)
+        self._storages = FakeTensorFactory(graph.fake_mode)
         for node, constant in graph.constants():
-            self._storages.adopt(value(node), constant.tensor.untyped_storage()._cdata)
+            self._storages.bind_storage(value(node), constant.tensor.untyped_storage()._cdata)
 
     def node(self, tensor: Tensor, source: str, name: str, like: Tensor) -> fx.Node:
         """The placeholder bound to `tensor`, made when there is none.
@@ -157,29 +157,29 @@ class Clone:
         """
         traced = self._traced
         if len(given) != len(traced.arguments):
-            raise Unstitchable(f"{self._layer.path} is called with other arguments than {traced.layer.path}")
+            raise CloneError(f"{self._layer.path} is called with other arguments than {traced.layer.path}")
         for theirs, mine in zip(traced.arguments, given, strict=True):
             if self._copies.setdefault(theirs, mine) is not mine or not _alike(value(theirs), value(mine)):
-                raise Unstitchable(f"{self._layer.path} is called with tensors of another kind")
+                raise CloneError(f"{self._layer.path} is called with tensors of another kind")
         for index, fake in expected.items():
             self._fakes.expect(value(traced.results[index]), fake)
         for node, name in zip(traced.body, traced.names, strict=True):
             self._copy(node, name)
         results = [self._copies[node] for node in traced.results]
         if any(not _alike(value(results[index]), fake) for index, fake in expected.items()):
-            raise Unstitchable(f"{self._layer.path} gives a result of another kind than was watched")
+            raise CloneError(f"{self._layer.path} gives a result of another kind than was watched")
         return results
 
     def _copy(self, theirs: fx.Node, name: str) -> None:
         args, kwargs = map_arg((theirs.args, theirs.kwargs), self._counterpart)
         copy = self._graph.graph.create_node(theirs.op, theirs.target, args, kwargs, name, theirs.type)
         copy.meta = dict(theirs.meta)
-        if theirs in self._traced.numbered:
+        if theirs in self._traced.layer_numbers:
             self._renumber(theirs, copy)
         self._copies[theirs] = copy
         fake = self._fakes.like(value(theirs))
         if fake is _UNKNOWN:
-            with self._graph.faking():
+            with self._graph.enable_fake_mode():
                 fake = run_fake(copy, {})
         copy.meta["example_value"] = fake
 
@@ -199,34 +199,34 @@ class Clone:
         assert isinstance(binding, Constant), "a tensor of the module is a constant"
         prefix = _source_of(self._traced.layer.path)
         if not binding.source.startswith(prefix):
-            raise Unstitchable(f"{binding.source} is a tensor of {self._traced.layer.path}, but not read through it")
+            raise CloneError(f"{binding.source} is a tensor of {self._traced.layer.path}, but not read through it")
         within = binding.source.removeprefix(prefix)
         try:
             found = resolve(f"layer{within}", {"layer": self._layer.module})
         except SourceError as error:
-            raise Unstitchable(str(error)) from error
+            raise CloneError(str(error)) from error
         if found is not self._own[name]:
-            raise Unstitchable(f"{within} of {self._layer.path} is not {name}")
+            raise CloneError(f"{within} of {self._layer.path} is not {name}")
         source = _source_of(self._layer.path) + within
         return self._constants.node(found, source, _renamed(node, self._traced.layer, self._layer), value(node))
 
     def _renumber(self, theirs: fx.Node, copy: fx.Node) -> None:
         """Give a custom op the numbers that it has in this layer."""
-        name, time, indices = self._traced.numbered[theirs]
+        name, time, indices = self._traced.layer_numbers[theirs]
         for index in indices:
             before, number = self._traced.record.numbers[name, time, index], self._numbers[name, time, index]
             if number == before:
                 continue
             if index < len(theirs.args):
                 if theirs.args[index] != before:
-                    raise Unstitchable(f"{name} has {theirs.args[index]} where {before} was watched")
+                    raise CloneError(f"{name} has {theirs.args[index]} where {before} was watched")
                 copy.update_arg(index, number)
             else:
                 op = _overload(theirs.target)
                 assert op is not None, "only custom ops are numbered"
                 keyword = op._schema.arguments[index].name
                 if theirs.kwargs.get(keyword) != before:
-                    raise Unstitchable(f"{name} has no {keyword}={before}, which was watched")
+                    raise CloneError(f"{name} has no {keyword}={before}, which was watched")
                 copy.update_kwarg(keyword, number)
 
 
@@ -241,7 +241,7 @@ class _FreshFakes:
     """
 
     def __init__(self, mode: Any, traced: Traced, counterpart: Any) -> None:
-        self._storages, self._traced, self._counterpart = FakeStorages(mode), traced, counterpart
+        self._storages, self._traced, self._counterpart = FakeTensorFactory(mode), traced, counterpart
         self._given: dict[int, Tensor | None] = {}
         self._fresh: dict[int, Any] = {}
 
@@ -249,9 +249,9 @@ class _FreshFakes:
         """Let `mine` stand for a result: what reads the stand-in has been given views of it."""
         where = theirs.untyped_storage()._cdata
         if where in self._traced.outside:
-            raise Unstitchable("a layer gives back what it was given, or a view of it")
+            raise CloneError("a layer gives back what it was given, or a view of it")
         self._fresh[id(theirs)] = mine
-        self._storages.adopt(mine, where)
+        self._storages.bind_storage(mine, where)
 
     def like(self, thing: Any) -> Any:
         """A copy of a value of the traced layer; `_UNKNOWN` when it has to be computed."""
@@ -274,7 +274,7 @@ class _FreshFakes:
             one = len({fake.untyped_storage()._cdata for fake in mine}) == 1
             self._given[where] = mine[0] if one else None
             if one:
-                self._storages.adopt(mine[0], where)
+                self._storages.bind_storage(mine[0], where)
         base = self._given[where]
         return base is not None and base.dtype == thing.dtype
 

@@ -29,7 +29,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class SkippedLayer:
     """A layer of a tail: its kind, what it does, and where the tensors that it takes come from."""
 
     kind: Kind
@@ -51,8 +51,8 @@ class Tail:
     container: nn.Module
     last: Layer
     record: Record
-    left_out: tuple[LeftOut, ...]
+    skipped_layers: tuple[SkippedLayer, ...]
 
 
-Meaning = dict[int, tuple[Kind, Layer] | Tail]
+PlaceholderMap = dict[int, tuple[Kind, Layer] | Tail]
 """What the numbers of marks and stand-ins in a graph mean: a layer and its kind, or a tail."""

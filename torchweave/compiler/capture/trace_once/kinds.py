@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchweave.compiler.capture.trace_once.found import Kind, Tail
 from torchweave.compiler.capture.trace_once.layers import Layer, repeated_layers
 from torchweave.compiler.capture.trace_once.tails import find_tails
-from torchweave.compiler.capture.trace_once.watch import Record, Unwatchable, watch
+from torchweave.compiler.capture.trace_once.watch import NotRepeatableError, Record, watch
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Repeated:
         facts = {
             "traced": [kind.first.path for kind in self.kinds if kind.others],
             "cloned": sum(len(kind.others) for kind in self.kinds),
-            "left_out": sum(len(tail.left_out) for tail in self.tails),
+            "left_out": sum(len(tail.skipped_layers) for tail in self.tails),
         }
         return {**facts, "why_shown": self.why} if self.why else facts
 
@@ -52,10 +52,10 @@ def find_repeated(module: nn.Module, inputs: Sequence[Tensor]) -> Repeated | Non
     kinds = [kind for kinds, _ in found for kind in kinds]
     several = [kind for kind in kinds if kind.others]
     if not several:
-        raise Unwatchable(next((why for _, why in found if why), "forward calls none of the layers"))
+        raise NotRepeatableError(next((why for _, why in found if why), "forward calls none of the layers"))
     try:
         tails = find_tails(module, inputs, lists, several, watched)
-    except Unwatchable as error:
+    except NotRepeatableError as error:
         return Repeated(several, [], str(error))
     last = {tail.last.path for tail in tails}
     return Repeated([kind for kind in kinds if kind.others or kind.first.path in last], tails)

@@ -39,9 +39,9 @@ class Layer:
 
     def is_built_like(self, other: Layer) -> bool:
         """Whether both have the same parts, and every number is the same or moves with the position."""
-        moved = self.position - other.position
+        position_offset = self.position - other.position
         return self.shape == other.shape and all(
-            mine - theirs in (0, moved) for mine, theirs in zip(self.numbers, other.numbers, strict=True)
+            mine - theirs in (0, position_offset) for mine, theirs in zip(self.numbers, other.numbers, strict=True)
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweave.compiler.capture.trace_once.found import Kind, Meaning, Tail
+from torchweave.compiler.capture.trace_once.found import Kind, PlaceholderMap, Tail
 from torchweave.compiler.capture.trace_once.layers import Layer
 from torchweave.compiler.capture.trace_once.watch import Record
 
@@ -28,38 +28,40 @@ def end(number: int, *tensors: Tensor) -> None:
     """A mark: layer `number` ends, with these results."""
 
 
-def stand_in(number: int, like: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+def layer_placeholder(number: int, like: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
     """The call of layer or tail `number`; its results have the geometry of those of its arguments that `like` counts."""
     return tuple(torch.empty_like(tensors[index]) for index in like)
 
 
 @contextlib.contextmanager
-def standing_in(kinds: Sequence[Kind], tails: Sequence[Tail]) -> Iterator[Meaning]:
+def lazy_modules(kinds: Sequence[Kind], tails: Sequence[Tail]) -> Iterator[PlaceholderMap]:
     """Trace only the first layer of each kind meanwhile, and nothing of tails. Yields what the numbers in the graph mean."""
     from torch._dynamo import allow_in_graph
 
-    for function in (begin, end, stand_in):
+    for function in (begin, end, layer_placeholder):
         allow_in_graph(function)
-    meaning: Meaning = {}
+    placeholder_map: PlaceholderMap = {}
     last = {tail.last.path: tail for tail in tails}
-    gone = {each.layer.path for tail in tails for each in tail.left_out}
+    gone = {each.layer.path for tail in tails for each in tail.skipped_layers}
     with contextlib.ExitStack() as exchanged:
         for kind in kinds:
             for layer in (kind.first, *(other for other, _ in kind.others)):
                 if layer.path in gone:
                     continue
-                number = len(meaning)
-                meaning[number] = (kind, layer)
+                number = len(placeholder_map)
+                placeholder_map[number] = (kind, layer)
                 rest = _as_it_is
                 if layer.path in last:  # the first of its kind, or it would be left out itself
-                    rest = _rest(len(meaning), last[layer.path].record)
-                    meaning[len(meaning)] = last[layer.path]
-                forward = _marked(number, kind, rest) if layer is kind.first else _opaque(number, kind)
-                exchanged.enter_context(_exchanged(layer, forward))
-        yield meaning
+                    rest = _rest(len(placeholder_map), last[layer.path].record)
+                    placeholder_map[len(placeholder_map)] = last[layer.path]
+                forward = (
+                    _traced_forward(number, kind, rest) if layer is kind.first else _placeholder_forward(number, kind)
+                )
+                exchanged.enter_context(_patched_forward(layer, forward))
+        yield placeholder_map
 
 
-def _marked(number: int, kind: Kind, rest: Callable[[Any], Any]) -> Callable[..., Any]:
+def _traced_forward(number: int, kind: Kind, rest: Callable[[Any], Any]) -> Callable[..., Any]:
     """The first layer of a kind between its marks, and then the `rest` of its list, a function of the layer's result."""
     arguments, results = _tuple_of(kind.record.tensors, "args, kwargs"), _tuple_of(kind.record.outputs, "out")
     module = kind.first.module
@@ -75,13 +77,13 @@ def _marked(number: int, kind: Kind, rest: Callable[[Any], Any]) -> Callable[...
     return forward
 
 
-def _opaque(number: int, kind: Kind) -> Callable[..., Any]:
+def _placeholder_forward(number: int, kind: Kind) -> Callable[..., Any]:
     """One more layer of a kind as one call."""
     arguments, like = _tuple_of(kind.record.tensors, "args, kwargs"), kind.record.like
     rebuild = eval(f"lambda t: {kind.record.rebuild}")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return rebuild(stand_in(number, like, *arguments(args, kwargs)))
+        return rebuild(layer_placeholder(number, like, *arguments(args, kwargs)))
 
     return forward
 
@@ -90,7 +92,7 @@ def _rest(number: int, record: Record) -> Callable[[Any], Any]:
     """The tail of a list as one call on the result of the last layer that is shown, whose record this is."""
     results, like = _tuple_of(record.outputs, "out"), tuple(range(len(record.outputs)))
     rebuild = eval(f"lambda t: {record.rebuild}")
-    return lambda out: rebuild(stand_in(number, like, *results(out)))
+    return lambda out: rebuild(layer_placeholder(number, like, *results(out)))
 
 
 def _as_it_is(out: Any) -> Any:
@@ -103,7 +105,7 @@ def _tuple_of(expressions: Sequence[str], names: str) -> Callable[..., tuple[Ten
 
 
 @contextlib.contextmanager
-def _exchanged(layer: Layer, forward: Callable[..., Any]) -> Iterator[None]:
+def _patched_forward(layer: Layer, forward: Callable[..., Any]) -> Iterator[None]:
     """The layer with another forward: a subclass of its class for this one instance, or a forward of the instance's own where
     it has one, which may ask for that of its class."""
     module, original = layer.module, type(layer.module)

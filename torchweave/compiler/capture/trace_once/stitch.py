@@ -9,29 +9,29 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchweave.compiler.capture.trace_once.clone import Clone, Constants, Traced, Unstitchable
-from torchweave.compiler.capture.trace_once.found import Kind, LeftOut, Meaning, Tail, Wire
+from torchweave.compiler.capture.trace_once.clone import Clone, CloneError, Constants, Traced
+from torchweave.compiler.capture.trace_once.found import Kind, PlaceholderMap, SkippedLayer, Tail, Wire
 from torchweave.compiler.capture.trace_once.layers import Layer
-from torchweave.compiler.capture.trace_once.placeholder import begin, end, stand_in
+from torchweave.compiler.capture.trace_once.placeholder import begin, end, layer_placeholder
 from torchweave.compiler.capture.trace_once.watch import Record
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.symbols import value
 
 
-def stitch_layers(graph: CapturedGraph, meaning: Meaning) -> None:
+def stitch_layers(graph: CapturedGraph, placeholder_map: PlaceholderMap) -> None:
     """Replace every stand-in by clones of the first layers of their kinds, and take out the marks.
 
     Raises:
         Unstitchable: what was traced is not what was watched; the graph is then of no use.
     """
-    stitcher = _Stitcher(graph, meaning)
+    stitcher = _Stitcher(graph, placeholder_map)
     opened: dict[int, fx.Node] = {}
     for node in list(graph.graph.nodes):
         if node.target is begin:
             opened[node.args[0]] = node
         elif node.target is end:
             stitcher.mark(opened.pop(node.args[0]), node)
-        elif node.target is stand_in:
+        elif node.target is layer_placeholder:
             stitcher.replace(node)
     for node in list(graph.graph.nodes):
         if node.target in (begin, end):
@@ -42,9 +42,9 @@ def stitch_layers(graph: CapturedGraph, meaning: Meaning) -> None:
 class _Stitcher:
     """Goes through the graph in order, and knows what each layer so far takes and gives."""
 
-    def __init__(self, graph: CapturedGraph, meaning: Meaning) -> None:
+    def __init__(self, graph: CapturedGraph, placeholder_map: PlaceholderMap) -> None:
         self.constants = Constants(graph)
-        self._graph, self._meaning = graph, meaning
+        self._graph, self._meaning = graph, placeholder_map
         self._traced: dict[int, Traced] = {}
         self._arguments: dict[str, list[fx.Node]] = {}
         self._results: dict[str, list[fx.Node]] = {}
@@ -77,13 +77,13 @@ class _Stitcher:
 
     def _tail(self, tail: Tail, given: Sequence[Any], expected: dict[Any, Any]) -> list[fx.Node]:
         if list(given) != self._results.get(tail.last.path):
-            raise Unstitchable(f"{tail.last.path} gives something else on than its results")
-        *between, last = tail.left_out
+            raise CloneError(f"{tail.last.path} gives something else on than its results")
+        *between, last = tail.skipped_layers
         for each in between:
             self._clone_left_out(each, {})
         return self._clone_left_out(last, expected)
 
-    def _clone_left_out(self, each: LeftOut, expected: dict[Any, Any]) -> list[fx.Node]:
+    def _clone_left_out(self, each: SkippedLayer, expected: dict[Any, Any]) -> list[fx.Node]:
         return self._clone(each.kind, each.layer, each.record, [self._node(wire) for wire in each.given], expected)
 
     def _node(self, wire: Wire) -> fx.Node:
@@ -94,7 +94,7 @@ class _Stitcher:
         self, kind: Kind, layer: Layer, record: Record, given: Sequence[Any], expected: dict[Any, Any]
     ) -> list[fx.Node]:
         if id(kind) not in self._traced:
-            raise Unstitchable(f"{layer.path} is called before {kind.first.path}")
+            raise CloneError(f"{layer.path} is called before {kind.first.path}")
         results = Clone(self._graph, self.constants, self._traced[id(kind)], layer, record).write(given, expected)
         self._arguments[layer.path], self._results[layer.path] = list(given), results
         return results
@@ -107,7 +107,7 @@ def _traced(kind: Kind, layer: Layer, first: fx.Node, last: fx.Node) -> Traced:
     for node in body:
         leaks = any(user not in inside and user is not last for user in node.users)
         if leaks and node not in results and not isinstance(value(node), (torch.SymInt, torch.SymBool, torch.SymFloat)):
-            raise Unstitchable(f"{layer.path} leaves a value behind that is not its result")
+            raise CloneError(f"{layer.path} leaves a value behind that is not its result")
         if node.op not in ("call_function", "call_method", "get_attr"):
-            raise Unstitchable(f"{layer.path} holds a node of kind {node.op}")
+            raise CloneError(f"{layer.path} holds a node of kind {node.op}")
     return Traced(layer, kind.record, body, list(first.args[1:]), results)  # type: ignore[arg-type]

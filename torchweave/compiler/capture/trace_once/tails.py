@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchweave.compiler.capture.trace_once.found import Kind, LeftOut, Tail, Wire
+from torchweave.compiler.capture.trace_once.found import Kind, SkippedLayer, Tail, Wire
 from torchweave.compiler.capture.trace_once.layers import Layer
-from torchweave.compiler.capture.trace_once.watch import Record, Unwatchable, Watched, watch
+from torchweave.compiler.capture.trace_once.watch import NotRepeatableError, Record, Watched, watch
 
-_LEAST = 2
+_MIN_TAIL = 2
 """A shorter tail is not worth the second run."""
 
 
@@ -38,9 +38,9 @@ def find_tails(
     """
     tails = [tail for layers in lists if (tail := _tail(module, layers, kinds, watched)) is not None]
     if tails:
-        gone = {each.layer.path for tail in tails for each in tail.left_out}
+        gone = {each.layer.path for tail in tails for each in tail.skipped_layers}
         rest = [layer for layers in lists for layer in layers if layer.path not in gone]
-        with shortened(tails):
+        with without_tails(tails):
             short = _watch_short(module, inputs, rest)
         _compare(watched, short, tails)
     return tails
@@ -49,17 +49,17 @@ def find_tails(
 def _watch_short(module: nn.Module, inputs: Sequence[Tensor], layers: Sequence[Layer]) -> Watched:
     try:
         return watch(module, inputs, layers)
-    except Unwatchable as error:
-        raise Unwatchable(f"with fewer layers {error}") from error
+    except NotRepeatableError as error:
+        raise NotRepeatableError(f"with fewer layers {error}") from error
 
 
 @contextlib.contextmanager
-def shortened(tails: Sequence[Tail]) -> Iterator[None]:
+def without_tails(tails: Sequence[Tail]) -> Iterator[None]:
     """The lists without their tails meanwhile."""
     whole = [(tail.container, tail.container._modules) for tail in tails]
     try:
         for tail in tails:
-            gone = {each.layer.module for each in tail.left_out}
+            gone = {each.layer.module for each in tail.skipped_layers}
             kept = {name: child for name, child in tail.container._modules.items() if child not in gone}
             tail.container._modules = kept
         yield
@@ -73,18 +73,20 @@ def _tail(module: nn.Module, layers: list[Layer], kinds: Sequence[Kind], watched
     first = len(layers)
     while first > 0 and layers[first - 1].path in repeats:
         first -= 1
-    if len(layers) - first < _LEAST or first == 0 or layers[first - 1].path not in watched.records:
+    if len(layers) - first < _MIN_TAIL or first == 0 or layers[first - 1].path not in watched.records:
         return None
     last, tail = layers[first - 1], layers[first:]
     _check_nothing_between([last, *tail], watched)
     _check_results_alike(last, tail[-1], watched)
-    known = _Given(watched, [last.path, *(kind.first.path for kind in kinds if kind.others), *repeats], tail[0].path)
-    left_out = []
+    known = _ArgumentSources(
+        watched, [last.path, *(kind.first.path for kind in kinds if kind.others), *repeats], tail[0].path
+    )
+    skipped_layers = []
     for layer in tail:
         kind, record = repeats[layer.path]
-        left_out.append(LeftOut(kind, layer, record, known.wires(record)))
+        skipped_layers.append(SkippedLayer(kind, layer, record, known.wires(record)))
     container = module.get_submodule(last.path.rpartition(".")[0])
-    return Tail(container, last, watched.records[last.path], tuple(left_out))
+    return Tail(container, last, watched.records[last.path], tuple(skipped_layers))
 
 
 def _check_nothing_between(layers: Sequence[Layer], watched: Watched) -> None:
@@ -93,21 +95,21 @@ def _check_nothing_between(layers: Sequence[Layer], watched: Watched) -> None:
     start = next(index for index, entry in enumerate(entries) if entry[:2] == ("layer", paths[0]))
     for path, entry in zip(paths, entries[start:], strict=False):
         if entry[0] != "layer":
-            raise Unwatchable(f"{entry[1]} is called before {path}")
+            raise NotRepeatableError(f"{entry[1]} is called before {path}")
         if entry[1] != path:
-            raise Unwatchable(f"{entry[1]} is called where {path} would follow")
+            raise NotRepeatableError(f"{entry[1]} is called where {path} would follow")
 
 
 def _check_results_alike(shown: Layer, last: Layer, watched: Watched) -> None:
     """Refuse a last layer whose results cannot take the place of those of the last one shown."""
     mine, theirs = watched.records[shown.path], watched.records[last.path]
     if mine.refusal:
-        raise Unwatchable(mine.refusal)
+        raise NotRepeatableError(mine.refusal)
     if (mine.rebuild, mine.result[1]) != (theirs.rebuild, theirs.result[1]):
-        raise Unwatchable(f"{last.path} gives another kind of result than {shown.path}")
+        raise NotRepeatableError(f"{last.path} gives another kind of result than {shown.path}")
 
 
-class _Given:
+class _ArgumentSources:
     """Finds what the layers of a tail are given among results of layers and what layers before them are given.
 
     Args:
@@ -132,15 +134,15 @@ class _Given:
         if label[0] == "layer" and label[1] in self._marked:
             return ("result", label[1], label[2])
         if label not in self._known:
-            raise Unwatchable("a layer is given what none before it was given")
+            raise NotRepeatableError("a layer is given what none before it was given")
         return self._known[label]
 
 
 def _compare(whole: Watched, short: Watched, tails: Sequence[Tail]) -> None:
     """Refuse tails without which the forward does something else."""
-    gone = {each.layer.path for tail in tails for each in tail.left_out}
+    gone = {each.layer.path for tail in tails for each in tail.skipped_layers}
     names = {tail.last.path: f"{tail.last.path} itself" for tail in tails}
-    names |= {tail.left_out[-1].layer.path: tail.last.path for tail in tails}
+    names |= {tail.skipped_layers[-1].layer.path: tail.last.path for tail in tails}
     renamed = [
         tuple(_renamed(part, names) for part in entry)
         for entry in whole.outline.entries
@@ -148,14 +150,14 @@ def _compare(whole: Watched, short: Watched, tails: Sequence[Tail]) -> None:
     ]
     for theirs, mine in zip(renamed, short.outline.entries, strict=False):
         if theirs != mine:
-            raise Unwatchable(
+            raise NotRepeatableError(
                 f"{theirs[1] if theirs[0] != 'returns' else 'the result'} depends on how many layers there are"
             )
     if len(renamed) != len(short.outline.entries):
-        raise Unwatchable("what forward calls depends on how many layers there are")
+        raise NotRepeatableError("what forward calls depends on how many layers there are")
     for path, record in short.records.items():
         if difference := record.difference(whole.records[path], 0):
-            raise Unwatchable(f"{path} depends on how many layers there are: {difference}")
+            raise NotRepeatableError(f"{path} depends on how many layers there are: {difference}")
 
 
 def _renamed(thing: Any, names: Mapping[str, str]) -> Any:

@@ -29,7 +29,7 @@ _FACTS = frozenset(
 _TORCH_NAMESPACES = ("aten", "prims", "prim")
 
 
-class Unwatchable(Exception):
+class NotRepeatableError(Exception):
     """The run cannot show that layers do the same; the message says why."""
 
 
@@ -60,8 +60,8 @@ class Record:
     refusal: str = ""
     given: list[Any] = field(default_factory=list)
 
-    def difference(self, other: Record, moved: int) -> str:
-        """What this layer, `moved` positions behind the other one, does that the other does not; "" for nothing."""
+    def difference(self, other: Record, position_offset: int) -> str:
+        """What this layer, `position_offset` positions behind the other one, does that the other does not; "" for nothing."""
         if refusal := self.refusal or other.refusal:
             return refusal
         if (self.arguments, self.result) != (other.arguments, other.result):
@@ -72,7 +72,7 @@ class Record:
         if len(self.calls) != len(other.calls):
             return "one does more than the other"
         for where, number in self.numbers.items():  # the same keys, or the calls would differ
-            if number - other.numbers[where] not in (0, moved):
+            if number - other.numbers[where] not in (0, position_offset):
                 return f"{where[0]} takes another number"
         return ""
 
@@ -132,10 +132,10 @@ def watch(module: nn.Module, inputs: Sequence[Tensor], layers: Sequence[Layer]) 
             watcher.begin(given)
             with watcher, _FunctionsBetween(watcher):
                 watcher.end(module(*given))
-        except Unwatchable:
+        except NotRepeatableError:
             raise
         except Exception as error:  # whatever forward raises: capture will say it properly
-            raise Unwatchable(f"it does not run without values ({type(error).__name__})") from error
+            raise NotRepeatableError(f"it does not run without values ({type(error).__name__})") from error
     return Watched(watcher.records, watcher.outline, watcher.kept)
 
 
@@ -254,7 +254,7 @@ class _Watcher(TorchDispatchMode):
 
     def enter(self, layer: Layer, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if self._current is not None:
-            raise Unwatchable(f"{layer.path} is called within another layer")
+            raise NotRepeatableError(f"{layer.path} is called within another layer")
         self.outline.entries.append(("layer", layer.path, self._describe((args, dict(kwargs)))))
         record = self._current = Record()
         self._layer = layer

@@ -25,12 +25,12 @@ aten = torch.ops.aten
 torchweave_ops = torch.ops.torchweave
 
 
-def last(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool) -> Any:
+def sum_unused(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool) -> Any:
     h = aten.add.Tensor(x, residual)
     return torchweave_ops.rms_norm.default(h, weight, eps, offset, wide)
 
 
-def kept(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool) -> Any:
+def sum_used(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool) -> Any:
     h = aten.add.Tensor(x, residual)
     return torchweave_ops.rms_norm.default(h, weight, eps, offset, wide), h
 
@@ -43,7 +43,7 @@ def norm_and_sum(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float,
     return torchweave_ops.add_rms_norm.default(x, residual, weight, eps, offset, wide)
 
 
-def where(match: Match) -> str | None:
+def extra_check(match: Match) -> str | None:
     x, residual = match.value("x"), match.value("residual")
     if list(map(str, x.shape)) != list(map(str, residual.shape)):
         return f"the add broadcasts {list(x.shape)} and {list(residual.shape)}"
@@ -52,4 +52,4 @@ def where(match: Match) -> str | None:
     return None
 
 
-FUSION = Fusion("add_rms_norm", (last, kept), (only_norm, norm_and_sum), where=where)
+FUSION = Fusion("add_rms_norm", (sum_unused, sum_used), (only_norm, norm_and_sum), extra_check=extra_check)

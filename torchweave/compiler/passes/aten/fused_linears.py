@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, fx
 
 import torchweave.ops.linear  # noqa: F401 (defines the ops)
-from torchweave.compiler.ir.graph import Faked, same_geometry
+from torchweave.compiler.ir.graph import FakeGraph, same_geometry
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.passes.base import GraphPass, Mismatch, NearMiss, Numerics, PassResult, Stage
 from torchweave.compiler.tuning.linears import FUSED_TOKENS, LinearShape
-from torchweave.compiler.tuning.table import Table, device_kind, shipped
+from torchweave.compiler.tuning.table import Table, device_kind, shipped_table
 from torchweave.ops.linear_config import supported
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ _FUSED = _ops.fused_linear.default
 
 
 @dataclass(frozen=True)
-class _Found:
+class _FusableLinear:
     """A product and what is around it, as nodes; `last` is the one whose value the fused op takes over."""
 
     x: fx.Node
@@ -74,17 +74,17 @@ class FusedLinears(GraphPass):
         self.devices = frozenset(devices)
         self._table, self.table = table, "shipped" if table is None else table.digest
 
-    def run(self, graph: Faked) -> PassResult:
+    def run(self, graph: FakeGraph) -> PassResult:
         products = [node for node in graph.graph.nodes if self._is_product(node)]
         matches = rewritten = 0
-        refused: dict[str, list[str]] = {}
+        rejected: dict[str, list[str]] = {}
         for node in products:
-            gone, why = self._fuse(graph, node)
-            if gone:
-                matches, rewritten = matches + 1, rewritten + gone
+            num_erased, why = self._fuse(graph, node)
+            if num_erased:
+                matches, rewritten = matches + 1, rewritten + num_erased
             if why is not None:
-                refused.setdefault(why, []).append(node.name)
-        near_misses = tuple(NearMiss(", ".join(names), why) for why, names in refused.items())
+                rejected.setdefault(why, []).append(node.name)
+        near_misses = tuple(NearMiss(", ".join(names), why) for why, names in rejected.items())
         return PassResult(matches, rewritten, near_misses)
 
     def _is_product(self, node: fx.Node) -> bool:
@@ -92,28 +92,28 @@ class FusedLinears(GraphPass):
             return False
         return value(node).device.type in self.devices
 
-    def _fuse(self, graph: Faked, node: fx.Node) -> tuple[int, str | None]:
+    def _fuse(self, graph: FakeGraph, node: fx.Node) -> tuple[int, str | None]:
         """Put the fused op in the place of a product and what is around it: nodes that went away, and why not more of them."""
         try:
             x, weight, bias = self.bind(node, "input", "weight", bias=None, choices="")[:3]
         except Mismatch as mismatch:
             return 0, str(mismatch)
-        why = _refusal(x, weight, bias)
+        why = _reject_reason(x, weight, bias)
         if why is not None:
             return 0, why
-        norm, why_norm = _norm(x)
-        last, activation, residual, why_behind = _behind(node)
-        found = _Found(x if norm is None else norm[0], weight, bias, norm, residual, activation, last)
-        why = why_norm or why_behind
-        if not found.letters:
+        norm, why_norm = _prologue_norm(x)
+        last, activation, residual, why_epilogue = _epilogue(node)
+        fusable = _FusableLinear(x if norm is None else norm[0], weight, bias, norm, residual, activation, last)
+        why = why_norm or why_epilogue
+        if not fusable.letters:
             return 0, why
-        table = shipped(device_kind(value(weight).device)) if self._table is None else self._table
-        shape = LinearShape(value(weight).shape[0], value(weight).shape[1], found.letters)
-        replaced = _replace(graph, found, shape.choices(table, value(weight).dtype))
-        return (len(found.letters), why) if replaced else (0, "its result has another layout or dtype than the op's")
+        table = shipped_table(device_kind(value(weight).device)) if self._table is None else self._table
+        shape = LinearShape(value(weight).shape[0], value(weight).shape[1], fusable.letters)
+        replaced = _replace(graph, fusable, shape.choices(table, value(weight).dtype))
+        return (len(fusable.letters), why) if replaced else (0, "its result has another layout or dtype than the op's")
 
 
-def _refusal(x: Any, weight: Any, bias: Any) -> str | None:
+def _reject_reason(x: Any, weight: Any, bias: Any) -> str | None:
     """Why the op cannot take these, or would only ever call the BLAS."""
     if not isinstance(weight, fx.Node) or weight.op != "placeholder" or (bias is not None and bias.op != "placeholder"):
         return "its weight or bias is computed, not a parameter"
@@ -127,17 +127,17 @@ def _refusal(x: Any, weight: Any, bias: Any) -> str | None:
     return None
 
 
-def _norm(x: fx.Node) -> tuple[tuple[Any, ...] | None, str | None]:
+def _prologue_norm(x: fx.Node) -> tuple[tuple[Any, ...] | None, str | None]:
     """The arguments of the norm that makes x, when only the product reads it."""
     if x.target is not _ops.rms_norm.default:
         return None, None
     arguments = GraphPass.bind(x, "x", "weight", "eps", offset=0.0, wide=False)
     if arguments[1] is None:
         return None, "its norm has no weight"
-    return (None, f"its norm is also read by {_others(x)}") if len(x.users) > 1 else (arguments, None)
+    return (None, f"its norm is also read by {_other_readers(x)}") if len(x.users) > 1 else (arguments, None)
 
 
-def _behind(node: fx.Node) -> tuple[fx.Node, str | None, fx.Node | None, str | None]:
+def _epilogue(node: fx.Node) -> tuple[fx.Node, str | None, fx.Node | None, str | None]:
     """What takes the product in: the last node, the activation or the residual, and why there is neither."""
     if len(node.users) != 1:
         return node, None, None, None
@@ -158,32 +158,32 @@ def _behind(node: fx.Node) -> tuple[fx.Node, str | None, fx.Node | None, str | N
     return user, None, residual, None
 
 
-def _others(x: fx.Node) -> str:
+def _other_readers(x: fx.Node) -> str:
     return ", ".join(user.name for user in list(x.users)[1:])
 
 
-def _replace(graph: Faked, found: _Found, choices: str) -> bool:
+def _replace(graph: FakeGraph, fusable: _FusableLinear, choices: str) -> bool:
     """Put the op behind all that it reads; whether its result is of the same kind."""
-    weight, eps, offset, wide = (None, 0.0, 0.0, False) if found.norm is None else found.norm[1:]
+    weight, eps, offset, wide = (None, 0.0, 0.0, False) if fusable.norm is None else fusable.norm[1:]
     arguments = (
-        found.x,
-        found.weight,
-        found.bias,
+        fusable.x,
+        fusable.weight,
+        fusable.bias,
         weight,
         eps,
         offset,
         wide,
-        found.residual,
-        found.activation,
+        fusable.residual,
+        fusable.activation,
         choices,
     )
-    with graph.faking():
+    with graph.enable_fake_mode():
         result = _FUSED(*fx.map_arg(arguments, value))
-    if not same_geometry(result, value(found.last)):
+    if not same_geometry(result, value(fusable.last)):
         return False
-    with graph.graph.inserting_before(found.last):
+    with graph.graph.inserting_before(fusable.last):
         new = graph.graph.call_function(_FUSED, arguments)
-    new.meta = {**found.last.meta, "val": result}
-    found.last.replace_all_uses_with(new)
+    new.meta = {**fusable.last.meta, "val": result}
+    fusable.last.replace_all_uses_with(new)
     graph.graph.eliminate_dead_code()
     return True

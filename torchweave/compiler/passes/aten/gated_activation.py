@@ -68,7 +68,7 @@ def _pair(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return pattern, replacement
 
 
-def where(match: Match) -> str | None:
+def extra_check(match: Match) -> str | None:
     if "gate" in match.bindings:
         gate, up = match.value("gate"), match.value("up")
         if list(map(str, gate.shape)) != list(map(str, up.shape)):
@@ -90,5 +90,5 @@ FUSION = Fusion(
     "gated_activation",
     tuple(pattern for pattern, _ in _VARIANTS),
     tuple(replacement for _, replacement in _VARIANTS),
-    where=where,
+    extra_check=extra_check,
 )

@@ -48,33 +48,33 @@ def rounded_last(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> A
     return aten._to_copy.default(aten.mul.Tensor(weight, _unit(_wide(x), eps)), dtype=dtype)
 
 
-def rounded_last_wide(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Any:
+def rounded_last_float32_weight(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Any:
     """Helium: the weight is cast to float32 as well, which changes no value."""
     return aten._to_copy.default(aten.mul.Tensor(_wide(weight), _unit(_wide(x), eps)), dtype=dtype)
 
 
-def rounded_last_like(x: Tensor, weight: Tensor, eps: float) -> Any:
+def rounded_last_type_as(x: Tensor, weight: Tensor, eps: float) -> Any:
     """Gemma 4: ((x32 * rsqrt) * weight32).type_as(x)."""
     return aten.type_as.default(aten.mul.Tensor(_unit(_wide(x), eps), _wide(weight)), x)
 
 
-def less_one(x: Tensor, weight: Tensor, eps: float, one: float) -> Any:
+def one_plus_weight(x: Tensor, weight: Tensor, eps: float, one: float) -> Any:
     """Gemma: ((x32 * rsqrt) * (1 + weight32)).type_as(x)."""
     scale = aten.add.Tensor(_wide(weight), one)
     return aten.type_as.default(aten.mul.Tensor(_unit(_wide(x), eps), scale), x)
 
 
-def float_less_one(x: Tensor, weight: Tensor, eps: float, one: float) -> Any:
+def float32_one_plus_weight(x: Tensor, weight: Tensor, eps: float, one: float) -> Any:
     """Gemma in float32."""
     return aten.type_as.default(aten.mul.Tensor(_unit(x, eps), aten.add.Tensor(weight, one)), x)
 
 
-def float_like(x: Tensor, weight: Tensor, eps: float) -> Any:
+def float32_type_as(x: Tensor, weight: Tensor, eps: float) -> Any:
     """Gemma 4 in float32."""
     return aten.type_as.default(aten.mul.Tensor(_unit(x, eps), weight), x)
 
 
-def float_plain(x: Tensor, weight: Tensor, eps: float) -> Any:
+def float32_plain(x: Tensor, weight: Tensor, eps: float) -> Any:
     """Every other dialect in float32."""
     return aten.mul.Tensor(weight, _unit(x, eps))
 
@@ -100,11 +100,11 @@ def wide(x: Tensor, weight: Tensor, eps: float) -> Any:
     return _norm(x, weight, eps, 0.0, True)
 
 
-def wide_less_one(x: Tensor, weight: Tensor, eps: float, one: float) -> Any:
+def wide_one_plus_weight(x: Tensor, weight: Tensor, eps: float, one: float) -> Any:
     return _norm(x, weight, eps, one, True)
 
 
-def where(match: Match) -> str | None:
+def extra_check(match: Match) -> str | None:
     x, weight = match.value("x"), match.value("weight")
     if weight.dim() != 1 or str(weight.shape[0]) != str(x.shape[-1]):
         return f"its weight is {list(weight.shape)}, not one number for each of {x.shape[-1]}"
@@ -123,14 +123,14 @@ def where(match: Match) -> str | None:
 
 
 _VARIANTS: dict[Callable[..., Any], Callable[..., Any]] = {
-    less_one: wide_less_one,
-    float_less_one: wide_less_one,
-    rounded_last_like: wide,
-    float_like: wide,
-    rounded_last_wide: wide,
+    one_plus_weight: wide_one_plus_weight,
+    float32_one_plus_weight: wide_one_plus_weight,
+    rounded_last_type_as: wide,
+    float32_type_as: wide,
+    rounded_last_float32_weight: wide,
     rounded_last: wide,
     rounded_first: narrow,
-    float_plain: narrow,
+    float32_plain: narrow,
 }
 
-FUSION = Fusion("raise_rms_norm", tuple(_VARIANTS), tuple(_VARIANTS.values()), where=where)
+FUSION = Fusion("raise_rms_norm", tuple(_VARIANTS), tuple(_VARIANTS.values()), extra_check=extra_check)

@@ -26,7 +26,7 @@ from torch import fx
 from torch._higher_order_ops import auto_functionalize as functional
 from torch.utils._pytree import tree_leaves
 
-from torchweave.compiler.ir.aliasing import Memory, NotUnderstood, is_number, memory_of
+from torchweave.compiler.ir.aliasing import AliasAnalysisError, AliasInfo, analyze_aliasing, computes_sizes
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.passes.base import Build, GraphPass, NearMiss, PassResult, Stage
 
@@ -34,7 +34,7 @@ V1, V2 = torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto
 
 
 @dataclass(frozen=True)
-class Written:
+class MutatedTensor:
     """A tensor that a functional call copies and lets its op write to.
 
     Attributes:
@@ -51,19 +51,19 @@ class FunctionalCall:
     """A functional call of an op that writes, taken apart.
 
     Attributes:
-        arguments: by the schema's names; a written one is a `View` of a base.
+        arguments: by the schema's names; a written one is a `ViewOfBase` of a base.
         outputs: for each output of the op the nodes that read it.
     """
 
     node: fx.Node
     op: torch._ops.OpOverload
     arguments: dict[str, Any]
-    written: tuple[Written, ...]
+    written: tuple[MutatedTensor, ...]
     outputs: tuple[tuple[fx.Node, ...], ...]
 
 
 @dataclass(frozen=True)
-class View:
+class ViewOfBase:
     """How a written argument looks at its base: an operation and its arguments behind the base; None is the base itself."""
 
     base: fx.Node
@@ -71,10 +71,10 @@ class View:
     arguments: tuple[Any, ...] = ()
 
 
-Prover = Callable[[FunctionalCall, Written, Memory], str | None]
+SafetyCheck = Callable[[FunctionalCall, MutatedTensor, AliasInfo], str | None]
 
 
-class Refused(Exception):
+class NotReinplaceable(Exception):
     """Why a functional call is left as it is."""
 
 
@@ -89,8 +89,8 @@ class Reinplace(GraphPass):
     stage: Stage = "aten"
     builds: tuple[Build, ...] = ("fx",)
 
-    def __init__(self, prove: Prover | None = None) -> None:
-        self.prove = prove or seen_by
+    def __init__(self, safety_check: SafetyCheck | None = None) -> None:
+        self.safety_check = safety_check or find_observer
 
     def run(self, graph: Any) -> PassResult:
         matches, near_misses = 0, []
@@ -99,13 +99,13 @@ class Reinplace(GraphPass):
             if node.op != "call_function" or node.target not in (V1, V2):
                 continue
             try:
-                call = _taken_apart(node)
-                memory = memory_of(graph.graph, inputs_may_alias=False)
+                call = _decompose(node)
+                memory = analyze_aliasing(graph.graph, inputs_may_alias=False)
                 for each in call.written:
-                    why = self.prove(call, each, memory)
+                    why = self.safety_check(call, each, memory)
                     if why is not None:
-                        raise Refused(why)
-            except (Refused, NotUnderstood) as refusal:
+                        raise NotReinplaceable(why)
+            except (NotReinplaceable, AliasAnalysisError) as refusal:
                 near_misses.append(NearMiss(node.name, str(refusal)))
                 continue
             _rewrite(graph.graph, call)
@@ -113,7 +113,7 @@ class Reinplace(GraphPass):
         return PassResult(matches, matches, tuple(near_misses))
 
 
-def seen_by(call: FunctionalCall, written: Written, memory: Memory) -> str | None:
+def find_observer(call: FunctionalCall, written: MutatedTensor, memory: AliasInfo) -> str | None:
     """Who would see that `written` changes in place, as a reason; None when nobody would."""
     base = written.base
     groups = memory.holds[base]
@@ -121,8 +121,8 @@ def seen_by(call: FunctionalCall, written: Written, memory: Memory) -> str | Non
     others += [each.base for each in call.written if each is not written]
     if beside := next((each for each in others if memory.holds[each] & groups), None):
         return f"{beside.name}, which the op takes too, shares memory with {base.name}"
-    back = _written_back(base, written)
-    if base.op == "placeholder" and back is None:
+    copy_back = _find_copy_back(base, written)
+    if base.op == "placeholder" and copy_back is None:
         return f"{base.name} is an input, and the result is not written back to it"
     inputs = [node for node in memory.access if node.op in ("placeholder", "get_attr") and memory.holds[node] & groups]
     if base not in inputs and inputs:
@@ -130,7 +130,7 @@ def seen_by(call: FunctionalCall, written: Written, memory: Memory) -> str | Non
     node = call.node
     while (node := node.next).op != "root":
         reads = [argument for argument in node.all_input_nodes if memory.holds[argument] & groups]
-        if not reads or node is back or is_number(node):
+        if not reads or node is copy_back or computes_sizes(node):
             continue
         if node.op == "output":
             return f"the piece returns {reads[0].name}, which shares memory with {base.name}"
@@ -138,7 +138,7 @@ def seen_by(call: FunctionalCall, written: Written, memory: Memory) -> str | Non
     return None
 
 
-def _written_back(base: fx.Node, written: Written) -> fx.Node | None:
+def _find_copy_back(base: fx.Node, written: MutatedTensor) -> fx.Node | None:
     """The copy at the end of a functional graph by which an input becomes what the call made of it."""
     for node in base.users if base.op == "placeholder" else ():
         if node.target is torch.ops.aten.copy_.default and node.args[0] is base and node.args[1] in written.results:
@@ -146,36 +146,36 @@ def _written_back(base: fx.Node, written: Written) -> fx.Node | None:
     return None
 
 
-def _taken_apart(node: fx.Node) -> FunctionalCall:
+def _decompose(node: fx.Node) -> FunctionalCall:
     """Raises Refused for forms that are not known."""
     op: Any = node.args[0]
     given: dict[str, Any] = dict(node.kwargs)
     if not isinstance(op, torch._ops.OpOverload):
-        raise Refused(f"{op} is no op with a schema")
+        raise NotReinplaceable(f"{op} is no op with a schema")
     names, types = functional.get_mutable_args(op)
     offset = max(1, len(op._schema.returns))
     if node.target is V2:
         if "_all_bases" not in given:
-            raise Refused("it writes to tensors that are made for it")
+            raise NotReinplaceable("it writes to tensors that are made for it")
         bases = list(given.pop("_all_bases"))
         infos = functional.read_view_information_from_args(names, types, given, bases)
         given |= {name: _views(infos[name], bases) for name in names}
     else:
         bases = [given[name] for name in names]
         if any(isinstance(each, (list, tuple)) for each in bases):
-            raise Refused("it writes to a list of tensors")
-        given |= {name: None if given[name] is None else View(given[name]) for name in names}
+            raise NotReinplaceable("it writes to a list of tensors")
+        given |= {name: None if given[name] is None else ViewOfBase(given[name]) for name in names}
     written = tuple(
-        Written(base, tuple(_items(node, offset + index))) for index, base in enumerate(bases) if base is not None
+        MutatedTensor(base, tuple(_items(node, offset + index))) for index, base in enumerate(bases) if base is not None
     )
     if len({each.base for each in written}) < len(written):
-        raise Refused("it writes to one tensor by two names")
+        raise NotReinplaceable("it writes to one tensor by two names")
     outputs = tuple(tuple(_items(node, index)) for index in range(len(op._schema.returns)))
     known = {item for each in written for item in each.results} | {item for items in outputs for item in items}
     if not op._schema.returns:
         known |= set(_items(node, 0))
     if set(node.users) - known:
-        raise Refused("its results are read as a whole")
+        raise NotReinplaceable("its results are read as a whole")
     return FunctionalCall(node, op, given, written, outputs)
 
 
@@ -184,24 +184,24 @@ def _items(node: fx.Node, index: int) -> Iterator[fx.Node]:
 
 
 def _views(info: Any, bases: list[fx.Node]) -> Any:
-    """What torch wrote down of a view, as a `View`."""
+    """What torch wrote down of a view, as a `ViewOfBase`."""
     if info is None or isinstance(info, list):
         return info and [_views(each, bases) for each in info]
     base = bases[info.base_index]
     if isinstance(info, functional.AsStridedViewInfo):
         where = (list(info.size), list(info.stride), info.storage_offset)
-        return View(base, torch.ops.aten.as_strided.default, where)
+        return ViewOfBase(base, torch.ops.aten.as_strided.default, where)
     if isinstance(info, functional.SliceViewInfo):
-        return View(base, torch.ops.aten.slice.Tensor, (info.dim, info.start, info.end))
+        return ViewOfBase(base, torch.ops.aten.slice.Tensor, (info.dim, info.start, info.end))
     if isinstance(info, (functional.AliasViewInfo, functional.NotView)):
-        return View(base)
-    raise Refused(f"a view is written down as {type(info).__name__}")
+        return ViewOfBase(base)
+    raise NotReinplaceable(f"a view is written down as {type(info).__name__}")
 
 
 def _rewrite(graph: fx.Graph, call: FunctionalCall) -> None:
     node = call.node
     with graph.inserting_before(node):
-        given = {name: _made(graph, each) for name, each in call.arguments.items()}
+        given = {name: _materialize(graph, each) for name, each in call.arguments.items()}
         new = graph.call_function(call.op, *_positional(call.op, given))
     results = [value(node)[index] for index in range(len(call.outputs))]
     new.meta = dict(node.meta)
@@ -213,22 +213,22 @@ def _rewrite(graph: fx.Graph, call: FunctionalCall) -> None:
             else:
                 reader.args = (new, index)
     for each in call.written:
-        back = _written_back(each.base, each)
+        copy_back = _find_copy_back(each.base, each)
         for result in each.results:
             result.replace_all_uses_with(each.base)
-        if back is not None:
-            graph.erase_node(back)
+        if copy_back is not None:
+            graph.erase_node(copy_back)
     for user in list(node.users):
         graph.erase_node(user)
     graph.erase_node(node)
 
 
-def _made(graph: fx.Graph, thing: Any) -> Any:
+def _materialize(graph: fx.Graph, thing: Any) -> Any:
     """An argument of the op; the view that it is, made again."""
     if isinstance(thing, list):
-        return [_made(graph, each) for each in thing]
-    if not isinstance(thing, View) or thing.op is None:
-        return thing.base if isinstance(thing, View) else thing
+        return [_materialize(graph, each) for each in thing]
+    if not isinstance(thing, ViewOfBase) or thing.op is None:
+        return thing.base if isinstance(thing, ViewOfBase) else thing
     view = graph.call_function(thing.op, (thing.base, *thing.arguments))
     numbers = fx.map_arg(thing.arguments, value)
     base = value(thing.base)

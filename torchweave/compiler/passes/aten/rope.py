@@ -27,7 +27,7 @@ aten = torch.ops.aten
 END = 2**63 - 1
 
 
-def _turned(x: Any, cos: Any, sin: Any, half: Any) -> Any:
+def _rotate(x: Any, cos: Any, sin: Any, half: Any) -> Any:
     low, high = aten.slice.Tensor(x, 3, 0, half), aten.slice.Tensor(x, 3, half, END)
     swapped = aten.cat.default([aten.neg.default(high), low], -1)
     return aten.add.Tensor(aten.mul.Tensor(x, cos), aten.mul.Tensor(swapped, sin))
@@ -35,19 +35,19 @@ def _turned(x: Any, cos: Any, sin: Any, half: Any) -> Any:
 
 def _turned_part(x: Any, cos: Any, sin: Any, half: Any, width: Any) -> Any:
     turning, rest = aten.slice.Tensor(x, 3, 0, width), aten.slice.Tensor(x, 3, width, END)
-    return aten.cat.default([_turned(turning, cos, sin, half), rest], -1)
+    return aten.cat.default([_rotate(turning, cos, sin, half), rest], -1)
 
 
-def whole_wide(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, half: int, dtype: torch.dtype) -> Any:
+def full_rope_float32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, half: int, dtype: torch.dtype) -> Any:
     """OLMo 2: cos and sin are float32, and so is everything up to the end."""
-    return tuple(aten._to_copy.default(_turned(x, cos, sin, half), dtype=dtype) for x in (q, k))
+    return tuple(aten._to_copy.default(_rotate(x, cos, sin, half), dtype=dtype) for x in (q, k))
 
 
-def whole(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, half: int) -> Any:
-    return _turned(q, cos, sin, half), _turned(k, cos, sin, half)
+def full_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, half: int) -> Any:
+    return _rotate(q, cos, sin, half), _rotate(k, cos, sin, half)
 
 
-def part(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, half: int, width: int) -> Any:
+def partial_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, half: int, width: int) -> Any:
     return _turned_part(q, cos, sin, half, width), _turned_part(k, cos, sin, half, width)
 
 
@@ -58,7 +58,7 @@ def replacement(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return aten.transpose.int(q, 1, 2), aten.transpose.int(k, 1, 2)
 
 
-def where(match: Match) -> str | None:
+def extra_check(match: Match) -> str | None:
     q, k, cos, sin = (match.value(name) for name in ("q", "k", "cos", "sin"))
     if cos.dim() != 4 or q.dim() != 4 or any(str(size) != "1" for size in (*cos.shape[:2], q.shape[0])):
         return f"q is {list(q.shape)} and cos {list(cos.shape)}, not [1, H, T, D] and [1, 1, T, R]"
@@ -71,4 +71,4 @@ def where(match: Match) -> str | None:
     return None
 
 
-FUSION = Fusion("rope", (whole, part, whole_wide), replacement, where=where)
+FUSION = Fusion("rope", (full_rope, partial_rope, full_rope_float32), replacement, extra_check=extra_check)

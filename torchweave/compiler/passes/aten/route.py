@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 import torchweave.ops.moe.routing  # noqa: F401 (defines torchweave::route)
-from torchweave.compiler.ir.graph import Faked
+from torchweave.compiler.ir.graph import FakeGraph
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.passes.base import PassResult
 from torchweave.compiler.passes.matcher import Match
@@ -33,8 +33,8 @@ aten = torch.ops.aten
 op = torch.ops.torchweave.route.default
 
 _F32 = torch.float32
-_PLAIN = (1, 1, 1, 0.0)  # no groups
-_OPEN = (False, 0.0, 1.0)  # neither divided by the sum nor scaled
+_NO_GROUPS = (1, 1, 1, 0.0)  # no groups
+_NOT_SCALED = (False, 0.0, 1.0)  # neither divided by the sum nor scaled
 Function = Callable[..., Any]
 
 
@@ -47,7 +47,7 @@ def softmax() -> tuple[Function, Function]:
         return best[0], best[1]
 
     def replacement(logits: Tensor, k: int) -> Any:
-        return op(logits, None, k, "softmax", _F32, *_PLAIN, *_OPEN)
+        return op(logits, None, k, "softmax", _F32, *_NO_GROUPS, *_NOT_SCALED)
 
     return pattern, replacement
 
@@ -66,7 +66,7 @@ def biased(score: str) -> tuple[Function, Function]:
         return aten.gather.default(scores, -1, index), index
 
     def replacement(logits: Tensor, bias: Tensor, k: int) -> Any:
-        return op(logits, bias, k, score, _F32, *_PLAIN, *_OPEN)
+        return op(logits, bias, k, score, _F32, *_NO_GROUPS, *_NOT_SCALED)
 
     return by_sigmoid if score == "sigmoid" else by_softmax, replacement
 
@@ -101,7 +101,7 @@ def grouped_sigmoid(copied: bool) -> tuple[Function, Function]:
         return aten.gather.default(scores, 1, index), index
 
     def replacement(logits: Tensor, bias: Tensor, groups: int, top_groups: int, fill: float, k: int) -> Any:
-        return op(logits, bias, k, "sigmoid", _F32, groups, top_groups, 2, fill, *_OPEN)
+        return op(logits, bias, k, "sigmoid", _F32, groups, top_groups, 2, fill, *_NOT_SCALED)
 
     return pattern, replacement
 
@@ -120,7 +120,7 @@ def grouped_softmax(copied: bool) -> tuple[Function, Function]:
         return chosen[0], chosen[1]
 
     def replacement(logits: Tensor, groups: int, top_groups: int, fill: float, k: int) -> Any:
-        return op(logits, None, k, "softmax", _F32, groups, top_groups, 1, fill, *_OPEN)
+        return op(logits, None, k, "softmax", _F32, groups, top_groups, 1, fill, *_NOT_SCALED)
 
     return pattern, replacement
 
@@ -135,12 +135,12 @@ def chosen_softmax() -> tuple[Function, Function]:
 
     def replacement(logits: Tensor, k: int, in_dtype: Any) -> Any:
         dtype = in_dtype or logits.dtype
-        return op(logits, None, k, "chosen_softmax", dtype, *_PLAIN, *_OPEN)
+        return op(logits, None, k, "chosen_softmax", dtype, *_NO_GROUPS, *_NOT_SCALED)
 
     return pattern, replacement
 
 
-def widened() -> tuple[Function, Function]:
+def float32_logits() -> tuple[Function, Function]:
     """Logits in float32, as which the op reads them anyway."""
 
     def pattern(
@@ -160,13 +160,13 @@ def widened() -> tuple[Function, Function]:
     return pattern, replacement
 
 
-def divided(epsilon: bool) -> tuple[Function, Function]:
+def normalized(epsilon: bool) -> tuple[Function, Function]:
     """Weights over their sum."""
 
     def pattern(
         logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
     ) -> Any:  # fmt: skip
-        routed = op(logits, bias, k, score, _F32, groups, top_groups, best, fill, *_OPEN)
+        routed = op(logits, bias, k, score, _F32, groups, top_groups, best, fill, *_NOT_SCALED)
         weights, index = routed[0], routed[1]
         return aten.div.Tensor(weights, aten.sum.dim_IntList(weights, [-1], True)), index
 
@@ -174,7 +174,7 @@ def divided(epsilon: bool) -> tuple[Function, Function]:
         logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
         added: float,
     ) -> Any:  # fmt: skip
-        routed = op(logits, bias, k, score, _F32, groups, top_groups, best, fill, *_OPEN)
+        routed = op(logits, bias, k, score, _F32, groups, top_groups, best, fill, *_NOT_SCALED)
         weights, index = routed[0], routed[1]
         total = aten.add.Tensor(aten.sum.dim_IntList(weights, [-1], True), added)
         return aten.div.Tensor(weights, total), index
@@ -247,7 +247,7 @@ def cast(like: bool) -> tuple[Function, Function]:
     return (to_dtype_of, replacement_like) if like else (to_dtype, replacement)
 
 
-def where(match: Match) -> str | None:
+def extra_check(match: Match) -> str | None:
     logits, known = match.value("logits"), match.bindings
     if logits.dim() != 2:
         return f"the logits have {logits.dim()} dimensions, not tokens by experts"
@@ -276,16 +276,16 @@ def _of_another_dtype(weights: fx.Node) -> str | None:
     return f"the scores are {dtype}, not float32"
 
 
-_ELSEWHERE = (f"not {op}", f"not {aten._to_copy.default}")
+_UNRELATED = (f"not {op}", f"not {aten._to_copy.default}")
 
 
-class Routers(Fusion):
+class RouterFusion(Fusion):
     """The fusion; what comes from nowhere near a router is no near-miss of it."""
 
-    def run(self, graph: Faked) -> PassResult:
+    def run(self, graph: FakeGraph) -> PassResult:
         """See `Pass.run`."""
         result = super().run(graph)
-        near = tuple(miss for miss in result.near_misses if not miss.why.endswith(_ELSEWHERE))
+        near = tuple(miss for miss in result.near_misses if not miss.why.endswith(_UNRELATED))
         return replace(result, near_misses=near)
 
 
@@ -295,16 +295,16 @@ _PAIRS = (
     *(biased(score) for score in ("sigmoid", "softmax")),
     *(form(copied) for form in (grouped_sigmoid, grouped_softmax) for copied in _BOTH),
     chosen_softmax(),
-    widened(),
-    *(divided(epsilon) for epsilon in _BOTH),
+    float32_logits(),
+    *(normalized(epsilon) for epsilon in _BOTH),
     scaled(),
     *(cast(like) for like in _BOTH),
 )
 
-FUSION = Routers(
+FUSION = RouterFusion(
     "route",
     [pattern for pattern, _ in _PAIRS],
     [replacement for _, replacement in _PAIRS],
-    where=where,
+    extra_check=extra_check,
     fixpoint=True,
 )

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import torchweave.ops.collectives.all_reduce_norm
 import torchweave.ops.norm  # noqa: F401 (defines the ops)
-from torchweave.compiler.passes.aten.add_rms_norm import where as of_one_kind
+from torchweave.compiler.passes.aten.add_rms_norm import extra_check as same_residual_kind
 from torchweave.compiler.passes.matcher import Match
 from torchweave.compiler.passes.pattern import Fusion
 
@@ -35,52 +35,58 @@ _norm = ops.rms_norm.default
 _fused = ops.all_reduce_add_rms_norm.default
 
 
-def last(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str) -> Any:
+def sum_unused(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str
+) -> Any:
     return _norm(aten.add.Tensor(_reduce(x, group), residual), weight, eps, offset, wide)
 
 
-def kept(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str) -> Any:
+def sum_used(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str
+) -> Any:
     h = aten.add.Tensor(_reduce(x, group), residual)
     return _norm(h, weight, eps, offset, wide), h
 
 
-def alone(x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str) -> Any:
+def no_residual(x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str) -> Any:
     return _norm(_reduce(x, group), weight, eps, offset, wide)
 
 
-def alone_kept(x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str) -> Any:
+def no_residual_sum_used(x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str) -> Any:
     h = _reduce(x, group)
     return _norm(h, weight, eps, offset, wide), h
 
 
-def fused_last(
+def fused_sum_unused(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str
 ) -> Any:
     return _fused(x, residual, weight, eps, offset, wide, False, group)[0]
 
 
-def fused_kept(
+def fused_sum_used(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str
 ) -> Any:
     return _fused(x, residual, weight, eps, offset, wide, True, group)
 
 
-def fused_alone(x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str) -> Any:
+def fused_no_residual(x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str) -> Any:
     return _fused(x, None, weight, eps, offset, wide, False, group)[0]
 
 
-def fused_alone_kept(x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str) -> Any:
+def fused_no_residual_sum_used(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str
+) -> Any:
     return _fused(x, None, weight, eps, offset, wide, True, group)
 
 
-def where(match: Match) -> str | None:
-    return of_one_kind(match) if "residual" in match.bindings else None
+def extra_check(match: Match) -> str | None:
+    return same_residual_kind(match) if "residual" in match.bindings else None
 
 
 FUSION = Fusion(
     "all_reduce_norm",
-    (last, kept, alone, alone_kept),
-    (fused_last, fused_kept, fused_alone, fused_alone_kept),
-    where=where,
+    (sum_unused, sum_used, no_residual, no_residual_sum_used),
+    (fused_sum_unused, fused_sum_used, fused_no_residual, fused_no_residual_sum_used),
+    extra_check=extra_check,
     needs=("ranks",),
 )

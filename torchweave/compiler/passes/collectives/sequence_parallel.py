@@ -23,21 +23,26 @@ import torch
 from torch import fx
 
 import torchweave.ops.collectives.sequence_parallel_norm  # noqa: F401 (defines torchweave::own_rows)
-from torchweave.compiler.ir.graph import Faked
+from torchweave.compiler.ir.graph import FakeGraph
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.split import normalize
+from torchweave.compiler.partition.split import normalize_call
 from torchweave.compiler.passes.base import GraphPass, NearMiss, Need, Numerics, PassResult, Stage, TokenRange
-from torchweave.compiler.passes.collectives.user_buffers import next_collective, pays_from, shape_of_table, sum_of
-from torchweave.compiler.passes.rewrite import insert, same_kind
+from torchweave.compiler.passes.collectives.user_buffers import (
+    next_collective,
+    profitable_token_range,
+    sum_output,
+    table_shape,
+)
+from torchweave.compiler.passes.rewrite import insert, same_tensor_metadata
 from torchweave.compiler.tuning.table import Table
-from torchweave.ops.collectives.all_reduce_norm import Norm, Quant
-from torchweave.ops.collectives.sequence_parallel_norm import Sharding, norm_by_rows
+from torchweave.ops.collectives.all_reduce_norm import NormSpec, QuantSpec
+from torchweave.ops.collectives.sequence_parallel_norm import RowSharding, row_sharded_norm
 
 ops = torch.ops.torchweave
 _PLAIN = ops.all_reduce_add_rms_norm.default
 _FP8 = ops.all_reduce_add_rms_norm_fp8.default
 _FP4 = ops.all_reduce_add_rms_norm_fp4.default
-NORMED = (_PLAIN, _FP8, _FP4)
+ALL_REDUCE_NORM_OPS = (_PLAIN, _FP8, _FP4)
 
 
 class SequenceParallel(GraphPass):
@@ -55,62 +60,66 @@ class SequenceParallel(GraphPass):
     needs: tuple[Need, ...] = ("ranks",)
 
     def __init__(self, table: Table | None = None, ranks: int = 1) -> None:
-        self.shape = shape_of_table(ranks)
-        self.token_range: TokenRange = pays_from(table, self.name, self.shape)
+        self.shape = table_shape(ranks)
+        self.token_range: TokenRange = profitable_token_range(table, self.name, self.shape)
 
-    def run(self, graph: Faked) -> PassResult:
+    def run(self, graph: FakeGraph) -> PassResult:
         """See `Pass.run`."""
         near_misses: list[NearMiss] = []
-        rows: dict[fx.Node, fx.Node] = {}  # a sum, and the node that holds this rank's rows of it
+        local_rows_of: dict[fx.Node, fx.Node] = {}  # a sum, and the node that holds this rank's rows of it
         matches = 0
         for node in list(graph.graph.nodes):
-            if node.target not in NORMED:
+            if node.target not in ALL_REDUCE_NORM_OPS:
                 continue
-            total = sum_of(node)
-            linked = None if total is None else next_collective(node, total, NORMED, residual_at=1)
+            total = sum_output(node)
+            next_op = None if total is None else next_collective(node, total, ALL_REDUCE_NORM_OPS, residual_at=1)
             residual = node.args[1]
-            if isinstance(linked, str) and residual not in rows:
-                near_misses.append(NearMiss(node.name, linked))
+            if isinstance(next_op, str) and residual not in local_rows_of:
+                near_misses.append(NearMiss(node.name, next_op))
                 continue
             if residual is None:
                 near_misses.append(NearMiss(node.name, "it adds no residual that could stay in rows"))
                 continue
-            own = _rewrite(graph, node, rows.get(residual), isinstance(linked, fx.Node))
-            if total is not None and own is not None:
-                rows[total] = own
+            local_rows = _rewrite(graph, node, local_rows_of.get(residual), isinstance(next_op, fx.Node))
+            if total is not None and local_rows is not None:
+                local_rows_of[total] = local_rows
             matches += 1
         graph.graph.eliminate_dead_code()
         return PassResult(matches, matches, tuple(near_misses))
 
 
-def _rewrite(graph: Faked, node: fx.Node, own: fx.Node | None, leaves_rows: bool) -> fx.Node | None:
+def _rewrite(graph: FakeGraph, node: fx.Node, local_rows: fx.Node | None, leaves_rows: bool) -> fx.Node | None:
     """Put the form by rows in the place of a collective, but for its sum where that is left in rows: then the node of those.
 
     Args:
         own: this rank's rows of the residual, where they are known.
     """
     target: Any = node.target
-    x, residual, weight, eps, offset, wide, *quant, group = normalize(target, tuple(node.args), dict(node.kwargs))[0]
+    x, residual, weight, eps, offset, wide, *quant, group = normalize_call(target, tuple(node.args), dict(node.kwargs))[
+        0
+    ]
     read: dict[int, fx.Node] = {int(user.args[1]): user for user in node.users if user.users}  # type: ignore[arg-type]
     last = len(value(node)) - 1
     keep_norm, keep_sum = last - 1 in read, last in read
-    sharding = Sharding(str(group), residual=own is not None, total=leaves_rows)
+    sharding = RowSharding(str(group), residual=local_rows is not None, total=leaves_rows)
     scale = None if target is _PLAIN else quant[-3]
 
     def by_rows(x: Any, residual: Any, weight: Any, scale: Any) -> list[Any]:
         how = None
         if target is _FP8:
-            how = Quant("fp8", quant[0], scale)
+            how = QuantSpec("fp8", quant[0], scale)
         elif target is _FP4:
-            how = Quant("fp4", scale=scale)
-        norm = Norm(residual, weight, eps, offset, wide, how, keep_norm or how is None, keep_sum)
-        normed = norm_by_rows(x, norm, sharding)
+            how = QuantSpec("fp4", scale=scale)
+        norm = NormSpec(residual, weight, eps, offset, wide, how, keep_norm or how is None, keep_sum)
+        normed = row_sharded_norm(x, norm, sharding)
         results = [normed.y, normed.total] if how is None else [normed.q, normed.s, normed.y, normed.total]
         return [results[index] for index in sorted(read)]
 
-    new = dict(zip(sorted(read), insert(graph, node, by_rows, [x, own or residual, weight, scale]), strict=True))
+    new = dict(zip(sorted(read), insert(graph, node, by_rows, [x, local_rows or residual, weight, scale]), strict=True))
     for index, user in read.items():
         if not (leaves_rows and index == last):
-            assert same_kind(value(new[index]), value(user)), "rows that are gathered have the shape of the whole"
+            assert same_tensor_metadata(value(new[index]), value(user)), (
+                "rows that are gathered have the shape of the whole"
+            )
             user.replace_all_uses_with(new[index])
     return new[last] if leaves_rows else None

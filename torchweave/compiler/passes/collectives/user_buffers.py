@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 import torchweave.ops.collectives.user_buffers  # noqa: F401 (defines the ops)
-from torchweave.compiler.ir.graph import Faked, same_geometry
+from torchweave.compiler.ir.graph import FakeGraph, same_geometry
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.split import normalize
+from torchweave.compiler.partition.split import normalize_call
 from torchweave.compiler.passes.base import GraphPass, Mismatch, NearMiss, Need, Numerics, PassResult, Stage, TokenRange
 from torchweave.compiler.passes.rewrite import erase
 from torchweave.compiler.tuning.table import Table
@@ -31,7 +31,7 @@ BUFFERED = {
 """Collectives, and the same with a producer."""
 
 
-class Convert(GraphPass):
+class UserBuffersConvert(GraphPass):
     """Collectives that follow each other read their operand in memory that all ranks see.
 
     Before                                             After
@@ -52,7 +52,7 @@ class Convert(GraphPass):
     def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
         self.devices = frozenset(devices)
 
-    def run(self, graph: Faked) -> PassResult:
+    def run(self, graph: FakeGraph) -> PassResult:
         """See `Pass.run`."""
         near_misses: list[NearMiss] = []
         matches = 0
@@ -74,7 +74,7 @@ def slots(count: int) -> list[int]:
     return found if count % 2 == 0 else [*found[:-2], 2, 1]
 
 
-def _by_group(graph: Faked, devices: frozenset[str]) -> list[list[fx.Node]]:
+def _by_group(graph: FakeGraph, devices: frozenset[str]) -> list[list[fx.Node]]:
     found: dict[str, list[fx.Node]] = {}
     for node in graph.graph.nodes:
         if node.target in BUFFERED and value(node.args[0]).device.type in devices:
@@ -97,18 +97,18 @@ def _ordered(nodes: list[fx.Node], near_misses: list[NearMiss]) -> list[fx.Node]
 def _sources(node: fx.Node, oldest: fx.Node) -> set[fx.Node]:
     """What a node is computed from, as far back as `oldest`."""
     found: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        for each in waiting.pop().all_input_nodes:
+    pending = [node]
+    while pending:
+        for each in pending.pop().all_input_nodes:
             if each not in found and not each < oldest:
                 found.add(each)
-                waiting.append(each)
+                pending.append(each)
     return found
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
     target: Any = node.target
-    return normalize(target, tuple(node.args), dict(node.kwargs))[0]
+    return normalize_call(target, tuple(node.args), dict(node.kwargs))[0]
 
 
 def _convert(node: fx.Node, slot: int) -> None:
@@ -119,7 +119,7 @@ def _convert(node: fx.Node, slot: int) -> None:
     node.target = BUFFERED[node.target]  # type: ignore[index]
 
 
-class Prologue(GraphPass):
+class UserBuffersPrologue(GraphPass):
     """What makes the operand of a collective writes it into the memory that the collective reads.
 
     Before                                                    After
@@ -137,7 +137,7 @@ class Prologue(GraphPass):
     numerics: Numerics = "exact"
     needs: tuple[Need, ...] = ("ranks", "userbuffers")
 
-    def run(self, graph: Faked) -> PassResult:
+    def run(self, graph: FakeGraph) -> PassResult:
         """See `Pass.run`."""
         matches = rewritten = 0
         near_misses: list[NearMiss] = []
@@ -182,7 +182,7 @@ def _name(node: fx.Node) -> str:
     return "made in another piece" if node.op == "placeholder" else str(node.target)
 
 
-class Finalize(GraphPass):
+class UserBuffersFinalize(GraphPass):
     """The residual between two collectives stays divided among the ranks: each keeps the rows that it reduced.
 
     Before                                                       After
@@ -203,46 +203,46 @@ class Finalize(GraphPass):
     needs: tuple[Need, ...] = ("ranks", "userbuffers")
 
     def __init__(self, table: Table | None = None, ranks: int = 1) -> None:
-        self.shape = shape_of_table(ranks)
-        self.token_range: TokenRange = pays_from(table, self.name, self.shape)
+        self.shape = table_shape(ranks)
+        self.token_range: TokenRange = profitable_token_range(table, self.name, self.shape)
 
-    def run(self, graph: Faked) -> PassResult:
+    def run(self, graph: FakeGraph) -> PassResult:
         """See `Pass.run`."""
-        normed = list(BUFFERED.values())[1:]
+        all_reduce_norm_ops = list(BUFFERED.values())[1:]
         matches = 0
         near_misses: list[NearMiss] = []
         for node in list(graph.graph.nodes):
-            total = sum_of(node) if node.target in normed else None
+            total = sum_output(node) if node.target in all_reduce_norm_ops else None
             if total is None:
                 continue
-            reader = next_collective(node, total, normed, residual_at=5)
+            reader = next_collective(node, total, all_reduce_norm_ops, residual_at=5)
             if isinstance(reader, str):
                 near_misses.append(NearMiss(node.name, reader))
                 continue
             node.args = (*node.args[:-2], True, node.args[-1])
             reader.args = (*reader.args[:-3], True, *reader.args[-2:])
-            _fake_again(graph, node)
+            _refresh_fake_values(graph, node)
             matches += 1
         return PassResult(matches, 0, tuple(near_misses))
 
 
-def shape_of_table(ranks: int) -> str:
+def table_shape(ranks: int) -> str:
     """The shape by which tables keep what was measured over a number of ranks."""
     return f"{ranks} ranks"
 
 
-def pays_from(table: Table | None, subject: str, shape: str) -> TokenRange:
+def profitable_token_range(table: Table | None, subject: str, shape: str) -> TokenRange:
     """From which token count on a table says that something pays: the least from which it won at every one measured."""
-    answers = () if table is None else table.answers(subject, shape)
+    matching_entries = () if table is None else table.matching_entries(subject, shape)
     low: int | None = None
-    for entry in reversed(answers):
+    for entry in reversed(matching_entries):
         if not entry.choice:
             break
         low = entry.tokens
     return low, None
 
 
-def sum_of(node: fx.Node) -> fx.Node | None:
+def sum_output(node: fx.Node) -> fx.Node | None:
     """The node that takes the sum before the norm out of a collective's results, if anybody reads it."""
     last = len(value(node)) - 1
     found: Iterator[fx.Node] = (
@@ -269,10 +269,10 @@ def next_collective(node: fx.Node, total: fx.Node, targets: Iterable[Any], resid
     return reader
 
 
-def _fake_again(graph: Faked, node: fx.Node) -> None:
+def _refresh_fake_values(graph: FakeGraph, node: fx.Node) -> None:
     """The values of a node and of what is taken out of it, after its arguments changed."""
     target: Any = node.target
-    with graph.faking():
+    with graph.enable_fake_mode():
         node.meta["val"] = target(*fx.map_arg(node.args, value))
     for user in node.users:
         user.meta["val"] = value(node)[user.args[1]]

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 import torchweave.ops.attention.op  # noqa: F401  (defines torchweave::attention)
-from torchweave.compiler.ir.graph import CapturedGraph, refresh
+from torchweave.compiler.ir.graph import CapturedGraph, update_fake_values
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.passes.base import GraphPass, NearMiss, PassResult
 from torchweave.compiler.passes.torch_ir.merge_fp8_linears import QUANT, calls_of
@@ -45,11 +45,11 @@ class Fp8Attention(GraphPass):
         matches = 0
         for node, arguments in list(calls_of(graph, _ATTENTION)):
             out = arguments[_NAMES.index("out")]
-            quant = _only_reader(out, node)
+            quant = _sole_reader(out, node)
             if quant is None or quant not in quants:
                 continue
             x, group, given = quants[quant]
-            why = _refusal(graph, out, group, given)
+            why = _reject_reason(graph, out, group, given)
             if why is None:
                 _rewrite(graph, node, arguments, (quant, x), given)
                 matches += 1
@@ -59,7 +59,7 @@ class Fp8Attention(GraphPass):
         return PassResult(matches, matches, tuple(near_misses))
 
 
-def _only_reader(out: fx.Node, attention: fx.Node) -> fx.Node | None:
+def _sole_reader(out: fx.Node, attention: fx.Node) -> fx.Node | None:
     """What reads `out` behind attention, past views that keep the order of its numbers; None if that is not one call."""
     node, users = out, [user for user in out.users if user is not attention]
     while len(users) == 1 and users[0].op == "call_method" and users[0].target in _VIEWS and users[0].args[0] is node:
@@ -68,7 +68,7 @@ def _only_reader(out: fx.Node, attention: fx.Node) -> fx.Node | None:
     return users[0] if len(users) == 1 else None
 
 
-def _refusal(graph: CapturedGraph, out: fx.Node, group: int, given: Any) -> str | None:
+def _reject_reason(graph: CapturedGraph, out: fx.Node, group: int, given: Any) -> str | None:
     """Why attention cannot quantise its result, or None."""
     if out.target is not torch.empty:
         return f"its result is not allocated by empty, but by {out.target}"
@@ -104,13 +104,13 @@ def _rewrite(
         part.replace_all_uses_with(x if part.args[1] == 0 else scale)
         graph.graph.erase_node(part)
     graph.graph.erase_node(quant)
-    refresh(graph, {q: value(q)})
+    update_fake_values(graph, {q: value(q)})
 
 
 def _empty(graph: CapturedGraph, sizes: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> fx.Node:
     """A call of `empty` at the place where the graph inserts, with its fake value."""
     node = graph.graph.call_function(torch.empty, sizes, {"dtype": dtype, "device": device})
-    with graph.faking():
+    with graph.enable_fake_mode():
         real = [value(size) if isinstance(size, fx.Node) else size for size in sizes]
         node.meta["example_value"] = torch.empty(real, dtype=dtype, device=device)
     return node

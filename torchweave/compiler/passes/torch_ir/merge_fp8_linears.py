@@ -27,11 +27,17 @@ from torch import fx
 
 import torchweave.ops.quant.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
 from torchweave.compiler.ir.graph import CapturedGraph
-from torchweave.compiler.ir.mutation import storage
+from torchweave.compiler.ir.mutation import storage_id
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.split import normalize
+from torchweave.compiler.partition.split import normalize_call
 from torchweave.compiler.passes.base import GraphPass, NearMiss, PassResult
-from torchweave.compiler.passes.torch_ir.stacking import Call, Stacked, barrier, stack, stretches
+from torchweave.compiler.passes.torch_ir.stacking import (
+    StackableCall,
+    StackedConstants,
+    find_barrier,
+    merge_calls,
+    mergeable_groups,
+)
 from torchweave.ops.quant.fp8 import GROUP
 
 QUANT = torch.ops.torchweave.fp8_quant.default
@@ -46,11 +52,11 @@ class MergeFp8Linears(GraphPass):
     def run(self, graph: CapturedGraph) -> PassResult:
         near_misses: list[NearMiss] = []
         matches = rewritten = 0
-        for gone in _share_quants(graph, near_misses):
-            matches, rewritten = matches + 1, rewritten + gone
-        stacked: Stacked = {}
+        for num_erased in _share_quants(graph, near_misses):
+            matches, rewritten = matches + 1, rewritten + num_erased
+        stacked: StackedConstants = {}
         for group in _groups(graph, near_misses):
-            why = stack(graph, group, stacked)
+            why = merge_calls(graph, group, stacked)
             if why is not None:
                 near_misses.append(NearMiss(", ".join(item.node.name for item in group), why))
                 continue
@@ -63,7 +69,7 @@ def calls_of(graph: CapturedGraph, op: Any) -> Iterator[tuple[fx.Node, tuple[Any
     """Every call of a custom op, written as its packet or its overload, with all its arguments in the schema's order."""
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target in (op, op.overloadpacket):
-            yield node, normalize(op, tuple(node.args), dict(node.kwargs))[0]
+            yield node, normalize_call(op, tuple(node.args), dict(node.kwargs))[0]
 
 
 def _share_quants(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[int]:
@@ -73,17 +79,17 @@ def _share_quants(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator
         by_input.setdefault(x, []).append((node, group, scale))
     for x, quants in by_input.items():
         first, *others = quants
-        gone = 0
+        num_erased = 0
         for node, group, scale in others:
-            why = _difference(graph, first, (node, group, scale)) or barrier(graph, first[0], node, storage(x))
+            why = _difference(graph, first, (node, group, scale)) or find_barrier(graph, first[0], node, storage_id(x))
             if why is not None:
                 near_misses.append(NearMiss(node.name, f"quantises {x.name} like {first[0].name}, but {why}"))
                 first = (node, group, scale)
                 continue
             _replace_outputs(graph, node, first[0])
-            gone += 1
-        if gone:
-            yield gone
+            num_erased += 1
+        if num_erased:
+            yield num_erased
 
 
 def _difference(graph: CapturedGraph, one: tuple[fx.Node, Any, Any], other: tuple[fx.Node, Any, Any]) -> str | None:
@@ -113,22 +119,22 @@ def _replace_outputs(graph: CapturedGraph, node: fx.Node, by: fx.Node) -> None:
     graph.graph.erase_node(node)
 
 
-def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[Call]]:
+def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[StackableCall]]:
     """Products that read one quantised tensor and agree in kind, two or more, in the graph's order."""
-    found: dict[tuple[Any, ...], list[Call]] = {}
+    found: dict[tuple[Any, ...], list[StackableCall]] = {}
     calls = [(node, arguments) for node, arguments in calls_of(graph, _LINEAR)]
     for node, (q, s, w, w_scale, bias, dtype) in calls:
         if sum(other[0] is q for _, other in calls) < 2:
             continue
-        why = _refusal(graph, w, w_scale, bias)
+        why = _reject_reason(graph, w, w_scale, bias)
         if why is not None:
             near_misses.append(NearMiss(node.name, why))
             continue
         constants = (w, w_scale) if bias is None else (w, w_scale, bias)
-        call = Call(node, q, constants, _arguments(q, s, dtype))
+        call = StackableCall(node, q, constants, _arguments(q, s, dtype))
         found.setdefault((q, s, value(w_scale).ndim, bias is None, dtype), []).append(call)
     for group in found.values():
-        yield from stretches(graph, group, near_misses)
+        yield from mergeable_groups(graph, group, near_misses)
 
 
 def _arguments(q: fx.Node, s: fx.Node, dtype: torch.dtype) -> Callable[..., tuple[Any, ...]]:
@@ -139,7 +145,7 @@ def _arguments(q: fx.Node, s: fx.Node, dtype: torch.dtype) -> Callable[..., tupl
     return arguments
 
 
-def _refusal(graph: CapturedGraph, w: Any, w_scale: Any, bias: Any) -> str | None:
+def _reject_reason(graph: CapturedGraph, w: Any, w_scale: Any, bias: Any) -> str | None:
     """Why a weight cannot be stacked with others, or None."""
     if any(graph.constant(each) is None for each in (w, w_scale) if each is not None):
         return "its weight or scale is computed, not a parameter"

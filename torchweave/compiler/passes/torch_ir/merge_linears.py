@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.passes.base import GraphPass, Mismatch, NearMiss, PassResult
-from torchweave.compiler.passes.torch_ir.stacking import Call, Stacked, stack, stretches
+from torchweave.compiler.passes.torch_ir.stacking import StackableCall, StackedConstants, merge_calls, mergeable_groups
 
 LINEAR = torch.nn.functional.linear  # the builtin itself, which is what tracing records
 
@@ -38,10 +38,10 @@ class MergeLinears(GraphPass):
 
     def run(self, graph: CapturedGraph) -> PassResult:
         near_misses: list[NearMiss] = []
-        stacked: Stacked = {}
+        stacked: StackedConstants = {}
         matches = rewritten = 0
         for group in _groups(graph, near_misses):
-            why = stack(graph, group, stacked)
+            why = merge_calls(graph, group, stacked)
             if why is not None:
                 near_misses.append(NearMiss(", ".join(item.node.name for item in group), why))
                 continue
@@ -51,9 +51,9 @@ class MergeLinears(GraphPass):
         return PassResult(matches, rewritten, tuple(near_misses))
 
 
-def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[Call]]:
+def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[StackableCall]]:
     """Linears over parameters that read one tensor and agree in kind, two or more, in the graph's order."""
-    by_input: dict[fx.Node, dict[_Kind, list[Call]]] = {}
+    by_input: dict[fx.Node, dict[_Kind, list[StackableCall]]] = {}
     for node, x, weight, bias in _linears(graph, near_misses):
         tensor = graph.constant(weight)
         if tensor is None or (bias is not None and graph.constant(bias) is None):
@@ -67,7 +67,7 @@ def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[
             continue
         kind = _Kind(bias is not None, tensor.dtype, tensor.device)
         constants = (weight,) if bias is None else (weight, bias)
-        by_input.setdefault(x, {}).setdefault(kind, []).append(Call(node, x, constants, _arguments(x)))
+        by_input.setdefault(x, {}).setdefault(kind, []).append(StackableCall(node, x, constants, _arguments(x)))
     for x, kinds in by_input.items():
         most = max(kinds.values(), key=len)
         for group in kinds.values():
@@ -76,7 +76,7 @@ def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[
                 near_misses.append(
                     NearMiss(group[0].node.name, f"reads {x.name} like {beside}, but differs in bias or dtype")
                 )
-            yield from stretches(graph, group, near_misses)
+            yield from mergeable_groups(graph, group, near_misses)
 
 
 @dataclass(frozen=True)

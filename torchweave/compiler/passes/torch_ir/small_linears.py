@@ -25,7 +25,7 @@ from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.passes.base import GraphPass, Mismatch, NearMiss, Numerics, PassResult
 from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR
 from torchweave.compiler.tuning.linears import LinearShape
-from torchweave.compiler.tuning.table import Table, device_kind, shipped
+from torchweave.compiler.tuning.table import Table, device_kind, shipped_table
 from torchweave.ops.linear_config import supported
 
 
@@ -46,7 +46,7 @@ class SmallLinears(GraphPass):
 
     def run(self, graph: CapturedGraph) -> PassResult:
         matches = 0
-        refused: dict[str, list[str]] = {}
+        rejected: dict[str, list[str]] = {}
         for node in list(graph.graph.nodes):
             if node.op != "call_function" or node.target is not LINEAR or value(node).device.type not in self.devices:
                 continue
@@ -54,8 +54,8 @@ class SmallLinears(GraphPass):
             if why is None:
                 matches += 1
             else:
-                refused.setdefault(why, []).append(node.name)
-        near_misses = tuple(NearMiss(", ".join(names), why) for why, names in refused.items())
+                rejected.setdefault(why, []).append(node.name)
+        near_misses = tuple(NearMiss(", ".join(names), why) for why, names in rejected.items())
         return PassResult(matches, matches, near_misses)
 
 
@@ -65,15 +65,15 @@ def _replace(graph: CapturedGraph, node: fx.Node, table: Table | None) -> str | 
         x, weight, bias = GraphPass.bind(node, "input", "weight", bias=None)
     except Mismatch as mismatch:
         return str(mismatch)
-    why = _refusal(graph, x, weight, bias)
+    why = _reject_reason(graph, x, weight, bias)
     if why is not None:
         return why
     op, w = torch.ops.torchweave.linear.default, value(weight)
-    table = shipped(device_kind(w.device)) if table is None else table
+    table = shipped_table(device_kind(w.device)) if table is None else table
     choices = LinearShape(w.shape[0], w.shape[1]).choices(table, w.dtype)
     if not choices:
         return f"for {str(value(weight).dtype).removeprefix('torch.')} {list(value(weight).shape)} the BLAS measured fastest"
-    result = graph.runs.run(op, (value(x), value(weight), None if bias is None else value(bias), choices), {})
+    result = graph.fake_ops.run(op, (value(x), value(weight), None if bias is None else value(bias), choices), {})
     if not same_geometry(result, value(node)):
         return "its result has another layout or dtype than the op's"
     with graph.graph.inserting_before(node):
@@ -84,7 +84,7 @@ def _replace(graph: CapturedGraph, node: fx.Node, table: Table | None) -> str | 
     return None
 
 
-def _refusal(graph: CapturedGraph, x: Any, weight: Any, bias: Any) -> str | None:
+def _reject_reason(graph: CapturedGraph, x: Any, weight: Any, bias: Any) -> str | None:
     """Why the op cannot take these, or would only ever call the BLAS; None when it pays."""
     w, b = graph.constant(weight), graph.constant(bias)
     if w is None or (bias is not None and b is None):

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from torchweave.compiler.ir.graph import CapturedGraph, refresh
-from torchweave.compiler.ir.mutation import storage, written
+from torchweave.compiler.ir.graph import CapturedGraph, update_fake_values
+from torchweave.compiler.ir.mutation import mutated_args, storage_id
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import boundary_op
 from torchweave.compiler.passes.base import NearMiss
 
-Stacked = dict[tuple[fx.Node, ...], tuple[fx.Node, ...]]
+StackedConstants = dict[tuple[fx.Node, ...], tuple[fx.Node, ...]]
 """First constants of the calls of a group -> all its stacked constants; a weight that two groups read is stacked once."""
 
-_BY_STRIDES: tuple[tuple[str, Any], ...] = (
+_STRIDE_READERS: tuple[tuple[str, Any], ...] = (
     ("call_method", "as_strided"),
     ("call_method", "as_strided_"),
     ("call_function", torch.as_strided),
@@ -35,7 +35,7 @@ _BY_STRIDES: tuple[tuple[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class Call:
+class StackableCall:
     """One call of a group.
 
     Attributes:
@@ -52,11 +52,13 @@ class Call:
     arguments: Callable[[Sequence[Any], Callable[[fx.Node], Any]], tuple[Any, ...]]
 
 
-def stretches(graph: CapturedGraph, group: Sequence[Call], near_misses: list[NearMiss]) -> Iterator[list[Call]]:
+def mergeable_groups(
+    graph: CapturedGraph, group: Sequence[StackableCall], near_misses: list[NearMiss]
+) -> Iterator[list[StackableCall]]:
     """The group in the graph's order, divided where a boundary op or a write to what they read lies between two of them."""
     stretch = list(group[:1])
     for last, item in pairwise(group):
-        why = barrier(graph, last.node, item.node, storage(item.x))
+        why = find_barrier(graph, last.node, item.node, storage_id(item.x))
         if why is not None:
             near_misses.append(NearMiss(item.node.name, f"reads {item.x.name} like {last.node.name}, but {why}"))
             if len(stretch) > 1:
@@ -67,18 +69,18 @@ def stretches(graph: CapturedGraph, group: Sequence[Call], near_misses: list[Nea
         yield stretch
 
 
-def barrier(graph: CapturedGraph, node: fx.Node, last: fx.Node, read: int | None) -> str | None:
+def find_barrier(graph: CapturedGraph, node: fx.Node, last: fx.Node, read: int | None) -> str | None:
     """What keeps a call at `last` from moving up to `node`, or None."""
     while node is not last:
         node = node.next
         if node.op == "call_function" and boundary_op(node.target, graph.boundary_ops) is not None:
             return f"the boundary op {node.name} lies between them"
-        if any(storage(argument) == read for argument in written(node)):
+        if any(storage_id(argument) == read for argument in mutated_args(node)):
             return f"{node.name} writes to it between them"
     return None
 
 
-def stack(graph: CapturedGraph, group: Sequence[Call], stacked: Stacked) -> str | None:
+def merge_calls(graph: CapturedGraph, group: Sequence[StackableCall], stacked: StackedConstants) -> str | None:
     """Make one call of a group of at least two; the reason when it is left alone."""
     key = tuple(item.constants[0] for item in group)
     parts = {weight for known in stacked for weight in known}
@@ -88,15 +90,15 @@ def stack(graph: CapturedGraph, group: Sequence[Call], stacked: Stacked) -> str 
         faked = _fake_outputs(graph, group)
     except Exception as error:  # whatever a reader raises when it cannot take a strided view
         return f"a reader needs a contiguous result ({str(error).splitlines()[0]})"
-    made = {storage(item.node) for item in group}
-    for node in (node for op, target in _BY_STRIDES for node in graph.graph.find_nodes(op=op, target=target)):
-        if any(storage(source) in made for source in node.all_input_nodes):
+    made = {storage_id(item.node) for item in group}
+    for node in (node for op, target in _STRIDE_READERS for node in graph.graph.find_nodes(op=op, target=target)):
+        if any(storage_id(source) in made for source in node.all_input_nodes):
             return f"{node.name} reads a result by strides of its own"
     _rewrite(graph, group, stacked, faked)
     return None
 
 
-class _Faked(NamedTuple):
+class _FakeOutputs(NamedTuple):
     """Fake values of the one call, its parts, and every node downstream whose geometry changes with them."""
 
     whole: Any
@@ -104,23 +106,27 @@ class _Faked(NamedTuple):
     changed: dict[fx.Node, Any]
 
 
-def _fake_outputs(graph: CapturedGraph, group: Sequence[Call]) -> _Faked:
+def _fake_outputs(graph: CapturedGraph, group: Sequence[StackableCall]) -> _FakeOutputs:
     """What stacking would change; raises what a reader raises that cannot take it."""
     sizes = [value(item.constants[0]).shape[0] for item in group]
     target: Any = group[0].node.target
     columns = zip(*(item.constants for item in group), strict=True)
-    constants = [graph.runs.run(torch.cat, ([value(node) for node in column],), {}) for column in columns]
-    whole = graph.runs.run(target, group[0].arguments(constants, value), {})
-    parts = graph.runs.run(torch.split, (whole, sizes), {"dim": -1})
-    changed = refresh(graph, {item.node: part for item, part in zip(group, parts, strict=True)}, commit=False)
-    return _Faked(whole, parts, changed)
+    constants = [graph.fake_ops.run(torch.cat, ([value(node) for node in column],), {}) for column in columns]
+    whole = graph.fake_ops.run(target, group[0].arguments(constants, value), {})
+    parts = graph.fake_ops.run(torch.split, (whole, sizes), {"dim": -1})
+    changed = update_fake_values(
+        graph, {item.node: part for item, part in zip(group, parts, strict=True)}, commit=False
+    )
+    return _FakeOutputs(whole, parts, changed)
 
 
-def _rewrite(graph: CapturedGraph, group: Sequence[Call], stacked: Stacked, faked: _Faked) -> None:
+def _rewrite(
+    graph: CapturedGraph, group: Sequence[StackableCall], stacked: StackedConstants, faked: _FakeOutputs
+) -> None:
     key = tuple(item.constants[0] for item in group)
     if key not in stacked:
         columns = zip(*(item.constants for item in group), strict=True)
-        stacked[key] = tuple(_merged(graph, column) for column in columns)
+        stacked[key] = tuple(_merge_constants(graph, column) for column in columns)
     whole, parts, changed = faked
     for node, new in changed.items():
         node.meta["example_value"] = new
@@ -139,20 +145,20 @@ def _rewrite(graph: CapturedGraph, group: Sequence[Call], stacked: Stacked, fake
         nodes.erase_node(item.node)
 
 
-def _merged(graph: CapturedGraph, nodes: Sequence[fx.Node]) -> fx.Node:
+def _merge_constants(graph: CapturedGraph, nodes: Sequence[fx.Node]) -> fx.Node:
     """One constant that holds all of them, of which they become views."""
     tensors = [graph.constant(node) for node in nodes]
-    whole = _stacked([tensor for tensor in tensors if tensor is not None])
+    whole = _concatenate([tensor for tensor in tensors if tensor is not None])
     start = 0
     for node, tensor in zip(nodes, tensors, strict=True):
         assert tensor is not None, "only constants are stacked"
         end = start + tensor.shape[0]
-        graph.move(node, whole[start:end])
+        graph.rebind_constant(node, whole[start:end])
         start = end
     return graph.add_constant(f"merged_{nodes[0].name}", whole)
 
 
-def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
     """`torch.cat`, of FP8 as the bytes that it is."""
     with torch.no_grad():
         if tensors[0].dtype.is_floating_point and tensors[0].dtype.itemsize == 1:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from torchweave.engine.scheduler.policies.base import Context, Decision, Generation, Policy, Snapshot, Waiting
+from torchweave.engine.scheduler.policies.base import (
+    Decision,
+    DecodeRequests,
+    Policy,
+    PrefillRequest,
+    Snapshot,
+    WaitingRequest,
+)
 from torchweave.engine.scheduler.policies.guaranteed_no_evict import guaranteed_no_evict
 from torchweave.engine.scheduler.policies.max_utilization import max_utilization
 from torchweave.engine.scheduler.policies.static_batch import static_batch
@@ -13,4 +20,13 @@ POLICIES: dict[str, Policy] = {
     "static_batch": static_batch,
 }
 
-__all__ = ["POLICIES", "Context", "Decision", "Generation", "Policy", "Snapshot", "Waiting", "static_batch"]
+__all__ = [
+    "POLICIES",
+    "Decision",
+    "DecodeRequests",
+    "Policy",
+    "PrefillRequest",
+    "Snapshot",
+    "WaitingRequest",
+    "static_batch",
+]

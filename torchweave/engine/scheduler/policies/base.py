@@ -11,7 +11,7 @@ NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Generation:
+class DecodeRequests:
     """Running requests that take a token each, or one for each of their beams; one entry a request.
 
     Attributes:
@@ -22,14 +22,14 @@ class Generation:
         width: tokens that it takes in any step; None: 1 each.
     """
 
-    lacking: np.ndarray = field(default_factory=lambda: NONE)
-    held: np.ndarray = field(default_factory=lambda: NONE)
-    started: np.ndarray = field(default_factory=lambda: NONE)
+    blocks_needed: np.ndarray = field(default_factory=lambda: NONE)
+    held_blocks: np.ndarray = field(default_factory=lambda: NONE)
+    start_order: np.ndarray = field(default_factory=lambda: NONE)
     rows: np.ndarray | None = None
     width: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return len(self.lacking)
+        return len(self.blocks_needed)
 
     @property
     def num_tokens(self) -> int:
@@ -41,23 +41,23 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Context:
+class PrefillRequest:
     """A running request whose prompt is still being read.
 
     Attributes:
         left: tokens still to read.
         room: of these, how many fit into the blocks that it holds.
-        held, started: as in `Generation`.
+        held, started: as in `DecodeRequests`.
     """
 
-    left: int
-    room: int = 0
-    held: int = 0
-    started: int = 0
+    remaining_tokens: int
+    allocated_tokens: int = 0
+    held_blocks: int = 0
+    start_order: int = 0
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingRequest:
     """A request that holds nothing yet, or nothing any more.
 
     Attributes:
@@ -66,9 +66,9 @@ class Waiting:
         revived: of these, blocks that it takes at once because they hold the beginning of its prompt.
     """
 
-    left: int
+    remaining_tokens: int
     max_blocks: int
-    revived: int = 0
+    hit_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ class Snapshot:
     Attributes:
         max_num_tokens: tokens that the step may hold.
         free_slots: slots for requests that may join the running ones.
-        taken_slots: requests that run, or have their last step in flight.
+        used_slots: requests that run, or have their last step in flight.
         block_size: tokens in a block.
         free_blocks: blocks that can be granted now.
         unreserved_blocks: of these, what no running request may come to need.
-        leaving_blocks: blocks that come free when the steps in flight have completed.
+        pending_free_blocks: blocks that come free when the steps in flight have completed.
         generation, context: running requests; context requests oldest first.
         waiting: requests that wait and have slots, in the order in which they are to start. To look at one costs the more the
             longer the known beginning of its prompt is: do not look further than need be.
         chunked_context: a prompt may be read in several steps.
         equal_progress: prompts that do not fit together are each read a part; else the oldest first.
-        mixed_step_sizes: see `step_tokens`.
+        mixed_step_sizes: see `step_token_budget`.
     """
 
     max_num_tokens: int
@@ -96,11 +96,11 @@ class Snapshot:
     block_size: int
     free_blocks: int
     unreserved_blocks: int
-    leaving_blocks: int = 0
-    taken_slots: int = 0
-    generation: Generation = field(default_factory=Generation)
-    context: tuple[Context, ...] = ()
-    waiting: Sequence[Waiting] = ()
+    pending_free_blocks: int = 0
+    used_slots: int = 0
+    decode: DecodeRequests = field(default_factory=DecodeRequests)
+    prefill: tuple[PrefillRequest, ...] = ()
+    waiting: Sequence[WaitingRequest] = ()
     chunked_context: bool = True
     equal_progress: bool = False
     mixed_step_sizes: tuple[int, ...] = ()
@@ -108,7 +108,7 @@ class Snapshot:
     @property
     def num_next_blocks(self) -> int:
         """Blocks that those who run come to need sooner or later: one for each token of a step."""
-        return self.generation.num_slots + len(self.context)
+        return self.decode.num_slots + len(self.prefill)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Decision:
 
     chunks: tuple[int, ...]
     admitted: tuple[int, ...]
-    resting: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
     paused: tuple[int, ...] = ()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def chunk_sizes(left: Sequence[int], budget: int, *, chunked: bool, equal: bool, unit: int) -> list[int]:
+def chunk_sizes(remaining_tokens: Sequence[int], budget: int, *, chunked: bool, equal: bool, unit: int) -> list[int]:
     """Tokens of each prompt that a step reads, oldest first.
 
     Args:
@@ -18,26 +18,26 @@ def chunk_sizes(left: Sequence[int], budget: int, *, chunked: bool, equal: bool,
         equal: with `chunked`, all prompts get on by as many tokens (a multiple of `unit`, but for the last chunk of a prompt).
         unit: tokens in a block.
     """
-    if chunked and equal and sum(left) > budget:
-        return _equal_progress(left, budget, unit)
+    if chunked and equal and sum(remaining_tokens) > budget:
+        return _equal_progress(remaining_tokens, budget, unit)
     sizes = []
-    for tokens in left:
+    for tokens in remaining_tokens:
         size = min(tokens, budget) if chunked else (tokens if tokens <= budget else 0)
         sizes.append(max(size, 0))
         budget -= sizes[-1]
     return sizes
 
 
-def _equal_progress(left: Sequence[int], budget: int, unit: int) -> list[int]:
+def _equal_progress(remaining_tokens: Sequence[int], budget: int, unit: int) -> list[int]:
     """A unit each in turn, oldest first, until the budget has no room for the next."""
-    sizes = [0] * len(left)
-    going = list(range(len(left)))
+    sizes = [0] * len(remaining_tokens)
+    going = list(range(len(remaining_tokens)))
     while going and budget > 0:
         rounds = max(budget // (unit * len(going)), 1)  # so many whole rounds at once
         for index in list(going):
-            size = min(unit * rounds, left[index] - sizes[index], budget)
+            size = min(unit * rounds, remaining_tokens[index] - sizes[index], budget)
             sizes[index] += size
             budget -= size
-            if sizes[index] == left[index]:
+            if sizes[index] == remaining_tokens[index]:
                 going.remove(index)
     return sizes

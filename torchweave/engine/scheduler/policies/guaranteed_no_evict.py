@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torchweave.engine.scheduler.policies.base import Decision, Snapshot
 from torchweave.engine.scheduler.policies.chunking import chunk_sizes
-from torchweave.engine.scheduler.policies.mixed_step_size import step_tokens
+from torchweave.engine.scheduler.policies.mixed_step_size import step_token_budget
 
 
 def guaranteed_no_evict(snapshot: Snapshot) -> Decision:
@@ -25,18 +25,18 @@ def guaranteed_no_evict(snapshot: Snapshot) -> Decision:
 
 def admit(snapshot: Snapshot, num_fitting: int) -> Decision:
     """Read on, and start those of the first `num_fitting` waiting requests for which the step has tokens left."""
-    left = [request.left for request in snapshot.context]
-    left += [request.left for request in snapshot.waiting[:num_fitting]]
-    num_generating = snapshot.generation.num_tokens
+    remaining_tokens = [request.remaining_tokens for request in snapshot.prefill]
+    remaining_tokens += [request.remaining_tokens for request in snapshot.waiting[:num_fitting]]
+    num_decoding = snapshot.decode.num_tokens
     steps = snapshot.mixed_step_sizes if snapshot.chunked_context else ()
     sizes = chunk_sizes(
-        left,
-        step_tokens(snapshot.max_num_tokens, steps, num_generating, sum(left)) - num_generating,
+        remaining_tokens,
+        step_token_budget(snapshot.max_num_tokens, steps, num_decoding, sum(remaining_tokens)) - num_decoding,
         chunked=snapshot.chunked_context,
         equal=snapshot.equal_progress,
         unit=snapshot.block_size,
     )
-    running, starting = sizes[: len(snapshot.context)], sizes[len(snapshot.context) :]
+    running, starting = sizes[: len(snapshot.prefill)], sizes[len(snapshot.prefill) :]
     if 0 in starting:
         starting = starting[: starting.index(0)]
     return Decision(tuple(running), tuple(starting))

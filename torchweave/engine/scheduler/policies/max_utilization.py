@@ -17,68 +17,72 @@ from torchweave.engine.scheduler.policies.guaranteed_no_evict import admit
 
 
 def max_utilization(snapshot: Snapshot) -> Decision:
-    generation, context = snapshot.generation, snapshot.context
+    decode, prefill = snapshot.decode, snapshot.prefill
     paused = _to_pause(snapshot)
-    resting = _to_rest(snapshot, paused)
-    going = np.ones(len(generation), bool)
-    going[[*resting, *(index for index in paused if index < len(generation))]] = False
-    blocks = snapshot.free_blocks - int(generation.lacking[going].sum())
+    skipped = _to_skip(snapshot, paused)
+    going = np.ones(len(decode), bool)
+    going[[*skipped, *(index for index in paused if index < len(decode))]] = False
+    blocks = snapshot.free_blocks - int(decode.blocks_needed[going].sum())
 
-    full = paused or snapshot.leaving_blocks or blocks <= snapshot.num_next_blocks
+    full = paused or snapshot.pending_free_blocks or blocks <= snapshot.num_next_blocks
     decision = admit(snapshot, 0 if full else len(snapshot.waiting))
     chunks = []
-    for index, (request, wanted) in enumerate(zip(context, decision.chunks, strict=True), start=len(generation)):
-        size = 0 if index in paused else _that_fits(wanted, request.room, blocks, snapshot)
-        blocks -= _blocks(size - request.room, snapshot)
+    for index, (request, wanted) in enumerate(zip(prefill, decision.chunks, strict=True), start=len(decode)):
+        size = 0 if index in paused else _fitting_tokens(wanted, request.allocated_tokens, blocks, snapshot)
+        blocks -= _blocks(size - request.allocated_tokens, snapshot)
         chunks.append(size)
     admitted = []
     for request, wanted in zip(snapshot.waiting, decision.admitted, strict=False):
         spare = snapshot.num_next_blocks + len(admitted)  # the next block of everyone who runs
-        size = _that_fits(wanted, 0, blocks - request.revived - spare, snapshot)
+        size = _fitting_tokens(wanted, 0, blocks - request.hit_blocks - spare, snapshot)
         if not size:
             break
-        blocks -= request.revived + _blocks(size, snapshot)
+        blocks -= request.hit_blocks + _blocks(size, snapshot)
         admitted.append(size)
-    return Decision(tuple(chunks), tuple(admitted), resting, tuple(sorted(paused)))
+    return Decision(tuple(chunks), tuple(admitted), skipped, tuple(sorted(paused)))
 
 
 def _to_pause(snapshot: Snapshot) -> set[int]:
     """Those that started last, until what is free and comes free is enough for a token of everyone else."""
-    generation, context = snapshot.generation, snapshot.context
-    needs = np.concatenate([generation.lacking, [int(request.room == 0) for request in context]]).astype(np.int64)
-    supply = snapshot.free_blocks + snapshot.leaving_blocks
+    decode, prefill = snapshot.decode, snapshot.prefill
+    needs = np.concatenate([decode.blocks_needed, [int(request.allocated_tokens == 0) for request in prefill]]).astype(
+        np.int64
+    )
+    supply = snapshot.free_blocks + snapshot.pending_free_blocks
     short = int(needs.sum()) - supply
     if short <= 0:
         return set()
-    held = np.concatenate([generation.held, [request.held for request in context]]).astype(np.int64)
-    started = np.concatenate([generation.started, [request.started for request in context]])
+    held_blocks = np.concatenate([decode.held_blocks, [request.held_blocks for request in prefill]]).astype(np.int64)
+    start_order = np.concatenate([decode.start_order, [request.start_order for request in prefill]])
     paused: set[int] = set()
-    for index in np.argsort(-started, kind="stable")[:-1].tolist():  # never the one that started first
+    for index in np.argsort(-start_order, kind="stable")[:-1].tolist():  # never the one that started first
         paused.add(index)
-        short -= int(needs[index] + held[index])
+        short -= int(needs[index] + held_blocks[index])
         if short <= 0:
             break
     return paused
 
 
-def _to_rest(snapshot: Snapshot, paused: set[int]) -> tuple[int, ...]:
+def _to_skip(snapshot: Snapshot, paused: set[int]) -> tuple[int, ...]:
     """Generation requests whose next block is not free yet: those that started last."""
-    lacking = snapshot.generation.lacking
-    resting = []
+    blocks_needed = snapshot.decode.blocks_needed
+    skipped = []
     blocks = snapshot.free_blocks
-    for index in np.argsort(snapshot.generation.started, kind="stable").tolist() if lacking.sum() > blocks else ():
+    for index in (
+        np.argsort(snapshot.decode.start_order, kind="stable").tolist() if blocks_needed.sum() > blocks else ()
+    ):
         if index in paused:
             continue
-        if lacking[index] > blocks:
-            resting.append(index)
+        if blocks_needed[index] > blocks:
+            skipped.append(index)
         else:
-            blocks -= int(lacking[index])
-    return tuple(sorted(resting))
+            blocks -= int(blocks_needed[index])
+    return tuple(sorted(skipped))
 
 
-def _that_fits(wanted: int, room: int, blocks: int, snapshot: Snapshot) -> int:
+def _fitting_tokens(wanted: int, allocated_tokens: int, blocks: int, snapshot: Snapshot) -> int:
     """As much of a chunk as fits into `blocks` and the room that is left; all or nothing where chunks are off."""
-    size = min(wanted, room + max(blocks, 0) * snapshot.block_size)
+    size = min(wanted, allocated_tokens + max(blocks, 0) * snapshot.block_size)
     return size if snapshot.chunked_context or size == wanted else 0
 
 

@@ -14,17 +14,17 @@ _SHARE = 16
 would empty a short queue a little sooner, and everyone who generates would wait for it."""
 
 
-def step_tokens(most: int, sizes: Sequence[int], num_generating: int, backlog: int) -> int:
+def step_token_budget(most: int, sizes: Sequence[int], num_decoding: int, backlog: int) -> int:
     """Tokens of the next step, those that are generated included.
 
     Args:
         most: what a step can hold.
         sizes: those to choose from, ascending, at least half of the first one for prompts; empty: always `most`.
-        num_generating: rows that take a token each.
+        num_decoding: rows that take a token each.
         backlog: tokens of prompts that could be read now; from `most` on, reading them fast is all that counts.
     """
-    if not sizes or not num_generating or backlog >= most:
+    if not sizes or not num_decoding or backlog >= most:
         return most
-    wanted = num_generating + max(sizes[0] // 2, backlog // _SHARE)
+    wanted = num_decoding + max(sizes[0] // 2, backlog // _SHARE)
     at = bisect_left(sizes, wanted)
     return min(sizes[at], most) if at < len(sizes) else most

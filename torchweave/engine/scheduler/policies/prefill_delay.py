@@ -8,15 +8,15 @@ from __future__ import annotations
 from torchweave.engine.scheduler.policies.base import Snapshot
 
 
-def holds_back(snapshot: Snapshot, held_for: int, timeout_iters: int, max_tokens_ratio: float) -> bool:
+def should_delay_prefill(snapshot: Snapshot, delayed_steps: int, timeout_iters: int, max_tokens_ratio: float) -> bool:
     """True while prompts wait: some request generates, the tokens to read are few, and not too many steps went by.
 
     Args:
-        held_for: steps since the first of these prompts could have been read.
+        delayed_steps: steps since the first of these prompts could have been read.
         timeout_iters: steps that they wait at the most; 0 never waits.
         max_tokens_ratio: part of the step's tokens that is worth reading at once.
     """
-    if not len(snapshot.generation) or held_for >= timeout_iters:
+    if not len(snapshot.decode) or delayed_steps >= timeout_iters:
         return False
-    tokens = sum(request.left for request in (*snapshot.context, *snapshot.waiting))
-    return snapshot.generation.num_tokens + tokens < max_tokens_ratio * snapshot.max_num_tokens
+    tokens = sum(request.remaining_tokens for request in (*snapshot.prefill, *snapshot.waiting))
+    return snapshot.decode.num_tokens + tokens < max_tokens_ratio * snapshot.max_num_tokens

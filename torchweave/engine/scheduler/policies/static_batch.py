@@ -12,6 +12,6 @@ from torchweave.engine.scheduler.policies.guaranteed_no_evict import guaranteed_
 
 
 def static_batch(snapshot: Snapshot) -> Decision:
-    if snapshot.taken_slots:
+    if snapshot.used_slots:
         return guaranteed_no_evict(replace(snapshot, waiting=()))
     return guaranteed_no_evict(snapshot)

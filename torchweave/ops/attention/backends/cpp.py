@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from torchweave.ops.attention.backends.torch_native import TorchBackend, TorchStep
-from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, KVLayer, LayerSpec
+from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerKVCache, LayerSpec
 from torchweave.ops.kernels import cpp
 
-LONG_CONTEXT = 256
+LONG_PREFILL_TOKENS = 256
 """Rows with as many new tokens are matrix products worth the name, which torch does faster (1.5 times at 1000 tokens)."""
 
-_CACHES = {torch.float32: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+_CACHE_KINDS = {torch.float32: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 """How the function knows what the cache keeps."""
 _PAIRS_PER_THREAD = 32
 """(token, key head) pairs that are worth waking a thread for."""
@@ -31,18 +31,20 @@ class CppStep:
         self._meta = meta
         self._threads = torch.get_num_threads()
         self._slots, self._lengths, has_long = (
-            (meta.slots, meta.seq_lens, False) if meta.decode_only else _by_token(meta)
+            (meta.slots, meta.seq_lens, False) if meta.decode_only else _per_token_lengths(meta)
         )
-        self._long = TorchStep(meta, at_least=LONG_CONTEXT) if has_long else None
-        self._all: TorchStep | None = None
+        self._long_rows_step = TorchStep(meta, min_new_tokens=LONG_PREFILL_TOKENS) if has_long else None
+        self._fallback_step: TorchStep | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: LayerKVCache, variant: AttentionVariant
+    ) -> None:
         """See `AttentionStep.forward`."""
-        by_torch = self._long
+        torch_step = self._long_rows_step
         if q.dtype != torch.float32:
-            by_torch = self._all = self._all or TorchStep(self._meta)
-        if by_torch is not None:
-            by_torch.forward(q, k, v, out, cache, variant)
+            torch_step = self._fallback_step = self._fallback_step or TorchStep(self._meta)
+        if torch_step is not None:
+            torch_step.forward(q, k, v, out, cache, variant)
         if q.dtype != torch.float32:
             return
         meta, (scale, window, softcap, sinks, chunk) = self._meta, variant
@@ -50,7 +52,7 @@ class CppStep:
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = q.stride(), k.stride(), v.stride()
         assert out.is_contiguous()
-        run = cpp.attention(head_dim, v.shape[2], heads // kv_heads, _CACHES[cache.k.dtype])
+        run = cpp.attention(head_dim, v.shape[2], heads // kv_heads, _CACHE_KINDS[cache.k.dtype])
         run(
             q, k, v, out, cache.k, cache.v, q if sinks is None else sinks.float(), self._slots, self._lengths,
             meta.slot_mapping, meta.block_table, tokens, kv_heads, q_token, q_head, k_token, k_head, v_token, v_head,
@@ -59,7 +61,7 @@ class CppStep:
         )  # fmt: skip
 
 
-def _by_token(meta: AttentionMetadata) -> tuple[Tensor, Tensor, bool]:
+def _per_token_lengths(meta: AttentionMetadata) -> tuple[Tensor, Tensor, bool]:
     """Row of the block table and number of visible keys of each token, int32 `[T]`; and whether there are long rows.
 
     Tokens of long rows count as seeing no key, so that the function passes over them, and so do padded ones.
@@ -67,12 +69,12 @@ def _by_token(meta: AttentionMetadata) -> tuple[Tensor, Tensor, bool]:
     starts, lengths = meta.query_start.numpy(), meta.seq_lens.numpy()
     counts = np.diff(starts)
     real = int(starts[-1])
-    slots, seen = np.zeros(meta.num_tokens, np.int32), np.zeros(meta.num_tokens, np.int32)
+    slots, visible_keys = np.zeros(meta.num_tokens, np.int32), np.zeros(meta.num_tokens, np.int32)
     slots[:real] = np.repeat(meta.slots.numpy(), counts)
-    seen[:real] = np.arange(real) + np.repeat(lengths - starts[1:] + 1, counts)
-    is_long = counts >= LONG_CONTEXT
-    seen[:real][np.repeat(is_long, counts)] = 0
-    return torch.from_numpy(slots), torch.from_numpy(seen), bool(is_long.any())
+    visible_keys[:real] = np.arange(real) + np.repeat(lengths - starts[1:] + 1, counts)
+    is_long = counts >= LONG_PREFILL_TOKENS
+    visible_keys[:real][np.repeat(is_long, counts)] = 0
+    return torch.from_numpy(slots), torch.from_numpy(visible_keys), bool(is_long.any())
 
 
 class CppBackend(TorchBackend):
@@ -82,11 +84,11 @@ class CppBackend(TorchBackend):
 
     def allocate(
         self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> KVLayer:
+    ) -> LayerKVCache:
         """See `AttentionBackend.allocate`. Builds the layer's function."""
         if dtype == torch.float32:
-            kept = _CACHES[spec.cache_dtype or dtype]
-            cpp.attention(spec.head_dim, spec.value_dim, spec.num_heads // spec.num_kv_heads, kept)
+            cache_kind = _CACHE_KINDS[spec.cache_dtype or dtype]
+            cpp.attention(spec.head_dim, spec.value_dim, spec.num_heads // spec.num_kv_heads, cache_kind)
         return super().allocate(spec, num_blocks, block_size, dtype, device)
 
     def begin(self, meta: AttentionMetadata) -> CppStep:

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchweave.ops.attention.backends.triton import TritonBackend, TritonStep, turn_and_write, write
-from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, KVLayer, LayerSpec
+from torchweave.ops.attention.backends.triton import TritonBackend, TritonStep, rope_and_write_kv, write_kv_cache
+from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerKVCache, LayerSpec
 from torchweave.ops.rope import Rotary
 
 PAGE_SIZE = 128
 LONG_QUERY = 256
 
 
-def refusal(spec: LayerSpec, dtype: torch.dtype) -> str | None:
+def unsupported_reason(spec: LayerSpec, dtype: torch.dtype) -> str | None:
     """Why FlashAttention 3, as the wheel builds it, cannot do a layer; None if it can."""
     if dtype != torch.bfloat16:
         return f"FlashAttention 3 is built for bfloat16, not {str(dtype).removeprefix('torch.')}"
@@ -41,9 +41,9 @@ class Fa3Backend(TritonBackend):
 
     def allocate(
         self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> KVLayer:
+    ) -> LayerKVCache:
         """See `AttentionBackend.allocate`. What lies behind a sequence's end has weight 0 but is multiplied: it must be finite."""
-        reason = refusal(spec, dtype)
+        reason = unsupported_reason(spec, dtype)
         if reason is not None:
             raise ValueError(f"attention_backend 'fa3' cannot run this model: {reason}; choose triton")
         if block_size != PAGE_SIZE:
@@ -67,28 +67,39 @@ class Fa3Step:
     meta: AttentionMetadata
     pages: Tensor
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
-        """See `AttentionStep.forward`."""
-        write(k, v, cache, self.meta)
-        self._attend(q, out, cache, variant)
-
-    def forward_turning(
-        self, rotary: Rotary, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: LayerKVCache, variant: AttentionVariant
     ) -> None:
-        """See `TurningStep.forward_turning`: by the kernel that writes the cache."""
-        q, _ = turn_and_write(rotary, q, k, v, cache, self.meta)
+        """See `AttentionStep.forward`."""
+        write_kv_cache(k, v, cache, self.meta)
         self._attend(q, out, cache, variant)
 
-    def _attend(self, q: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
+    def forward_with_rope(
+        self,
+        rotary: Rotary,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        cache: LayerKVCache,
+        variant: AttentionVariant,
+    ) -> None:
+        """See `FusedRopeStep.forward_with_rope`: by the kernel that writes the cache."""
+        q, _ = rope_and_write_kv(rotary, q, k, v, cache, self.meta)
+        self._attend(q, out, cache, variant)
+
+    def _attend(self, q: Tensor, out: Tensor, cache: LayerKVCache, variant: AttentionVariant) -> None:
         meta, (scale, window, softcap, sinks, chunk) = self.meta, variant
         assert not window and not softcap and sinks is None and not chunk, "refused when the backend was chosen"
         out.zero_()  # padded tokens belong to no row, which leaves their results as they were
-        _fwd(q, cache, out, meta.query_start, meta.seq_lens, max(meta.num_tokens, LONG_QUERY), self.pages, scale)
+        _flash_attention(
+            q, cache, out, meta.query_start, meta.seq_lens, max(meta.num_tokens, LONG_QUERY), self.pages, scale
+        )
 
 
-def _fwd(
+def _flash_attention(
     q: Tensor,
-    cache: KVLayer,
+    cache: LayerKVCache,
     out: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.ops.attention.kv_cache_dtype import keep, raw, recall
-from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, KVLayer, LayerSpec, attend
+from torchweave.ops.attention.kv_cache_dtype import as_indexable, dequantize_kv, quantize_kv
+from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerKVCache, LayerSpec, padded_attention
 
 MAX_GROUP_SCORES = 1 << 22
 """Scores per head of a group of several context rows; bounds the mask and the padding of a group."""
 
 
 @dataclass
-class _Group:
+class _RowGroup:
     """Rows that are attended together, padded to N queries and L keys.
 
     Attributes:
@@ -47,42 +47,44 @@ class _Group:
 class TorchStep:
     """One step of the torch backend; holds the indices that its layers share.
 
-    Rows of fewer than `at_least` tokens are left out: their keys and values are stored, their part of `out` is not written.
+    Rows of fewer than `min_new_tokens` tokens are left out: their keys and values are stored, their part of `out` is not written.
     """
 
-    def __init__(self, meta: AttentionMetadata, at_least: int = 1) -> None:
+    def __init__(self, meta: AttentionMetadata, min_new_tokens: int = 1) -> None:
         self.device = meta.slot_mapping.device
         host = _HostMetadata(meta)
         padded = np.flatnonzero(host.slot_mapping < 0)
         real = np.flatnonzero(host.slot_mapping >= 0)
         self.padding = self._index(padded) if padded.size else None
-        self.written = self._index(real) if padded.size else None
+        self.real_tokens = self._index(real) if padded.size else None
         self.slots = self._index(host.slot_mapping[real]) if padded.size else meta.slot_mapping
-        host.counts[host.counts < at_least] = 0
-        self.groups = [self._group(host, rows) for rows in _group_rows(host)]
+        host.counts[host.counts < min_new_tokens] = 0
+        self.groups = [self._build_group(host, rows) for rows in _group_rows(host)]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: LayerKVCache, variant: AttentionVariant
+    ) -> None:
         """See `AttentionStep.forward`."""
         k_cache, v_cache = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
-        k, v = keep(k, k_cache.dtype, cache.k_scale), keep(v, v_cache.dtype, cache.v_scale)
-        written = self.written
-        for kept, new in ((raw(k_cache), raw(k)), (raw(v_cache), raw(v))):
-            kept.index_copy_(0, self.slots, new if written is None else new.index_select(0, written))
+        k, v = quantize_kv(k, k_cache.dtype, cache.k_scale), quantize_kv(v, v_cache.dtype, cache.v_scale)
+        real_tokens = self.real_tokens
+        for kept, new in ((as_indexable(k_cache), as_indexable(k)), (as_indexable(v_cache), as_indexable(v))):
+            kept.index_copy_(0, self.slots, new if real_tokens is None else new.index_select(0, real_tokens))
         block_size = cache.k.shape[1]
         for group in self.groups:
             rows, queries = group.tokens.shape
-            index, bias = self._view(group, variant.window, variant.chunk, block_size, q.dtype)
-            queries_of = q[slice(*group.span)] if group.span is not None else q.index_select(0, group.token_index)
+            index, bias = self._keys_and_mask(group, variant.window, variant.chunk, block_size, q.dtype)
+            query_rows = q[slice(*group.span)] if group.span is not None else q.index_select(0, group.token_index)
             if index is None:
                 start, stop = group.span
                 keys, values = k[None, start:stop], v[None, start:stop]
             else:
-                keys = raw(k_cache).index_select(0, index).view(k_cache.dtype).unflatten(0, (rows, -1))
-                values = raw(v_cache).index_select(0, index).view(v_cache.dtype).unflatten(0, (rows, -1))
-            keys, values = recall(keys, cache.k_scale, q.dtype), recall(values, cache.v_scale, q.dtype)
-            queries_of = queries_of.unflatten(0, (rows, queries))
-            result = attend(
-                queries_of, keys, values, bias, scale=variant.scale, softcap=variant.softcap, sinks=variant.sinks
+                keys = as_indexable(k_cache).index_select(0, index).view(k_cache.dtype).unflatten(0, (rows, -1))
+                values = as_indexable(v_cache).index_select(0, index).view(v_cache.dtype).unflatten(0, (rows, -1))
+            keys, values = dequantize_kv(keys, cache.k_scale, q.dtype), dequantize_kv(values, cache.v_scale, q.dtype)
+            query_rows = query_rows.unflatten(0, (rows, queries))
+            result = padded_attention(
+                query_rows, keys, values, bias, scale=variant.scale, softcap=variant.softcap, sinks=variant.sinks
             )
             if group.span is not None:
                 out[slice(*group.span)].view(result.shape).copy_(result)
@@ -95,7 +97,7 @@ class TorchStep:
     def _index(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self.device)
 
-    def _group(self, host: _HostMetadata, rows: np.ndarray) -> _Group:
+    def _build_group(self, host: _HostMetadata, rows: np.ndarray) -> _RowGroup:
         counts = host.counts[rows]
         offsets = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
         tokens = host.starts[rows][:, None] + offsets
@@ -103,7 +105,7 @@ class TorchStep:
         flat = tokens.ravel()
         span = (int(flat[0]), int(flat[0]) + flat.size)
         exact = np.array_equal(flat, np.arange(*span))
-        return _Group(
+        return _RowGroup(
             host.block_table[host.slots[rows]],
             tokens,
             positions,
@@ -111,34 +113,36 @@ class TorchStep:
             None if exact else self._index(flat),
         )
 
-    def _view(
-        self, group: _Group, window: int, chunk: int, block_size: int, dtype: torch.dtype
+    def _keys_and_mask(
+        self, group: _RowGroup, window: int, chunk: int, block_size: int, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
         """Cache index of the group's keys and the mask, for layers with this window and chunk."""
         key = (window, chunk, dtype)
         if key not in group.views:
-            group.views[key] = self._make_view(group, window, chunk, block_size, dtype)
+            group.views[key] = self._build_keys_and_mask(group, window, chunk, block_size, dtype)
         return group.views[key]
 
-    def _make_view(
-        self, group: _Group, window: int, chunk: int, block_size: int, dtype: torch.dtype
+    def _build_keys_and_mask(
+        self, group: _RowGroup, window: int, chunk: int, block_size: int, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
         positions = group.positions
-        lowest = np.zeros_like(positions)
+        first_visible = np.zeros_like(positions)
         if window:
-            lowest = np.maximum(lowest, positions - window + 1)
+            first_visible = np.maximum(first_visible, positions - window + 1)
         if chunk:
-            lowest = np.maximum(lowest, positions // chunk * chunk)
+            first_visible = np.maximum(first_visible, positions // chunk * chunk)
         whole = len(positions) == 1 and positions[0, 0] == 0 and group.span is not None
-        if whole and not lowest.any():
+        if whole and not first_visible.any():
             return None, None  # one sequence from its beginning: the step's own keys are all there is
-        first, last = lowest[:, :1], positions[:, -1:]
+        first, last = first_visible[:, :1], positions[:, -1:]
         key_positions = first + np.arange((last - first).max() + 1)
-        places = np.where(key_positions <= last, key_positions, first)
-        blocks = np.take_along_axis(group.block_rows, places // block_size, axis=1).astype(np.int64)
-        index = self._index((blocks * block_size + places % block_size).ravel())
-        seen = (key_positions[:, None] <= positions[:, :, None]) & (key_positions[:, None] >= lowest[:, :, None])
-        bias = np.where(seen, np.float32(0), np.float32(-np.inf))[:, None]
+        padded_positions = np.where(key_positions <= last, key_positions, first)
+        blocks = np.take_along_axis(group.block_rows, padded_positions // block_size, axis=1).astype(np.int64)
+        index = self._index((blocks * block_size + padded_positions % block_size).ravel())
+        visible = (key_positions[:, None] <= positions[:, :, None]) & (
+            key_positions[:, None] >= first_visible[:, :, None]
+        )
+        bias = np.where(visible, np.float32(0), np.float32(-np.inf))[:, None]
         return index, torch.from_numpy(bias).to(self.device, dtype)
 
 
@@ -164,11 +168,11 @@ def _group_rows(host: _HostMetadata) -> list[np.ndarray]:
     """Rows by group: all decode rows, then context rows of similar size, padded to at most twice their scores."""
     decode = np.flatnonzero(host.counts == 1)
     groups = [decode] if decode.size else []
-    context = np.flatnonzero(host.counts > 1)
-    context = context[np.lexsort((host.seq_lens[context], host.counts[context]))]
+    prefill = np.flatnonzero(host.counts > 1)
+    prefill = prefill[np.lexsort((host.seq_lens[prefill], host.counts[prefill]))]
     members: list[int] = []
     longest = exact = 0
-    for row in context.tolist():
+    for row in prefill.tolist():
         count, length = int(host.counts[row]), int(host.seq_lens[row])
         padded = (len(members) + 1) * count * max(longest, length)
         if members and (padded > 2 * (exact + count * length) or padded > MAX_GROUP_SCORES):
@@ -185,15 +189,15 @@ class TorchBackend:
     """Plain torch on any device. It reads the metadata on the host once per step, so it cannot be captured."""
 
     name = "torch"
-    captures_mixed = False
+    supports_mixed_cuda_graphs = False
     block_size = 16
 
     def allocate(
         self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> KVLayer:
+    ) -> LayerKVCache:
         """See `AttentionBackend.allocate`."""
         shape, kept = (num_blocks, block_size, spec.num_kv_heads), spec.cache_dtype or dtype
-        return KVLayer(
+        return LayerKVCache(
             torch.zeros(*shape, spec.head_dim, dtype=kept, device=device),
             torch.zeros(*shape, spec.value_dim, dtype=kept, device=device),
             spec.k_scale,

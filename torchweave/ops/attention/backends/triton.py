@@ -14,19 +14,19 @@ import torch
 import triton
 from torch import Tensor
 
-from torchweave.ops.attention.calls import attend_quantized
-from torchweave.ops.attention.kv_cache_dtype import limit
-from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, KVLayer, LayerSpec, Quantized
+from torchweave.ops.attention.calls import forward_then_quantize
+from torchweave.ops.attention.kv_cache_dtype import kv_fp8_max
+from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerKVCache, LayerSpec, QuantizedOutput
 from torchweave.ops.kernels.attention.paged_decode import paged_decode
 from torchweave.ops.kernels.attention.paged_prefill import paged_prefill, write_kv
-from torchweave.ops.kernels.dependent_launch import options, takes_part
-from torchweave.ops.kernels.rope import CacheWrite, Norm, launch_rope
+from torchweave.ops.kernels.dependent_launch import pdl_options, supports_pdl
+from torchweave.ops.kernels.rope import CacheWrite, QKNorm, launch_rope
 from torchweave.ops.quant.fp8 import GROUP
 from torchweave.ops.rope import Rotary
 from torchweave.utils.cuda_streams import side_stream
 
 MAX_SPLITS = 64
-TURNED_APART = 4
+SEPARATE_ROPE_MAX_ROWS = 4
 """Up to this many rows a chain of dependent launches is faster with the turning as a link of its own, which overlaps, than with a
 longer decode kernel: Llama 1B on an H100 at one row 1.007 against 1.074 ms a token, 8B equal; at 8 rows 1.206 against 1.199."""
 
@@ -83,7 +83,7 @@ def default_prefill_config(head_dim: int, group: int, dtype: torch.dtype) -> Pre
     return PrefillConfig(max(128, least), 64, 4 if head_dim <= 64 else 8, 3)
 
 
-def few_tokens(config: PrefillConfig, group: int) -> PrefillConfig:
+def shrink_prefill_tiles(config: PrefillConfig, group: int) -> PrefillConfig:
     """The configuration for a step whose tiles would not fill a GPU twice: smaller ones, of which there are more. A layer of Llama
     1B at 16 and at 1000 tokens takes 6.9 and 22.9 us instead of 7.8 and 26.5, of 8B 8.0 and 34.2 instead of 9.1 and 36.6 (H100)."""
     block_m = max(64, triton.next_power_of_2(group))
@@ -104,7 +104,7 @@ class TritonBackend:
     """Triton kernels on one GPU. `num_sms`, `branches` and the configurations are for measurements and tests."""
 
     name = "triton"
-    captures_mixed = True
+    supports_mixed_cuda_graphs = True
     block_size = 64
 
     def __init__(
@@ -125,15 +125,15 @@ class TritonBackend:
 
     def allocate(
         self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> KVLayer:
+    ) -> LayerKVCache:
         """See `AttentionBackend.allocate`. `block_size` is a power of two."""
         if block_size & (block_size - 1):
             raise ValueError(f"block_size {block_size} does not suit the triton backend; use a power of two, 16 to 128")
         self.workspace(spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.value_dim, dtype)
-        shape, kept = (num_blocks, block_size, spec.num_kv_heads), spec.cache_dtype or dtype
-        return KVLayer(
-            torch.empty(*shape, spec.head_dim, dtype=kept, device=device),
-            torch.empty(*shape, spec.value_dim, dtype=kept, device=device),
+        shape, cache_dtype = (num_blocks, block_size, spec.num_kv_heads), spec.cache_dtype or dtype
+        return LayerKVCache(
+            torch.empty(*shape, spec.head_dim, dtype=cache_dtype, device=device),
+            torch.empty(*shape, spec.value_dim, dtype=cache_dtype, device=device),
             spec.k_scale,
             spec.v_scale,
         )
@@ -146,7 +146,7 @@ class TritonBackend:
         """The decode configuration in force."""
         if self.decode is not None:
             return self.decode
-        return replace(default_decode_config(head_dim, dtype), dependent=2 if takes_part(self.device) else 0)
+        return replace(default_decode_config(head_dim, dtype), dependent=2 if supports_pdl(self.device) else 0)
 
     def prefill_config(
         self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, tokens: int
@@ -157,7 +157,7 @@ class TritonBackend:
         group = heads // kv_heads
         config = default_prefill_config(head_dim, group, dtype)
         tiles = triton.cdiv(tokens * group, config.block_m) * kv_heads
-        return config if tiles > 2 * self.num_sms else few_tokens(config, group)
+        return config if tiles > 2 * self.num_sms else shrink_prefill_tiles(config, group)
 
     def num_splits(self, config: DecodeConfig, num_rows: int, kv_heads: int, max_seq_len: int) -> int:
         """Splits of the context, a power of two: as many as there are programs for and tiles to give them."""
@@ -167,8 +167,8 @@ class TritonBackend:
 
     def workspace(self, group: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> _Workspace:
         """Room for the partial results of any launch with more than one split; made once, outside of captures."""
-        found = self._workspaces.get(group * value_dim)
-        if found is None:
+        workspace = self._workspaces.get(group * value_dim)
+        if workspace is None:
             assert not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()), (
                 "the workspace must exist before a capture: allocate the caches first"
             )
@@ -178,11 +178,11 @@ class TritonBackend:
                 return torch.empty(*shape, dtype=torch.float32, device=self.device)
 
             counters = torch.zeros(programs, dtype=torch.int32, device=self.device)
-            found = _Workspace(
+            workspace = _Workspace(
                 empty(programs, group, value_dim), empty(programs, group), empty(programs, group), counters
             )
-            self._workspaces[group * value_dim] = found
-        return found
+            self._workspaces[group * value_dim] = workspace
+        return workspace
 
 
 @dataclass(frozen=True)
@@ -192,32 +192,41 @@ class TritonStep:
     backend: TritonBackend
     meta: AttentionMetadata
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: LayerKVCache, variant: AttentionVariant
+    ) -> None:
         """See `AttentionStep.forward`."""
         self._forward(None, q, k, v, out, cache, variant)
 
-    def forward_turning(
-        self, rotary: Rotary, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant
+    def forward_with_rope(
+        self,
+        rotary: Rotary,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        cache: LayerKVCache,
+        variant: AttentionVariant,
     ) -> None:
-        """See `TurningStep.forward_turning`: in the decode kernel itself, or by the kernel that writes the cache."""
+        """See `FusedRopeStep.forward_with_rope`: in the decode kernel itself, or by the kernel that writes the cache."""
         self._forward(rotary, q, k, v, out, cache, variant)
 
     def forward_quantized(
         self,
-        target: Quantized,
+        target: QuantizedOutput,
         rotary: Rotary | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cache: KVLayer,
+        cache: LayerKVCache,
         variant: AttentionVariant,
     ) -> None:
-        """See `QuantizingStep.forward_quantized`: in the decode kernel itself where a head is a group of its scales."""
-        if self.meta.decode_only and (target.given is not None or v.shape[2] == GROUP):
+        """See `FusedQuantStep.forward_quantized`: in the decode kernel itself where a head is a group of its scales."""
+        if self.meta.decode_only and (target.static_scale is not None or v.shape[2] == GROUP):
             q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
             self._decode(rotary, q, k, v, target, cache, variant)
         else:
-            attend_quantized(self, target, rotary, q, k, v, cache, variant)
+            forward_then_quantize(self, target, rotary, q, k, v, cache, variant)
 
     def _forward(
         self,
@@ -226,25 +235,26 @@ class TritonStep:
         k: Tensor,
         v: Tensor,
         out: Tensor,
-        cache: KVLayer,
+        cache: LayerKVCache,
         variant: AttentionVariant,
     ) -> None:
         assert out.is_contiguous(), "attention writes into a contiguous tensor"
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if self.meta.decode_only:
-            self._decode(rotary, q, k, v, Quantized(out, None, None), cache, variant)
+            self._decode(rotary, q, k, v, QuantizedOutput(out, None, None), cache, variant)
             return
         if rotary is None:
-            write(k, v, cache, self.meta)
+            write_kv_cache(k, v, cache, self.meta)
         else:
-            q, k = turn_and_write(rotary, q, k, v, cache, self.meta)
-        with self._apart():
+            q, k = rope_and_write_kv(rotary, q, k, v, cache, self.meta)
+        with self._on_side_stream():
             self._prefill(q, out, cache, variant)
-        self._decode(None, q, k, v, Quantized(out, None, None), cache, variant)
-        self._join()
+        self._decode(None, q, k, v, QuantizedOutput(out, None, None), cache, variant)
+        self._join_side_stream()
 
-    def _apart(self) -> AbstractContextManager[object]:
-        """What is launched within is a branch of the graph that is being recorded, until `_join`. Launches that nobody records
+    def _on_side_stream(self) -> AbstractContextManager[object]:
+        """What is launched within is a branch of the graph that is being recorded, until `_join_side_stream`. Launches
+        that nobody records
         are not worth the events."""
         branch = self.backend.branch
         if branch is None or not torch.cuda.is_current_stream_capturing():
@@ -252,7 +262,7 @@ class TritonStep:
         branch.wait_stream(torch.cuda.current_stream(branch.device))
         return torch.cuda.stream(branch)
 
-    def _join(self) -> None:
+    def _join_side_stream(self) -> None:
         branch = self.backend.branch
         if branch is not None and torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(branch.device).wait_stream(branch)
@@ -263,8 +273,8 @@ class TritonStep:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        target: Quantized,
-        cache: KVLayer,
+        target: QuantizedOutput,
+        cache: LayerKVCache,
         variant: AttentionVariant,
     ) -> None:
         """The decode kernel; a `target` without a scale takes the result as it is."""
@@ -272,40 +282,41 @@ class TritonStep:
         heads, kv_heads, head_dim, value_dim = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
         group = heads // kv_heads
         config = backend.decode_config(head_dim, q.dtype)
-        if rotary is not None and config.dependent and meta.num_rows <= TURNED_APART:
-            q, k = launch_rope(q, k, rotary.cos, rotary.sin, _norm_of(rotary))
+        if rotary is not None and config.dependent and meta.num_rows <= SEPARATE_ROPE_MAX_ROWS:
+            q, k = launch_rope(q, k, rotary.cos, rotary.sin, _qk_norm_from(rotary))
             rotary = None
         splits = backend.num_splits(config, meta.num_rows, kv_heads, meta.max_seq_len)
         work = backend.workspace(group, head_dim, value_dim, q.dtype)
-        turning = rotary or Rotary(meta.slots, meta.slots)
-        optional = (turning.q_weight, turning.k_weight, turning.cos.contiguous(), turning.sin.contiguous())
+        rope_args = rotary or Rotary(meta.slots, meta.slots)
+        optional = (rope_args.q_weight, rope_args.k_weight, rope_args.cos.contiguous(), rope_args.sin.contiguous())
         tensors = [q if tensor is None else tensor for tensor in optional]
         half = 0 if rotary is None else rotary.cos.shape[-1] // 2
         paged_decode[(kv_heads, splits, meta.num_rows)](
             q, k, v, target.q, cache.k, cache.v,
             meta.slots, meta.query_start, meta.seq_lens, meta.block_table, meta.slot_mapping, q if sinks is None else sinks,
             work.partial, work.maxima, work.sums, work.counters, *tensors,
-            q if target.written is None else target.written, q if target.given is None else target.given,
-            scale * cache.k_scale, softcap, window, chunk, splits, config.min_tiles, turning.eps, turning.offset,
+            q if target.out_scale is None else target.out_scale, q if target.static_scale is None else target.static_scale,
+            scale * cache.k_scale, softcap, window, chunk, splits, config.min_tiles, rope_args.eps, rope_args.offset,
             cache.k_scale, cache.v_scale, meta.num_tokens,
             meta.block_table.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(triton.next_power_of_2(group), 16 if config.dot else 1),
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
-            BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, SPLITS_PAD=_room_for(splits),
+            BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, SPLITS_PAD=_padded_splits(splits),
             DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, DOT=config.dot,
-            HALF=half, NORM=turning.q_weight is not None, WIDE=turning.wide,
-            QUANT=1 if target.given is not None else 2 if target.written is not None else 0,
-            DEPENDENT=config.dependent, LIMIT=limit(cache.k.dtype), num_warps=config.num_warps, num_stages=config.num_stages,
+            HALF=half, NORM=rope_args.q_weight is not None, WIDE=rope_args.wide,
+            QUANT=1 if target.static_scale is not None else 2 if target.out_scale is not None else 0,
+            DEPENDENT=config.dependent, KV_FP8_MAX=kv_fp8_max(cache.k.dtype), num_warps=config.num_warps,
+            num_stages=config.num_stages,
             enable_fp_fusion=half == 0 or q.dtype != torch.float32,  # turning rounds every product
-            **options(config.dependent),
+            **pdl_options(config.dependent),
         )  # fmt: skip
 
-    def _prefill(self, q: Tensor, out: Tensor, cache: KVLayer, variant: AttentionVariant) -> None:
+    def _prefill(self, q: Tensor, out: Tensor, cache: LayerKVCache, variant: AttentionVariant) -> None:
         meta, (scale, window, softcap, sinks, chunk) = self.meta, variant
         kv_heads, head_dim, value_dim = cache.k.shape[2], q.shape[2], out.shape[2]
         group = q.shape[1] // kv_heads
         config = self.backend.prefill_config(head_dim, q.shape[1], kv_heads, q.dtype, meta.num_tokens)
-        if limit(cache.k.dtype) and pad(head_dim) != pad(value_dim):
+        if kv_fp8_max(cache.k.dtype) and pad(head_dim) != pad(value_dim):
             config = replace(config, block_n=32)  # with 64, Triton 3.6 reads the values of other keys from such a cache
         tiles = triton.cdiv(meta.num_tokens, config.block_m // group) + meta.num_rows
         paged_prefill[(kv_heads, tiles)](
@@ -321,7 +332,7 @@ class TritonStep:
         )  # fmt: skip
 
 
-def _room_for(splits: int) -> int:
+def _padded_splits(splits: int) -> int:
     """As many partial results as a program can combine: three kernels, not one for every number of rows."""
     return next(room for room in (1, 16, MAX_SPLITS) if splits <= room)
 
@@ -331,7 +342,7 @@ def pad(dim: int) -> int:
     return max(triton.next_power_of_2(dim), 16)
 
 
-def write(k: Tensor, v: Tensor, cache: KVLayer, meta: AttentionMetadata) -> None:
+def write_kv_cache(k: Tensor, v: Tensor, cache: LayerKVCache, meta: AttentionMetadata) -> None:
     """Put the step's keys and values into their places in the cache; a padded token has none."""
     kv_heads, head_dim, value_dim = k.shape[1], k.shape[2], v.shape[2]
     numbers = kv_heads * max(head_dim, value_dim)
@@ -339,19 +350,19 @@ def write(k: Tensor, v: Tensor, cache: KVLayer, meta: AttentionMetadata) -> None
     write_kv[(meta.num_tokens, triton.cdiv(numbers, block))](
         k, v, cache.k, cache.v, meta.slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cache.k_scale, cache.v_scale, KV_HEADS=kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK=block,
-        LIMIT=limit(cache.k.dtype), num_warps=4,
+        KV_FP8_MAX=kv_fp8_max(cache.k.dtype), num_warps=4,
     )  # fmt: skip
 
 
-def turn_and_write(
-    rotary: Rotary, q: Tensor, k: Tensor, v: Tensor, cache: KVLayer, meta: AttentionMetadata
+def rope_and_write_kv(
+    rotary: Rotary, q: Tensor, k: Tensor, v: Tensor, cache: LayerKVCache, meta: AttentionMetadata
 ) -> tuple[Tensor, Tensor]:
-    """q and k turned, and `write` of the keys and values, in one launch."""
-    target = CacheWrite(v, cache.k, cache.v, meta.slot_mapping, cache.k_scale, cache.v_scale, limit(cache.k.dtype))
-    return launch_rope(q, k, rotary.cos, rotary.sin, _norm_of(rotary), target)
+    """q and k turned, and `write_kv_cache` of the keys and values, in one launch."""
+    target = CacheWrite(v, cache.k, cache.v, meta.slot_mapping, cache.k_scale, cache.v_scale, kv_fp8_max(cache.k.dtype))
+    return launch_rope(q, k, rotary.cos, rotary.sin, _qk_norm_from(rotary), target)
 
 
-def _norm_of(rotary: Rotary) -> Norm | None:
+def _qk_norm_from(rotary: Rotary) -> QKNorm | None:
     if rotary.q_weight is None or rotary.k_weight is None:
         return None
-    return Norm(rotary.q_weight, rotary.k_weight, rotary.eps, rotary.offset, rotary.wide)
+    return QKNorm(rotary.q_weight, rotary.k_weight, rotary.eps, rotary.offset, rotary.wide)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 NUM_PROGRAMS = 32
 _BLOCK = 2048
-WORD = 8
+WORD_BYTES = 8
 """Bytes that are copied at once."""
 
 
 @triton.jit(do_not_specialize=["num_items", "num_parts"])
-def move_blocks(pairs, parts, num_items, num_parts, TO_HOST: tl.constexpr, BLOCK: tl.constexpr):
+def copy_blocks_kernel(pairs, parts, num_items, num_parts, TO_HOST: tl.constexpr, BLOCK: tl.constexpr):
     """Copy `num_items` = pairs x parts.
 
     pairs: int64 `[n, 2]`, number of a block and address of its place on the host.
@@ -38,9 +38,9 @@ def move_blocks(pairs, parts, num_items, num_parts, TO_HOST: tl.constexpr, BLOCK
                 tl.store(device + at, tl.load(host + at, mask=at < words), mask=at < words)
 
 
-def launch_move(pairs: Tensor, parts: Tensor, to_host: bool) -> None:
+def launch_copy_blocks(pairs: Tensor, parts: Tensor, to_host: bool) -> None:
     """Copy on the current stream; both arguments are on the device."""
     items = pairs.shape[0] * parts.shape[0]
-    move_blocks[(min(NUM_PROGRAMS, items),)](
+    copy_blocks_kernel[(min(NUM_PROGRAMS, items),)](
         pairs, parts, items, parts.shape[0], TO_HOST=to_host, BLOCK=_BLOCK, num_warps=8
     )

@@ -7,10 +7,10 @@ import triton.language as tl
 
 
 @triton.jit
-def as_kept(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr):
+def quantize_kv(x, scale, dtype: tl.constexpr, KV_FP8_MAX: tl.constexpr):
     """Keys or values as the cache keeps them: as they are, or where LIMIT is the largest number of its `dtype`, over a scale
-    and rounded once. See `torchweave.ops.attention.kv_cache_dtype.keep`."""
-    if LIMIT > 0:
+    and rounded once. See `torchweave.ops.attention.kv_cache_dtype.quantize_kv`."""
+    if KV_FP8_MAX > 0:
         x = x.to(tl.float32)
-        x = tl.clamp(tl.div_rn(x, tl.zeros_like(x) + scale), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.clamp(tl.div_rn(x, tl.zeros_like(x) + scale), -KV_FP8_MAX, KV_FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchweave.ops.kernels.attention.kv_cache_dtype import as_kept
-from torchweave.ops.kernels.dependent_launch import enter, leave
-from torchweave.ops.kernels.quant.fp8_quant import FP8_MAX, TINY
-from torchweave.ops.kernels.rope import load_turned
+from torchweave.ops.kernels.attention.kv_cache_dtype import quantize_kv
+from torchweave.ops.kernels.dependent_launch import pdl_trigger, pdl_wait
+from torchweave.ops.kernels.quant.fp8_quant import FP8_MAX, MIN_AMAX
+from torchweave.ops.kernels.rope import load_heads_with_rope
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
@@ -29,10 +29,10 @@ def softcap_log2(scores, softcap):
 
 
 @triton.jit
-def lowest_key(position, window, chunk):
+def first_visible_key(position, window, chunk):
     """First key that a query at `position` sees; `window` and `chunk` 0 mean none."""
-    lowest = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
-    return tl.maximum(lowest, tl.where(chunk > 0, position // tl.maximum(chunk, 1) * chunk, 0))
+    first_visible = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+    return tl.maximum(first_visible, tl.where(chunk > 0, position // tl.maximum(chunk, 1) * chunk, 0))
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def load_blocks(table_row, tile, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit
-def cache_places(blocks, tile, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def cache_slots(blocks, tile, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Cache slots (int64 `[BLOCK_N]`) of the keys of a tile, from what `load_blocks` gave."""
     if BLOCK_SIZE % BLOCK_N == 0:
         return blocks.to(tl.int64) * BLOCK_SIZE + tile % BLOCK_SIZE + tl.arange(0, BLOCK_N)
@@ -69,22 +69,22 @@ def _weighted(weights, v, DOT: tl.constexpr):
 
 
 @triton.jit
-def _store(
-    result, head, known, out, written, given, token, num_tokens, dtype: tl.constexpr,
+def _store_output(
+    result, head, valid, out, out_scale, static_scale, token, num_tokens, dtype: tl.constexpr,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     """Put the results `[N, VALUE_PAD]` of `head` `[N]` into a token's place. QUANT: 0 as they are; 1 in FP8 with the scale
-    `given`; 2 with a scale for each head, which has 128 numbers. See `fp8_quant.store_fp8`."""
+    `static_scale`; 2 with a scale for each head, which has 128 numbers. See `fp8_quant.store_fp8`."""
     dim = tl.arange(0, VALUE_PAD)
-    mask = known[:, None] & (dim < VALUE_DIM)[None, :]
+    mask = valid[:, None] & (dim < VALUE_DIM)[None, :]
     if QUANT > 0:
         result = result.to(dtype).to(tl.float32)
         if QUANT == 1:
-            scale = tl.zeros_like(result) + tl.load(given)
+            scale = tl.zeros_like(result) + tl.load(static_scale)
         else:
             size = tl.max(tl.where(mask, tl.abs(result), 0.0), 1)
-            each = tl.div_rn(tl.maximum(size, TINY), FP8_MAX)
-            tl.store(written + head.to(tl.int64) * num_tokens + token, each, mask=known)
+            each = tl.div_rn(tl.maximum(size, MIN_AMAX), FP8_MAX)
+            tl.store(out_scale + head.to(tl.int64) * num_tokens + token, each, mask=valid)
             scale = tl.broadcast_to(each[:, None], result.shape)
         result = tl.clamp(tl.div_rn(result, scale), -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     at = out + (token * HEADS + head)[:, None] * VALUE_DIM + dim[None, :]
@@ -92,45 +92,45 @@ def _store(
 
 
 @triton.jit
-def _combine(
-    head, out, written, given, token, num_tokens, partial, maxima, sums, first, used, dtype: tl.constexpr,
+def _combine_splits(
+    head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits, dtype: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
     QUANT: tl.constexpr,
 ):  # fmt: skip
-    """Merge `used` partial results `[split, GROUP, VALUE_DIM]` that begin at split `first` into those of key head `head`."""
+    """Merge `used_splits` partial results `[split, GROUP, VALUE_DIM]` that begin at split `first` into those of key head `head`."""
     split = tl.arange(0, SPLITS_PAD)
     dim = tl.arange(0, VALUE_PAD)
-    mine = split < used
+    valid_splits = split < used_splits
     for some in tl.range(0, GROUP, 4):
         for nth in tl.static_range(4 if GROUP > 4 else GROUP):  # unrolled, so that their loads are in flight together
             member = some + nth
-            known = mine & (member < GROUP)
+            valid = valid_splits & (member < GROUP)
             index = (first + split) * GROUP + member
-            maximum = tl.load(maxima + index, mask=known, other=LOWEST, cache_modifier=".cg")
-            total = tl.load(sums + index, mask=known, other=0.0, cache_modifier=".cg")
+            maximum = tl.load(maxima + index, mask=valid, other=LOWEST, cache_modifier=".cg")
+            total = tl.load(sums + index, mask=valid, other=0.0, cache_modifier=".cg")
             values = tl.load(
                 partial + index[:, None] * VALUE_DIM + dim[None, :],
-                mask=known[:, None] & (dim < VALUE_DIM)[None, :],
+                mask=valid[:, None] & (dim < VALUE_DIM)[None, :],
                 other=0.0,
                 cache_modifier=".cg",
             )
             weight = tl.exp2(maximum - tl.max(maximum, 0))
             result = tl.sum(values * weight[:, None], 0) / tl.sum(total * weight, 0)
             one = head * GROUP + member + tl.zeros([1], tl.int32)
-            _store(
-                result[None, :], one, one < (head + 1) * GROUP, out, written, given, token, num_tokens, dtype,
+            _store_output(
+                result[None, :], one, one < (head + 1) * GROUP, out, out_scale, static_scale, token, num_tokens, dtype,
                 HEADS, VALUE_DIM, VALUE_PAD, QUANT,
             )  # fmt: skip
 
 
 @triton.jit
-def _new_token(
+def _attend_new_token(
     query, token, head, k_new, v_new, k_cache, v_cache, slot_mapping, sinks, scale, softcap,
     k_stride, k_head_stride, v_stride, v_head_stride, k_weight, cos, sin, eps, offset, k_scale, v_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     STORE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LIMIT: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, KV_FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """The running softmax (maximum, total, sum of values) after the sinks and the new token; STORE: also cache the token.
     It is taken as later steps will read it from the cache."""
@@ -139,59 +139,62 @@ def _new_token(
     value_dim = tl.arange(0, VALUE_PAD)
     first = tl.zeros([1, 1], tl.int32)
     key_row = k_new + token * k_stride + head * k_head_stride + first
-    key = load_turned(key_row, first == 0, k_weight, cos, sin, eps, offset, HEAD_DIM, HEAD_PAD, HALF, NORM, WIDE)
+    key = load_heads_with_rope(
+        key_row, first == 0, k_weight, cos, sin, eps, offset, HEAD_DIM, HEAD_PAD, HALF, NORM, WIDE
+    )
     key = tl.reshape(key, [HEAD_PAD])
     value = tl.load(v_new + token * v_stride + head * v_head_stride + value_dim, mask=value_dim < VALUE_DIM, other=0.0)
-    key = as_kept(key, k_scale, k_cache.dtype.element_ty, LIMIT)
-    value = as_kept(value, v_scale, v_cache.dtype.element_ty, LIMIT)
+    key = quantize_kv(key, k_scale, k_cache.dtype.element_ty, KV_FP8_MAX)
+    value = quantize_kv(value, v_scale, v_cache.dtype.element_ty, KV_FP8_MAX)
     if STORE:
-        place = tl.load(slot_mapping + token)
-        there = place >= 0
-        place = place * KV_HEADS + head
-        tl.store(k_cache + place * HEAD_DIM + dim, key, mask=(dim < HEAD_DIM) & there)
-        tl.store(v_cache + place * VALUE_DIM + value_dim, value, mask=(value_dim < VALUE_DIM) & there)
+        cache_slot = tl.load(slot_mapping + token)
+        has_slot = cache_slot >= 0
+        cache_slot = cache_slot * KV_HEADS + head
+        tl.store(k_cache + cache_slot * HEAD_DIM + dim, key, mask=(dim < HEAD_DIM) & has_slot)
+        tl.store(v_cache + cache_slot * VALUE_DIM + value_dim, value, mask=(value_dim < VALUE_DIM) & has_slot)
     score = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
     maximum = softcap_log2(score, softcap) if SOFTCAP else score * LOG2_E
     total = tl.full([GROUP_PAD], 1.0, tl.float32)
     acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32) + value.to(tl.float32)[None, :]
     if SINKS:
         sink = tl.load(sinks + head * GROUP + group, mask=group < GROUP, other=0.0).to(tl.float32) * LOG2_E
-        higher = tl.maximum(maximum, sink)
-        total = tl.exp2(maximum - higher)
+        new_maximum = tl.maximum(maximum, sink)
+        total = tl.exp2(maximum - new_maximum)
         acc *= total[:, None]
-        total += tl.exp2(sink - higher)
-        maximum = higher
+        total += tl.exp2(sink - new_maximum)
+        maximum = new_maximum
     return maximum, total, acc
 
 
 @triton.jit
-def _cached_tokens(
-    maximum, total, acc, query, table_row, k_cache, v_cache, head, lowest, begin, end, scale, softcap,
+def _attend_cached_tokens(
+    maximum, total, acc, query, table_row, k_cache, v_cache, head, first_visible, begin, end, scale, softcap,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Go on with a running softmax over the cached keys `[begin, end)` from `lowest` on; `begin` is a multiple of BLOCK_N."""
+    """Go on with a running softmax over the cached keys `[begin, end)` from `first_visible` on; `begin` is a multiple
+    of BLOCK_N."""
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
     blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
     for tile in tl.range(begin, end, BLOCK_N):
         keys = tile + tl.arange(0, BLOCK_N)
-        seen = (keys >= lowest) & (keys < end)
-        places = cache_places(blocks, tile, BLOCK_SIZE, BLOCK_N)[:, None] * KV_HEADS + head
+        visible = (keys >= first_visible) & (keys < end)
+        key_slots = cache_slots(blocks, tile, BLOCK_SIZE, BLOCK_N)[:, None] * KV_HEADS + head
         blocks = load_blocks(table_row, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
-        k_mask = seen[:, None] if HEAD_PAD == HEAD_DIM else seen[:, None] & (dim < HEAD_DIM)[None, :]
-        v_mask = seen[:, None] if VALUE_PAD == VALUE_DIM else seen[:, None] & (value_dim < VALUE_DIM)[None, :]
-        k = tl.load(k_cache + places * HEAD_DIM + dim[None, :], mask=k_mask, other=0.0)
-        v = tl.load(v_cache + places * VALUE_DIM + value_dim[None, :], mask=v_mask, other=0.0)
+        k_mask = visible[:, None] if HEAD_PAD == HEAD_DIM else visible[:, None] & (dim < HEAD_DIM)[None, :]
+        v_mask = visible[:, None] if VALUE_PAD == VALUE_DIM else visible[:, None] & (value_dim < VALUE_DIM)[None, :]
+        k = tl.load(k_cache + key_slots * HEAD_DIM + dim[None, :], mask=k_mask, other=0.0)
+        v = tl.load(v_cache + key_slots * VALUE_DIM + value_dim[None, :], mask=v_mask, other=0.0)
         scores = _scores(query, k.to(query.dtype), DOT) * scale
         scores = softcap_log2(scores, softcap) if SOFTCAP else scores * LOG2_E
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(maximum, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        faded = tl.exp2(maximum - higher)
-        total = total * faded + tl.sum(weights, 1)
-        acc = acc * faded[:, None] + _weighted(weights, v.to(query.dtype), DOT)
-        maximum = higher
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_maximum[:, None])
+        rescale = tl.exp2(maximum - new_maximum)
+        total = total * rescale + tl.sum(weights, 1)
+        acc = acc * rescale[:, None] + _weighted(weights, v.to(query.dtype), DOT)
+        maximum = new_maximum
     return maximum, total, acc
 
 
@@ -202,21 +205,22 @@ def _cached_tokens(
 def paged_decode(
     q, k_new, v_new, out, k_cache, v_cache,
     slots, query_start, seq_lens, block_table, slot_mapping, sinks,
-    partial, maxima, sums, counters, q_weight, k_weight, cos, sin, written, given,
+    partial, maxima, sums, counters, q_weight, k_weight, cos, sin, out_scale, static_scale,
     scale, softcap, window, chunk, num_splits, min_tiles, eps, offset, k_scale, v_scale, num_tokens,
     table_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr,
     DECODE_ONLY: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DOT: tl.constexpr,
-    HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr, QUANT: tl.constexpr, LIMIT: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr, QUANT: tl.constexpr,
+    KV_FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """One row, one key head, one split. DECODE_ONLY: row i is token i, padding rows are zeroed and K/V are written here;
     otherwise rows that do not have exactly one token are left to the prefill kernel, and K/V are in the cache already.
     HALF: half of the numbers of a head that rotary embedding turns here, after the norm if NORM; 0: it has been done.
     SPLITS_PAD: a power of two, at least `num_splits`; 1 leaves the combining out. DEPENDENT: see `dependent.py`.
-    QUANT: see `_store`. LIMIT: see `as_kept`; `scale` is then that of scores with keys as they are kept."""
-    enter(DEPENDENT)
+    QUANT: see `_store_output`. LIMIT: see `quantize_kv`; `scale` is then that of scores with keys as they are kept."""
+    pdl_wait(DEPENDENT)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + row).to(tl.int64)
     length = tl.load(seq_lens + row)
@@ -232,49 +236,50 @@ def paged_decode(
     query_head = head * GROUP + group
     if slot < 0:
         if split == 0:
-            _store(
-                tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32), query_head, group < GROUP, out, written, given, token, num_tokens,
+            _store_output(
+                tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32), query_head, group < GROUP, out, out_scale, static_scale,
+                token, num_tokens,
                 q.dtype.element_ty, HEADS, VALUE_DIM, VALUE_PAD, QUANT,
             )  # fmt: skip
         return
 
     position = length - 1  # of the new token; the cache holds the keys before it
-    lowest = lowest_key(position, window, chunk)
-    base = lowest // BLOCK_N * BLOCK_N
+    first_visible = first_visible_key(position, window, chunk)
+    base = first_visible // BLOCK_N * BLOCK_N
     tiles = tl.cdiv(position - base, BLOCK_N)
     # Combining costs as much as a few tiles: a short context is not split.
     tiles_per_split = tl.where(tiles <= min_tiles, tl.maximum(tiles, 1), tl.cdiv(tiles, num_splits))
-    used = tl.maximum(tl.cdiv(tiles, tiles_per_split), 1)
-    if split >= used:
+    used_splits = tl.maximum(tl.cdiv(tiles, tiles_per_split), 1)
+    if split >= used_splits:
         return
     begin = base + split * tiles_per_split * BLOCK_N
     end = tl.minimum(begin + tiles_per_split * BLOCK_N, position)
 
     cos, sin = cos + token * (2 * HALF), sin + token * (2 * HALF)
     query_rows = q + token * q_stride + (head * GROUP + group)[:, None] * q_head_stride
-    query = load_turned(
+    query = load_heads_with_rope(
         query_rows, (group < GROUP)[:, None], q_weight, cos, sin, eps, offset, HEAD_DIM, HEAD_PAD, HALF, NORM, WIDE
     )
     maximum = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
     if split == 0:
-        maximum, total, acc = _new_token(
+        maximum, total, acc = _attend_new_token(
             query, token, head, k_new, v_new, k_cache, v_cache, slot_mapping, sinks, scale, softcap,
             k_stride, k_head_stride, v_stride, v_head_stride, k_weight, cos, sin, eps, offset, k_scale, v_scale,
             KV_HEADS, GROUP, GROUP_PAD, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, DECODE_ONLY, SOFTCAP, SINKS,
-            HALF, NORM, WIDE, LIMIT,
+            HALF, NORM, WIDE, KV_FP8_MAX,
         )  # fmt: skip
-    maximum, total, acc = _cached_tokens(
-        maximum, total, acc, query, block_table + slot * table_stride, k_cache, v_cache, head, lowest, begin, end,
+    maximum, total, acc = _attend_cached_tokens(
+        maximum, total, acc, query, block_table + slot * table_stride, k_cache, v_cache, head, first_visible, begin, end,
         scale, softcap, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N, SOFTCAP, DOT,
     )  # fmt: skip
-    if LIMIT > 0:
+    if KV_FP8_MAX > 0:
         acc *= v_scale
-    leave(DEPENDENT)
-    if SPLITS_PAD == 1 or used == 1:
-        _store(
-            acc / total[:, None], query_head, group < GROUP, out, written, given, token, num_tokens,
+    pdl_trigger(DEPENDENT)
+    if SPLITS_PAD == 1 or used_splits == 1:
+        _store_output(
+            acc / total[:, None], query_head, group < GROUP, out, out_scale, static_scale, token, num_tokens,
             q.dtype.element_ty, HEADS, VALUE_DIM, VALUE_PAD, QUANT,
         )  # fmt: skip
         return
@@ -286,9 +291,9 @@ def paged_decode(
     tl.store(sums + index, total, mask=group < GROUP)
     tl.debug_barrier()  # every thread's partial result is written before the counter says so
     arrived = tl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
-    if arrived == used - 1:
+    if arrived == used_splits - 1:
         tl.store(counters + row * KV_HEADS + head, 0)
-        _combine(
-            head, out, written, given, token, num_tokens, partial, maxima, sums, first, used, q.dtype.element_ty,
+        _combine_splits(
+            head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits, q.dtype.element_ty,
             HEADS, GROUP, VALUE_DIM, VALUE_PAD, SPLITS_PAD, QUANT,
         )  # fmt: skip

@@ -12,13 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchweave.ops.kernels.attention.kv_cache_dtype import as_kept
+from torchweave.ops.kernels.attention.kv_cache_dtype import quantize_kv
 from torchweave.ops.kernels.attention.paged_decode import (
     LOG2_E,
     LOWEST,
-    cache_places,
+    cache_slots,
+    first_visible_key,
     load_blocks,
-    lowest_key,
     softcap_log2,
 )
 
@@ -27,23 +27,23 @@ from torchweave.ops.kernels.attention.paged_decode import (
 def write_kv(
     k, v, k_cache, v_cache, slot_mapping,
     k_stride, k_head_stride, v_stride, v_head_stride, k_scale, v_scale,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, KV_FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """Copy token `program_id(0)`'s key and value, BLOCK numbers at a time, to its place in the cache; -1 has none.
-    LIMIT: see `as_kept`."""
+    LIMIT: see `quantize_kv`."""
     token = tl.program_id(0).to(tl.int64)
-    place = tl.load(slot_mapping + token)
-    if place < 0:
+    cache_slot = tl.load(slot_mapping + token)
+    if cache_slot < 0:
         return
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < KV_HEADS * HEAD_DIM
     source = k + token * k_stride + offset // HEAD_DIM * k_head_stride + offset % HEAD_DIM
-    key = as_kept(tl.load(source, mask=mask), k_scale, k_cache.dtype.element_ty, LIMIT)
-    tl.store(k_cache + place * (KV_HEADS * HEAD_DIM) + offset, key, mask=mask)
+    key = quantize_kv(tl.load(source, mask=mask), k_scale, k_cache.dtype.element_ty, KV_FP8_MAX)
+    tl.store(k_cache + cache_slot * (KV_HEADS * HEAD_DIM) + offset, key, mask=mask)
     mask = offset < KV_HEADS * VALUE_DIM
     source = v + token * v_stride + offset // VALUE_DIM * v_head_stride + offset % VALUE_DIM
-    value = as_kept(tl.load(source, mask=mask), v_scale, v_cache.dtype.element_ty, LIMIT)
-    tl.store(v_cache + place * (KV_HEADS * VALUE_DIM) + offset, value, mask=mask)
+    value = quantize_kv(tl.load(source, mask=mask), v_scale, v_cache.dtype.element_ty, KV_FP8_MAX)
+    tl.store(v_cache + cache_slot * (KV_HEADS * VALUE_DIM) + offset, value, mask=mask)
 
 
 @triton.jit
@@ -60,27 +60,27 @@ def _find_row(query_start, tile, num_rows, BQ: tl.constexpr, CHUNK: tl.constexpr
 @triton.jit
 def _attend_tiles(
     acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, begin, end,
-    scale, softcap, window, chunk, lowest,
+    scale, softcap, window, chunk, first_visible,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, LOCAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend keys `[begin, end)`, where `begin` is a multiple of BLOCK_N. Not MASKED: `end` is too, and all are seen. Blocks of
-    keys below `lowest` may be another sequence's by now."""
+    keys below `first_visible` may be another sequence's by now."""
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
     blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
     for tile in tl.range(begin, end, BLOCK_N):
         tile = tl.multiple_of(tile, BLOCK_N)
         keys = tile + tl.arange(0, BLOCK_N)
-        there = (keys < end) & (keys >= lowest)
-        places = cache_places(blocks, tile, BLOCK_SIZE, BLOCK_N)
+        in_range = (keys < end) & (keys >= first_visible)
+        key_slots = cache_slots(blocks, tile, BLOCK_SIZE, BLOCK_N)
         blocks = load_blocks(table_row, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
-        places = places[:, None] * KV_HEADS + head
-        k_at = k_cache + places * HEAD_DIM + dim[None, :]
-        v_at = v_cache + places * VALUE_DIM + value_dim[None, :]
+        key_slots = key_slots[:, None] * KV_HEADS + head
+        k_at = k_cache + key_slots * HEAD_DIM + dim[None, :]
+        v_at = v_cache + key_slots * VALUE_DIM + value_dim[None, :]
         if MASKED:
-            k = tl.load(k_at, mask=there[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+            k = tl.load(k_at, mask=in_range[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
         elif HEAD_PAD == HEAD_DIM:
             k = tl.load(k_at)
         else:
@@ -88,23 +88,23 @@ def _attend_tiles(
         scores = tl.dot(query, tl.trans(k.to(query.dtype)), input_precision="ieee")
         scores = softcap_log2(scores * scale, softcap) if SOFTCAP else scores * (scale * LOG2_E)
         if MASKED:
-            seen = keys[None, :] <= positions[:, None]
+            visible = keys[None, :] <= positions[:, None]
             if LOCAL:
-                seen &= keys[None, :] >= lowest_key(positions, window, chunk)[:, None]
-            scores = tl.where(seen & there[None, :], scores, float("-inf"))
-        higher = tl.maximum(maximum, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        faded = tl.exp2(maximum - higher)
-        total = total * faded + tl.sum(weights, 1)
+                visible &= keys[None, :] >= first_visible_key(positions, window, chunk)[:, None]
+            scores = tl.where(visible & in_range[None, :], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_maximum[:, None])
+        rescale = tl.exp2(maximum - new_maximum)
+        total = total * rescale + tl.sum(weights, 1)
         if MASKED:
-            v = tl.load(v_at, mask=there[:, None] & (value_dim < VALUE_DIM)[None, :], other=0.0)
+            v = tl.load(v_at, mask=in_range[:, None] & (value_dim < VALUE_DIM)[None, :], other=0.0)
         elif VALUE_PAD == VALUE_DIM:
             v = tl.load(v_at)
         else:
             v = tl.load(v_at, mask=(value_dim < VALUE_DIM)[None, :], other=0.0)
         v = v.to(query.dtype)
-        acc = tl.dot(weights.to(v.dtype), v, acc * faded[:, None], input_precision="ieee")
-        maximum = higher
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        maximum = new_maximum
     return acc, maximum, total
 
 
@@ -135,20 +135,20 @@ def paged_prefill(
 
     packed = tl.arange(0, BLOCK_M)
     offset = first + packed // GROUP
-    mine = (packed < BQ * GROUP) & (offset < count)
+    valid_rows = (packed < BQ * GROUP) & (offset < count)
     token = (start + offset).to(tl.int64)
     query_head = head * GROUP + packed % GROUP
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
     out_at = out + (token * (KV_HEADS * GROUP) + query_head)[:, None] * VALUE_DIM + value_dim[None, :]
-    out_mask = mine[:, None] & (value_dim < VALUE_DIM)[None, :]
+    out_mask = valid_rows[:, None] & (value_dim < VALUE_DIM)[None, :]
     if row == num_rows:
         tl.store(out_at, tl.zeros([BLOCK_M, VALUE_PAD], out.dtype.element_ty), mask=out_mask)
         return
 
     query = tl.load(
         q + (token * q_stride + query_head * q_head_stride)[:, None] + dim[None, :],
-        mask=mine[:, None] & (dim < HEAD_DIM)[None, :],
+        mask=valid_rows[:, None] & (dim < HEAD_DIM)[None, :],
         other=0.0,
     )
     cached = tl.load(seq_lens + row) - count
@@ -160,30 +160,30 @@ def paged_prefill(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
     if SINKS:
-        maximum = tl.load(sinks + query_head, mask=mine, other=0.0).to(tl.float32) * LOG2_E
+        maximum = tl.load(sinks + query_head, mask=valid_rows, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
 
     # Keys [base, edge) are out of reach for some queries, [edge, diagonal) are seen by all, the rest is causal.
     diagonal = (first_position + 1) // BLOCK_N * BLOCK_N
-    lowest = lowest_key(first_position, window, chunk)
+    first_visible = first_visible_key(first_position, window, chunk)
     edge = 0
     if LOCAL:
-        base = lowest // BLOCK_N * BLOCK_N
-        reached = tl.cdiv(lowest_key(last_position, window, chunk), BLOCK_N) * BLOCK_N
+        base = first_visible // BLOCK_N * BLOCK_N
+        reached = tl.cdiv(first_visible_key(last_position, window, chunk), BLOCK_N) * BLOCK_N
         edge = tl.maximum(tl.minimum(reached, diagonal), base)
         acc, maximum, total = _attend_tiles(
             acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, base, edge,
-            scale, softcap, window, chunk, lowest, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
+            scale, softcap, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
             SOFTCAP, LOCAL, True,
         )  # fmt: skip
     acc, maximum, total = _attend_tiles(
         acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, edge, diagonal,
-        scale, softcap, window, chunk, lowest, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
+        scale, softcap, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
         SOFTCAP, LOCAL, False,
     )  # fmt: skip
     acc, maximum, total = _attend_tiles(
         acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, diagonal, last_position + 1,
-        scale, softcap, window, chunk, lowest, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
+        scale, softcap, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
         SOFTCAP, LOCAL, True,
     )  # fmt: skip
     tl.store(out_at, (acc / total[:, None] * v_scale).to(out.dtype.element_ty), mask=out_mask)

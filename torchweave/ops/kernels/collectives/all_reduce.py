@@ -16,85 +16,85 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.collectives.symmetric_memory import ALL_PHASES, PROGRAMS, Place, Workspace
-from torchweave.ops.kernels.collectives.barrier import as_pointer, meet, memories, words
-from torchweave.ops.kernels.dependent_launch import enter, options, takes_part
+from torchweave.ops.collectives.symmetric_memory import ALL_PHASES, PROGRAMS, OperandLocation, SymmetricWorkspace
+from torchweave.ops.kernels.collectives.barrier import as_pointer, barrier_addresses, peer_addresses, rank_barrier
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
 
 
 @triton.jit
-def sum_of_ranks(places, at, element, mask, like, SIZE: tl.constexpr):
+def sum_of_ranks(peer_buffers, at, element, mask, like, SIZE: tl.constexpr):
     """float32 sum of `element` over the ranks' operands, which begin at byte `at` of each one's memory."""
-    total = tl.load(as_pointer(places[0] + at, like) + element, mask=mask, other=0.0).to(tl.float32)
+    total = tl.load(as_pointer(peer_buffers[0] + at, like) + element, mask=mask, other=0.0).to(tl.float32)
     for rank in tl.static_range(1, SIZE):
-        total += tl.load(as_pointer(places[rank] + at, like) + element, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(as_pointer(peer_buffers[rank] + at, like) + element, mask=mask, other=0.0).to(tl.float32)
     return total
 
 
 @triton.jit(do_not_specialize=["rank"])
 def one_shot_kernel(
     x, out, table, counters, num, rank, flags_at, data_at, other_at,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGED: tl.constexpr, MEETINGS: tl.constexpr, PHASES: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGED: tl.constexpr, NUM_BARRIERS: tl.constexpr, PHASES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out [num] = the sum of x over ranks. STAGED: x is copied to `data_at` or `other_at` in turn; else it is at `data_at`."""
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
     first, column = program * BLOCK, tl.arange(0, BLOCK)
-    places, own = memories(table, SIZE), tl.load(table + rank)
-    theirs, mine, status, limit = words(table, flags_at, rank, SIZE)
-    enter(DEPENDENT)
-    number = tl.load(counters + program) + MEETINGS
-    at = tl.where(number % 2 == 0, data_at, other_at) if STAGED else data_at
+    peer_buffers, own_buffer = peer_addresses(table, SIZE), tl.load(table + rank)
+    peer_flags, own_flags, status, timeout_ns = barrier_addresses(table, flags_at, rank, SIZE)
+    pdl_wait(DEPENDENT)
+    epoch = tl.load(counters + program) + NUM_BARRIERS
+    at = tl.where(epoch % 2 == 0, data_at, other_at) if STAGED else data_at
     if STAGED and PHASES & 1:
-        room = as_pointer(own + at, x)
+        staging = as_pointer(own_buffer + at, x)
         for start in range(first, num, step):
             element = start + column
-            tl.store(room + element, tl.load(x + element, mask=element < num), mask=element < num)
+            tl.store(staging + element, tl.load(x + element, mask=element < num), mask=element < num)
     if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
         if first < num:
-            meet(theirs, mine, status, limit, number - MEETINGS + 1, SIZE)
+            rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch - NUM_BARRIERS + 1, SIZE)
     if PHASES & 4:
         for start in range(first, num, step):
             element = start + column
-            total = sum_of_ranks(places, at, element, element < num, x, SIZE)
+            total = sum_of_ranks(peer_buffers, at, element, element < num, x, SIZE)
             tl.store(out + element, total.to(out.dtype.element_ty), mask=element < num)
-        tl.store(counters + program, number)
-    if MEETINGS == 2 and PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+        tl.store(counters + program, epoch)
+    if NUM_BARRIERS == 2 and PHASES & 2:  # noqa: SIM102 (one is known when this is built)
         if first < num:
-            meet(theirs, mine, status, limit, number, SIZE)
+            rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch, SIZE)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def gather_kernel(
     x, out, table, counters, num, inner, rank, flags_at, data_at, other_at,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, MEETINGS: tl.constexpr, PHASES: tl.constexpr, DEPENDENT: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_BARRIERS: tl.constexpr, PHASES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out [num / inner, SIZE, inner] = x [num / inner, inner] of every rank, copied to `data_at` or `other_at` in turn."""
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
     first, column = program * BLOCK, tl.arange(0, BLOCK)
-    places, own = memories(table, SIZE), tl.load(table + rank)
-    theirs, mine, status, limit = words(table, flags_at, rank, SIZE)
-    enter(DEPENDENT)
-    number = tl.load(counters + program) + MEETINGS
-    at = tl.where(number % 2 == 0, data_at, other_at)
+    peer_buffers, own_buffer = peer_addresses(table, SIZE), tl.load(table + rank)
+    peer_flags, own_flags, status, timeout_ns = barrier_addresses(table, flags_at, rank, SIZE)
+    pdl_wait(DEPENDENT)
+    epoch = tl.load(counters + program) + NUM_BARRIERS
+    at = tl.where(epoch % 2 == 0, data_at, other_at)
     if PHASES & 1:
-        room = as_pointer(own + at, x)
+        staging = as_pointer(own_buffer + at, x)
         for start in range(first, num, step):
             element = start + column
-            tl.store(room + element, tl.load(x + element, mask=element < num), mask=element < num)
+            tl.store(staging + element, tl.load(x + element, mask=element < num), mask=element < num)
     if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
         if first < num:
-            meet(theirs, mine, status, limit, number - MEETINGS + 1, SIZE)
+            rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch - NUM_BARRIERS + 1, SIZE)
     if PHASES & 4:
         for start in range(first, num, step):
             element = start + column
             target = element // inner * (SIZE * inner) + element % inner
             for other in tl.static_range(SIZE):
-                value = tl.load(as_pointer(places[other] + at, x) + element, mask=element < num)
+                value = tl.load(as_pointer(peer_buffers[other] + at, x) + element, mask=element < num)
                 tl.store(out + target + other * inner, value, mask=element < num)
-        tl.store(counters + program, number)
-    if MEETINGS == 2 and PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+        tl.store(counters + program, epoch)
+    if NUM_BARRIERS == 2 and PHASES & 2:  # noqa: SIM102 (one is known when this is built)
         if first < num:
-            meet(theirs, mine, status, limit, number, SIZE)
+            rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch, SIZE)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -109,76 +109,82 @@ def two_shot_kernel(
     """
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
     first, column = program * BLOCK, tl.arange(0, BLOCK)
-    places, own = memories(table, SIZE), tl.load(table + rank)
-    theirs, mine, status, limit = words(table, flags_at, rank, SIZE)
-    enter(DEPENDENT)
-    number = tl.load(counters + program) + 2
+    peer_buffers, own_buffer = peer_addresses(table, SIZE), tl.load(table + rank)
+    peer_flags, own_flags, status, timeout_ns = barrier_addresses(table, flags_at, rank, SIZE)
+    pdl_wait(DEPENDENT)
+    epoch = tl.load(counters + program) + 2
     if STAGED and PHASES & 1:
-        room = as_pointer(own + data_at, x)
+        staging = as_pointer(own_buffer + data_at, x)
         for other in range(SIZE):
             for start in range(first, share, step):
                 element = other * share + start + column
                 mask = (start + column < share) & (element < num)
-                tl.store(room + element, tl.load(x + element, mask=mask), mask=mask)
+                tl.store(staging + element, tl.load(x + element, mask=mask), mask=mask)
     if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
         if first < share:
-            meet(theirs, mine, status, limit, number - 1, SIZE)
+            rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch - 1, SIZE)
     if PHASES & 4:
-        sums = as_pointer(own + sums_at, x)
+        sums = as_pointer(own_buffer + sums_at, x)
         for start in range(first, share, step):
             element = rank * share + start + column
             mask = (start + column < share) & (element < num)
-            total = sum_of_ranks(places, data_at, element, mask, x, SIZE)
+            total = sum_of_ranks(peer_buffers, data_at, element, mask, x, SIZE)
             tl.store(sums + start + column, total.to(x.dtype.element_ty), mask=mask)
     if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
         if first < share:
-            meet(theirs, mine, status, limit, number, SIZE)
+            rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch, SIZE)
     if PHASES & 8:
-        for turn in range(SIZE):
-            other = (rank + turn) % SIZE  # so that ranks do not all read from the same one
+        for rank_shift in range(SIZE):
+            other = (rank + rank_shift) % SIZE  # so that ranks do not all read from the same one
             sums = as_pointer(tl.load(table + other) + sums_at, x)
             for start in range(first, share, step):
                 element = other * share + start + column
                 mask = (start + column < share) & (element < num)
                 tl.store(out + element, tl.load(sums + start + column, mask=mask), mask=mask)
-        tl.store(counters + program, number)
+        tl.store(counters + program, epoch)
 
 
-def launch_one_shot(workspace: Workspace, x: Tensor, out: Tensor, place: Place, phases: int = ALL_PHASES) -> None:
-    """out = the sum of x over ranks; x and out contiguous, of one dtype, in whole 16 bytes; see `Workspace` for `place`."""
-    num, channel = x.numel(), place.channel
-    dependent = not channel and takes_part(x.device)  # large ones have little to gain
+def launch_one_shot(
+    workspace: SymmetricWorkspace, x: Tensor, out: Tensor, location: OperandLocation, phases: int = ALL_PHASES
+) -> None:
+    """out = the sum of x over ranks; x and out contiguous, of one dtype, in whole 16 bytes; see `SymmetricWorkspace`
+    for `location`."""
+    num, channel = x.numel(), location.channel
+    dependent = not channel and supports_pdl(x.device)  # large ones have little to gain
     programs = PROGRAMS.data if channel else PROGRAMS.slots
     block = 512 if num <= 512 * programs else 4096  # two kernels are built, not one for every size
     one_shot_kernel[(programs,)](
         x, out, workspace.table, workspace.counters[channel], num, workspace.rank, workspace.layout.flags(channel),
-        place.at, place.other_at,
-        SIZE=workspace.layout.size, BLOCK=block, STAGED=place.staged, MEETINGS=channel + 1, PHASES=phases, DEPENDENT=dependent,
-        num_warps=max(1, min(16, block // 256)), **options(dependent),
+        location.at, location.other_at,
+        SIZE=workspace.layout.size, BLOCK=block, STAGED=location.staged, NUM_BARRIERS=channel + 1, PHASES=phases,
+        DEPENDENT=dependent,
+        num_warps=max(1, min(16, block // 256)), **pdl_options(dependent),
     )  # fmt: skip
 
 
-def launch_gather(workspace: Workspace, x: Tensor, out: Tensor, inner: int, phases: int = ALL_PHASES) -> None:
+def launch_gather(workspace: SymmetricWorkspace, x: Tensor, out: Tensor, inner: int, phases: int = ALL_PHASES) -> None:
     """out [outer, size, inner] = x [outer, inner] of every rank; int32, contiguous, `inner` a multiple of 4."""
-    num, place = x.numel(), workspace.place_of(x)
-    channel = place.channel
-    dependent = not channel and takes_part(x.device)
+    num, location = x.numel(), workspace.locate_operand(x)
+    channel = location.channel
+    dependent = not channel and supports_pdl(x.device)
     programs = PROGRAMS.data if channel else PROGRAMS.slots
     block = 256 if num <= 256 * programs else 2048
     gather_kernel[(programs,)](
         x, out, workspace.table, workspace.counters[channel], num, inner, workspace.rank, workspace.layout.flags(channel),
-        place.at, place.other_at,
-        SIZE=workspace.layout.size, BLOCK=block, MEETINGS=channel + 1, PHASES=phases, DEPENDENT=dependent,
-        num_warps=max(1, min(16, block // 128)), **options(dependent),
+        location.at, location.other_at,
+        SIZE=workspace.layout.size, BLOCK=block, NUM_BARRIERS=channel + 1, PHASES=phases, DEPENDENT=dependent,
+        num_warps=max(1, min(16, block // 128)), **pdl_options(dependent),
     )  # fmt: skip
 
 
-def launch_two_shot(workspace: Workspace, x: Tensor, out: Tensor, place: Place, phases: int = ALL_PHASES) -> None:
+def launch_two_shot(
+    workspace: SymmetricWorkspace, x: Tensor, out: Tensor, location: OperandLocation, phases: int = ALL_PHASES
+) -> None:
     """As `launch_one_shot`."""
-    num, dependent, layout = x.numel(), takes_part(x.device), workspace.layout
+    num, dependent, layout = x.numel(), supports_pdl(x.device), workspace.layout
     share = triton.cdiv(triton.cdiv(num, layout.size), 8) * 8
     two_shot_kernel[(PROGRAMS.data,)](
-        x, out, workspace.table, workspace.counters[1], num, share, workspace.rank, layout.flags(1), place.at, layout.sums,
-        SIZE=layout.size, BLOCK=4096, STAGED=place.staged, PHASES=phases, DEPENDENT=dependent,
-        num_warps=16, **options(dependent),
+        x, out, workspace.table, workspace.counters[1], num, share, workspace.rank, layout.flags(1), location.at, layout.sums,
+        SIZE=layout.size, BLOCK=4096, STAGED=location.staged, PHASES=phases, DEPENDENT=dependent,
+        num_warps=16, **pdl_options(dependent),
     )  # fmt: skip

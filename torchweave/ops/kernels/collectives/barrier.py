@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_SEND: tl.constexpr = tl.constexpr("""{
+_SIGNAL_PTX: tl.constexpr = tl.constexpr("""{
     .reg .pred %mine;
     .reg .u32 %thread;
     mov.u32 %thread, %tid.x;
@@ -26,7 +26,7 @@ _SEND: tl.constexpr = tl.constexpr("""{
 }""")
 """To address $1 the number $2, once: of all threads that hold one of $3 addresses, the first $3 hold them all."""
 
-_AWAIT: tl.constexpr = tl.constexpr("""{
+_WAIT_PTX: tl.constexpr = tl.constexpr("""{
     .reg .pred %ends;
     .reg .u32 %thread, %word, %polls;
     .reg .s32 %ahead;
@@ -57,16 +57,17 @@ again:
 ended:
     mov.u32 $0, 0;
 }""")
-"""Until the word at $1 is $2 or later; every 256 polls: is there a status at $3, have $4 nanoseconds passed? $5 as `_SEND`'s $3."""
+"""Until the word at $1 is $2 or later; every 256 polls: is there a status at $3, have $4 nanoseconds passed? $5 as
+`_SIGNAL_PTX`'s $3."""
 
 
 @triton.jit
-def memories(table, SIZE: tl.constexpr):
+def peer_addresses(table, SIZE: tl.constexpr):
     """Where the memory of each rank is: a tuple of SIZE addresses."""
-    found = ()
+    addresses = ()
     for rank in tl.static_range(SIZE):
-        found = found + (tl.load(table + rank),)  # noqa: RUF005 (Triton knows no other way)
-    return found
+        addresses = addresses + (tl.load(table + rank),)  # noqa: RUF005 (Triton knows no other way)
+    return addresses
 
 
 @triton.jit
@@ -76,21 +77,21 @@ def as_pointer(address, like):
 
 
 @triton.jit
-def words(table, flags_at, rank, SIZE: tl.constexpr):
-    """What `meet` needs, all of it constant: where this program's words are with the others and here, status and limit."""
+def barrier_addresses(table, flags_at, rank, SIZE: tl.constexpr):
+    """What `rank_barrier` needs, all of it constant: where this program's words are with the others and here, status and limit."""
     ranks = tl.arange(0, SIZE)
     first = flags_at + tl.program_id(0) * (SIZE * 4)
-    theirs = tl.load(table + ranks) + first + rank * 4
-    own = tl.load(table + rank) + first + ranks * 4
-    return theirs, own, tl.load(table + SIZE), tl.load(table + SIZE + 1)
+    peer_flags = tl.load(table + ranks) + first + rank * 4
+    own_flags = tl.load(table + rank) + first + ranks * 4
+    return peer_flags, own_flags, tl.load(table + SIZE), tl.load(table + SIZE + 1)
 
 
 @triton.jit
-def meet(theirs, own, status, limit, number, SIZE: tl.constexpr):
-    """This program and those of the same number on all ranks meet for the `number`-th time; see the module."""
+def rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch, SIZE: tl.constexpr):
+    """This program and those of the same number on all ranks meet for the `epoch`-th time; see the module."""
     tl.debug_barrier()
-    tl.inline_asm_elementwise(_SEND, "=r,l,r,r", [theirs, number, SIZE], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(_SIGNAL_PTX, "=r,l,r,r", [peer_flags, epoch, SIZE], dtype=tl.int32, is_pure=False, pack=1)
     tl.inline_asm_elementwise(
-        _AWAIT, "=r,l,r,l,l,r", [own, number, status, limit, SIZE], dtype=tl.int32, is_pure=False, pack=1
+        _WAIT_PTX, "=r,l,r,l,l,r", [own_flags, epoch, status, timeout_ns, SIZE], dtype=tl.int32, is_pure=False, pack=1
     )
     tl.debug_barrier()

@@ -10,21 +10,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.dependent_launch import enter, options
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
 
 
 @triton.jit
-def activated(gate, lift, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
-    """`act(gate) * lift` in float32 of values of DTYPE, rounded where the model rounds: after the activation."""
+def gated_activation(
+    gate, up_value, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr
+):
+    """`act(gate) * up_value` in float32 of values of DTYPE, rounded where the model rounds: after the activation."""
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT)
-        lift = tl.maximum(tl.minimum(lift, LIMIT), -LIMIT)
+        up_value = tl.maximum(tl.minimum(up_value, LIMIT), -LIMIT)
     if ALPHA > 0:
         gate = gate * tl.sigmoid(gate * ALPHA)
-        lift += 1
+        up_value += 1
     else:
         gate = activation(gate, ACTIVATION)
-    return gate.to(DTYPE).to(tl.float32) * lift
+    return gate.to(DTYPE).to(tl.float32) * up_value
 
 
 @triton.jit
@@ -56,27 +58,27 @@ def rows_up_kernel(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < inner
     k = tl.arange(0, BLOCK_K)
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     expert = tl.load(index + pair)
     if expert < num_experts:
         gate_row = column * 2 if INTERLEAVED else column
-        lift_row = column * 2 + 1 if INTERLEAVED else column + inner
+        up_row = column * 2 + 1 if INTERLEAVED else column + inner
         weights = up + expert.to(tl.int64) * expert_stride
         gate_weights = weights + gate_row[:, None] * row_stride + k[None, :]
-        lift_weights = weights + lift_row[:, None] * row_stride + k[None, :]
+        up_weights = weights + up_row[:, None] * row_stride + k[None, :]
         inputs = x + (pair // TOP) * x_stride + k
         gate_sum = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        lift_sum = tl.zeros([BLOCK_N, BLOCK_K] if GATED else [1, 1], tl.float32)
+        up_sum = tl.zeros([BLOCK_N, BLOCK_K] if GATED else [1, 1], tl.float32)
         for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLL):
             left = k < WIDTH - start
             mask = inside[:, None] & left[None, :]
             gate_tile = tl.load(gate_weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
             if GATED:
-                lift_tile = tl.load(lift_weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
+                up_tile = tl.load(up_weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
             value = tl.load(inputs + start, mask=left, other=0.0).to(tl.float32)[None, :]
             gate_sum += gate_tile.to(tl.float32) * value
             if GATED:
-                lift_sum += lift_tile.to(tl.float32) * value
+                up_sum += up_tile.to(tl.float32) * value
         dtype = h.dtype.element_ty
         gate = tl.sum(gate_sum, axis=1)
         biases = bias + expert.to(tl.int64) * (inner * 2 if GATED else inner)
@@ -84,10 +86,10 @@ def rows_up_kernel(
             gate += tl.load(biases + (gate_row if GATED else column), mask=inside, other=0.0).to(tl.float32)
         gate = gate.to(dtype).to(tl.float32)
         if GATED:
-            lift = tl.sum(lift_sum, axis=1)
+            up_value = tl.sum(up_sum, axis=1)
             if HAS_BIAS:
-                lift += tl.load(biases + lift_row, mask=inside, other=0.0).to(tl.float32)
-            gate = activated(gate, lift.to(dtype).to(tl.float32), ACTIVATION, ALPHA, LIMIT, dtype)
+                up_value += tl.load(biases + up_row, mask=inside, other=0.0).to(tl.float32)
+            gate = gated_activation(gate, up_value.to(dtype).to(tl.float32), ACTIVATION, ALPHA, LIMIT, dtype)
         else:
             gate = activation(gate, ACTIVATION)
         tl.store(h + pair.to(tl.int64) * inner + column, gate.to(dtype), mask=inside)
@@ -117,12 +119,12 @@ def rows_down_kernel(
     readable = (chosen[:, None] & inside[None, :])[:, :, None]
     first = readable & (k < INNER)[None, None, :]
     tile = tl.load(weights, mask=first, other=0.0, eviction_policy="evict_first")
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     inputs = h + (token * TOP + j).to(tl.int64)[:, None] * INNER + k[None, :]
     total = tl.zeros([TOP_BLOCK, BLOCK_N, BLOCK_K], tl.float32)
     for start in tl.range(0, INNER, BLOCK_K, loop_unroll_factor=UNROLL):
-        ahead = readable & (k < INNER - BLOCK_K - start)[None, None, :]
-        following = tl.load(weights + start + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
+        in_next_tile = readable & (k < INNER - BLOCK_K - start)[None, None, :]
+        following = tl.load(weights + start + BLOCK_K, mask=in_next_tile, other=0.0, eviction_policy="evict_first")
         here = chosen[:, None] & (k < INNER - start)[None, :]
         value = tl.load(inputs + start, mask=here, other=0.0).to(tl.float32) * share[:, None]
         total += tile.to(tl.float32) * value[:, None, :]
@@ -146,7 +148,7 @@ def launch_rows_up(
         x, index, up, up if bias is None else bias, h, up.shape[0], inner, x.stride(0), up.stride(0), up.stride(1),
         WIDTH=up.shape[2], TOP=index.shape[1], GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_N=block_n, BLOCK_K=block_k, UNROLL=depth,
-        DEPENDENT=dependent, num_warps=num_warps, **options(dependent),
+        DEPENDENT=dependent, num_warps=num_warps, **pdl_options(dependent),
     )  # fmt: skip
 
 
@@ -161,5 +163,5 @@ def launch_rows_down(
         down.stride(0), down.stride(1), out.stride(0),
         INNER=down.shape[2], TOP=top, TOP_BLOCK=triton.next_power_of_2(top), HAS_BIAS=bias is not None,
         BLOCK_N=block_n, BLOCK_K=block_k, UNROLL=depth, DEPENDENT=dependent, num_warps=num_warps,
-        **options(dependent),
+        **pdl_options(dependent),
     )  # fmt: skip

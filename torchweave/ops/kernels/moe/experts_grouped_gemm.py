@@ -1,6 +1,7 @@
 """Triton kernels for routed experts with more tokens: pairs of token and expert are grouped by expert on the device.
 
-`plan_kernel` sorts the pairs: `rows` holds them grouped by expert, those of expert e between `ends[e - 1]` and `ends[e]`. Then a
+`sort_pairs_kernel` sorts the pairs: `rows` holds them grouped by expert, those of expert e between `ends[e - 1]` and
+`ends[e]`. Then a
 program owns rows of one expert's weight and multiplies them by all of its tokens on tensor cores, BLOCK_M at a time. Grids depend
 on sizes alone, never on where tokens went, and every sum has one order, so a CUDA graph replays them and repeats bit for bit.
 """
@@ -11,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.dependent_launch import enter, options
-from torchweave.ops.kernels.moe.experts_gemv import activated, activation
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
+from torchweave.ops.kernels.moe.experts_gemv import activation, gated_activation
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def plan_kernel(
-    index, ends, rows, places, num_pairs, num_experts,
-    BLOCK: tl.constexpr, PLACES: tl.constexpr, DEPENDENT: tl.constexpr,
+def sort_pairs_kernel(
+    index, ends, rows, positions, num_pairs, num_experts,
+    BLOCK: tl.constexpr, POSITIONS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A stable counting sort: program e finds the pairs of expert e; the last one those of other ranks' experts.
 
@@ -26,7 +27,7 @@ def plan_kernel(
     """
     mine = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     below = tl.zeros([BLOCK], tl.int32)
     equal = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_pairs, BLOCK):
@@ -34,21 +35,21 @@ def plan_kernel(
         expert = tl.minimum(tl.load(index + start + lane, mask=real, other=0), num_experts)
         below += (real & (expert < mine)).to(tl.int32)
         equal += (real & (expert == mine)).to(tl.int32)
-    place = tl.sum(below)
+    position = tl.sum(below)
     count = tl.sum(equal)
     if mine < num_experts:
-        tl.store(ends + mine, place + count)
+        tl.store(ends + mine, position + count)
     if count > 0:
         for start in range(0, num_pairs, BLOCK):
             pair = start + lane
             real = pair < num_pairs
             expert = tl.minimum(tl.load(index + pair, mask=real, other=0), num_experts)
             found = (real & (expert == mine)).to(tl.int32)
-            at = place + tl.cumsum(found, 0) - 1
+            at = position + tl.cumsum(found, 0) - 1
             tl.store(rows + at, pair, mask=found == 1)
-            if PLACES:
-                tl.store(places + pair, at, mask=found == 1)
-            place += tl.sum(found)
+            if POSITIONS:
+                tl.store(positions + pair, at, mask=found == 1)
+            position += tl.sum(found)
 
 
 @triton.jit
@@ -89,16 +90,16 @@ def tiles_up_kernel(
     else:
         inside = first_column + r % BLOCK_N < inner
         weight_row = (r // BLOCK_N) * inner + first_column + r % BLOCK_N
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     weights = up + expert * expert_stride + weight_row * row_stride
     dtype = h.dtype.element_ty
     column = first_column + tl.arange(0, BLOCK_N)
     for start in range(begin, end, BLOCK_M):
-        place = start + tl.arange(0, BLOCK_M)
-        real = place < end
-        token = tl.load(rows + place, mask=real, other=0) // TOP
+        position = start + tl.arange(0, BLOCK_M)
+        real = position < end
+        token = tl.load(rows + position, mask=real, other=0) // TOP
         inputs = x + token.to(tl.int64) * x_stride
         total = _product(weights, inputs, inside, real, k_stride, WIDTH, ROWS, BLOCK_M, BLOCK_K)
         if HAS_BIAS:
@@ -110,11 +111,11 @@ def tiles_up_kernel(
                 pairs = tl.permute(tl.reshape(total, [BLOCK_N, 2, BLOCK_M]), [0, 2, 1])
             else:
                 pairs = tl.permute(tl.reshape(total, [2, BLOCK_N, BLOCK_M]), [1, 2, 0])
-            gate, lift = tl.split(pairs)
-            result = activated(gate, lift, ACTIVATION, ALPHA, LIMIT, dtype)
+            gate, up_value = tl.split(pairs)
+            result = gated_activation(gate, up_value, ACTIVATION, ALPHA, LIMIT, dtype)
         else:
             result = activation(total, ACTIVATION)
-        at = h + place.to(tl.int64)[None, :] * inner + column[:, None]
+        at = h + position.to(tl.int64)[None, :] * inner + column[:, None]
         tl.store(at, result.to(dtype), mask=(column < inner)[:, None] & real[None, :])
 
 
@@ -127,24 +128,24 @@ def tiles_down_kernel(
     expert = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < num_outputs
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     weights = down + expert * expert_stride + n * row_stride
     for start in range(begin, end, BLOCK_M):
-        place = start + tl.arange(0, BLOCK_M)
-        real = place < end
-        inputs = h + place.to(tl.int64) * INNER
+        position = start + tl.arange(0, BLOCK_M)
+        real = position < end
+        inputs = h + position.to(tl.int64) * INNER
         total = _product(weights, inputs, inside, real, k_stride, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
-        pair = tl.load(rows + place, mask=real, other=0).to(tl.int64)
+        pair = tl.load(rows + position, mask=real, other=0).to(tl.int64)
         at = y + pair[None, :] * num_outputs + n[:, None]
         tl.store(at, total.to(y.dtype.element_ty), mask=inside[:, None] & real[None, :])
 
 
 @triton.jit
 def combine_kernel(
-    y, index, weight, places, bias, out, num_experts, num_outputs, y_stride, out_stride,
-    TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, PLACES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    y, index, weight, positions, bias, out, num_experts, num_outputs, y_stride, out_stride,
+    TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out[token] = sum_j weight[token, j] * (y[row of pair (token, j)] + bias of its expert), in float32, rounded once."""
@@ -152,14 +153,14 @@ def combine_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < num_outputs
     j = tl.arange(0, TOP_BLOCK)
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     pair = token * TOP + j
     expert = tl.load(index + pair, mask=j < TOP, other=num_experts)
     chosen = expert < num_experts
     share = tl.load(weight + pair, mask=chosen, other=0.0).to(tl.float32)
     row = pair
-    if PLACES:
-        row = tl.load(places + pair, mask=chosen, other=0)
+    if POSITIONS:
+        row = tl.load(positions + pair, mask=chosen, other=0)
     valid = chosen[:, None] & inside[None, :]
     value = tl.load(y + row.to(tl.int64)[:, None] * y_stride + n[None, :], mask=valid, other=0.0).to(tl.float32)
     if HAS_BIAS:
@@ -176,40 +177,40 @@ def activate_kernel(
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """h[place, I] = activation of z[place, 2 I], the product of a grouped matmul; rows of other ranks' experts are skipped."""
-    place = tl.program_id(0).to(tl.int64)
+    position = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < inner
-    expert = tl.load(index + tl.load(rows + place)).to(tl.int64)
+    expert = tl.load(index + tl.load(rows + position)).to(tl.int64)
     if expert < num_experts:
         gate_at = column * 2 if GATED and INTERLEAVED else column
-        lift_at = column * 2 + 1 if INTERLEAVED else column + inner
+        up_at = column * 2 + 1 if INTERLEAVED else column + inner
         dtype = h.dtype.element_ty
         biases = bias + expert * (inner * 2 if GATED else inner)
-        gate = tl.load(z + place * z_stride + gate_at, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(z + position * z_stride + gate_at, mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
             gate = (gate + tl.load(biases + gate_at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
         if GATED:
-            lift = tl.load(z + place * z_stride + lift_at, mask=inside, other=0.0).to(tl.float32)
+            up_value = tl.load(z + position * z_stride + up_at, mask=inside, other=0.0).to(tl.float32)
             if HAS_BIAS:
-                lift = (
-                    (lift + tl.load(biases + lift_at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+                up_value = (
+                    (up_value + tl.load(biases + up_at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
                 )
-            gate = activated(gate, lift, ACTIVATION, ALPHA, LIMIT, dtype)
+            gate = gated_activation(gate, up_value, ACTIVATION, ALPHA, LIMIT, dtype)
         else:
             gate = activation(gate, ACTIVATION)
-        tl.store(h + place * inner + column, gate.to(dtype), mask=inside)
+        tl.store(h + position * inner + column, gate.to(dtype), mask=inside)
 
 
-def launch_plan(
-    index: Tensor, num_experts: int, ends: Tensor, rows: Tensor, places: Tensor | None, *, dependent: bool = False
+def launch_sort_pairs(
+    index: Tensor, num_experts: int, ends: Tensor, rows: Tensor, positions: Tensor | None, *, dependent: bool = False
 ) -> None:
     """index [T, k], ends int32 [E], rows and places int32 [T k]."""
     pairs = index.numel()
     block = min(4096, max(32, triton.next_power_of_2(pairs)))
-    plan_kernel[(num_experts + 1,)](
-        index, ends, rows, rows if places is None else places, pairs, num_experts, BLOCK=block,
-        PLACES=places is not None, DEPENDENT=dependent, num_warps=1 if block <= 128 else 4 if block <= 1024 else 8,
-        **options(dependent),
+    sort_pairs_kernel[(num_experts + 1,)](
+        index, ends, rows, rows if positions is None else positions, pairs, num_experts, BLOCK=block,
+        POSITIONS=positions is not None, DEPENDENT=dependent, num_warps=1 if block <= 128 else 4 if block <= 1024 else 8,
+        **pdl_options(dependent),
     )  # fmt: skip
 
 
@@ -224,7 +225,7 @@ def launch_tiles_up(
         x, up, up if bias is None else bias, h, ends, rows, inner, x.stride(0), *up.stride(),
         WIDTH=up.shape[2], TOP=top, GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **options(dependent),
+        DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
     )  # fmt: skip
 
 
@@ -236,23 +237,23 @@ def launch_tiles_down(
     tiles_down_kernel[(triton.cdiv(down.shape[1], block_n), down.shape[0])](
         h, down, y, ends, rows, down.shape[1], *down.stride(),
         INNER=down.shape[2], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, DEPENDENT=dependent,
-        num_warps=num_warps, num_stages=depth, **options(dependent),
+        num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
     )  # fmt: skip
 
 
 def launch_combine(
-    y: Tensor, index: Tensor, weight: Tensor, num_experts: int, places: Tensor | None, bias: Tensor | None, out: Tensor,
+    y: Tensor, index: Tensor, weight: Tensor, num_experts: int, positions: Tensor | None, bias: Tensor | None, out: Tensor,
     *, dependent: bool = False,
 ) -> None:  # fmt: skip
-    """y [T k, K] by place where `places` are given, else by pair; index and weight [T, k]; out [T, K]."""
+    """y [T k, K] by place where `positions` are given, else by pair; index and weight [T, k]; out [T, K]."""
     tokens, top = index.shape
     width = out.shape[1]
     # Few tokens are spread over many programs; many tokens fill the device anyway.
     block = min(256 if tokens <= 64 else 1024, triton.next_power_of_2(width))
     combine_kernel[(tokens, triton.cdiv(width, block))](
-        y, index, weight, index if places is None else places, y if bias is None else bias, out, num_experts, width,
-        y.stride(0), out.stride(0), TOP=top, TOP_BLOCK=triton.next_power_of_2(top), PLACES=places is not None,
-        HAS_BIAS=bias is not None, BLOCK_N=block, DEPENDENT=dependent, num_warps=4, **options(dependent),
+        y, index, weight, index if positions is None else positions, y if bias is None else bias, out, num_experts, width,
+        y.stride(0), out.stride(0), TOP=top, TOP_BLOCK=triton.next_power_of_2(top), POSITIONS=positions is not None,
+        HAS_BIAS=bias is not None, BLOCK_N=block, DEPENDENT=dependent, num_warps=4, **pdl_options(dependent),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.dependent_launch import enter, options
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def route_kernel(
     lane = tl.arange(0, SIZE_BLOCK)[None, :]
     expert = row * SIZE + lane
     real = (row < GROUPS) & (lane < SIZE)
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     score = tl.load(logits + token * logits_stride + expert, mask=real, other=float("-inf")).to(tl.float32)
     if SCORE == "softmax":
         share = tl.exp(score - tl.max(tl.max(score, axis=1), axis=0))
@@ -90,5 +90,5 @@ def launch_route(
         GROUPS=num_groups, GROUP_BLOCK=triton.next_power_of_2(num_groups), SIZE=size,
         SIZE_BLOCK=triton.next_power_of_2(size), TOP=top, TOP_BLOCK=triton.next_power_of_2(top), TOP_GROUPS=top_groups,
         GROUP_BEST=group_best, FILL=fill, SCORE=score, HAS_BIAS=bias is not None, RENORMALIZE=renormalize, EPSILON=epsilon,
-        SCALE=scale, DEPENDENT=dependent, num_warps=1 if experts <= 256 else 4, **options(dependent),
+        SCALE=scale, DEPENDENT=dependent, num_warps=1 if experts <= 256 else 4, **pdl_options(dependent),
     )  # fmt: skip

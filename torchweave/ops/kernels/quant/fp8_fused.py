@@ -8,24 +8,24 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.activation import activate
-from torchweave.ops.kernels.dependent_launch import enter, options
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
 from torchweave.ops.kernels.norm import scale_rows
-from torchweave.ops.kernels.quant.fp8_per_token import launch_gated_parts, suits
+from torchweave.ops.kernels.quant.fp8_per_token import launch_gated_parts, prefers_two_kernels
 from torchweave.ops.kernels.quant.fp8_quant import (
-    depends,
     empty_quantized,
-    groups_of,
-    part_of,
-    scheme_of,
+    groups_per_program,
+    num_warps_for,
+    padded_groups,
+    quant_scheme,
     store_fp8,
-    warps_of,
+    use_pdl,
 )
-from torchweave.ops.kernels.rows import rows_of
+from torchweave.ops.kernels.rows import strided_rows
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def norm_fp8_kernel(
-    x, residual, weight, q, s, given, total, num_tokens, eps, offset,
+    x, residual, weight, q, s, static_scale, total, num_tokens, eps, offset,
     x_inner, x_outer_stride, x_inner_stride, r_inner, r_outer_stride, r_inner_stride,
     WIDTH: tl.constexpr, SCHEME: tl.constexpr, ROWS: tl.constexpr,
     ADD: tl.constexpr, WEIGHT: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -35,7 +35,7 @@ def norm_fp8_kernel(
     column = tl.arange(0, ROWS)[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < WIDTH
     factor = tl.load(weight + column, mask=inside, other=0.0) if WEIGHT else 0.0
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     row = token.to(tl.int64)
     at = row // x_inner * x_outer_stride + row % x_inner * x_inner_stride
     value = tl.load(x + at + column, mask=inside, other=0.0)
@@ -48,12 +48,12 @@ def norm_fp8_kernel(
     wide = value.to(tl.float32)
     norm = tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / WIDTH + eps)
     result = scale_rows(wide, norm, factor, offset, WEIGHT, WIDE, dtype)
-    store_fp8(result, inside, column, 0, q, s, given, token, num_tokens, WIDTH, SCHEME, ROWS)
+    store_fp8(result, inside, column, 0, q, s, static_scale, token, num_tokens, WIDTH, SCHEME, ROWS)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def gated_fp8_kernel(
-    gate_up, q, s, given, num_tokens, inner, outer_stride, inner_stride,
+    gate_up, q, s, static_scale, num_tokens, inner, outer_stride, inner_stride,
     WIDTH: tl.constexpr, SCHEME: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (T, parts): `ROWS * 128` channels of a token of q and s = quantised `act(gate) * up`."""
@@ -61,14 +61,14 @@ def gated_fp8_kernel(
     first_group = tl.program_id(1) * ROWS
     column = (first_group + tl.arange(0, ROWS))[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < WIDTH
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     row = token.to(tl.int64)
     at = gate_up + row // inner * outer_stride + row % inner * inner_stride + column
     gate = tl.load(at, mask=inside, other=0.0)
     up = tl.load(at + WIDTH, mask=inside, other=0.0)
     active = activate(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
     result = (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
-    store_fp8(result, inside, column, first_group, q, s, given, token, num_tokens, WIDTH, SCHEME, ROWS)
+    store_fp8(result, inside, column, first_group, q, s, static_scale, token, num_tokens, WIDTH, SCHEME, ROWS)
 
 
 def launch_norm_fp8(
@@ -76,37 +76,37 @@ def launch_norm_fp8(
     group: int, scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """As `rms_norm_fp8`, or with a residual as `add_rms_norm_fp8`: (q, s, the sum)."""
-    rows, width = rows_of(x), x.shape[-1]
-    added = rows if residual is None else rows_of(residual)
+    rows, width = strided_rows(x), x.shape[-1]
+    added = rows if residual is None else strided_rows(residual)
     q, s = empty_quantized(x, width, group, scale)
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         return q, s, total
-    whole, dependent = groups_of(width), depends(x)
+    whole, dependent = padded_groups(width), use_pdl(x)
     norm_fp8_kernel[(rows.count,)](
         rows.tensor, added.tensor, x if weight is None else weight, q, s, s if scale is None else scale,
         x if total is None else total, rows.count, eps, offset,
         rows.inner, rows.outer_stride, rows.inner_stride, added.inner, added.outer_stride, added.inner_stride,
-        WIDTH=width, SCHEME=scheme_of(group, scale), ROWS=whole,
+        WIDTH=width, SCHEME=quant_scheme(group, scale), ROWS=whole,
         ADD=residual is not None, WEIGHT=weight is not None, WIDE=wide, DEPENDENT=dependent,
-        num_warps=warps_of(whole), enable_fp_fusion=False, **options(dependent),
+        num_warps=num_warps_for(whole), enable_fp_fusion=False, **pdl_options(dependent),
     )  # fmt: skip
     return q, s, total
 
 
 def launch_gated_fp8(gate_up: Tensor, activation: str, group: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `gated_activation_fp8`."""
-    if gate_up.numel() and suits(gate_up, group, scale):
+    if gate_up.numel() and prefers_two_kernels(gate_up, group, scale):
         return launch_gated_parts(gate_up, activation)
-    rows, width = rows_of(gate_up), gate_up.shape[-1] // 2
+    rows, width = strided_rows(gate_up), gate_up.shape[-1] // 2
     q, s = empty_quantized(gate_up, width, group, scale)
     if not gate_up.numel():
         return q, s
-    scheme = scheme_of(group, scale)
-    part, dependent = part_of(width, scheme), depends(gate_up)
+    scheme = quant_scheme(group, scale)
+    part, dependent = groups_per_program(width, scheme), use_pdl(gate_up)
     gated_fp8_kernel[(rows.count, triton.cdiv(triton.cdiv(width, 128), part))](
         rows.tensor, q, s, s if scale is None else scale, rows.count, rows.inner, rows.outer_stride, rows.inner_stride,
         WIDTH=width, SCHEME=scheme, ROWS=part, ACTIVATION=activation, DEPENDENT=dependent,
-        num_warps=warps_of(part), enable_fp_fusion=False, **options(dependent),
+        num_warps=num_warps_for(part), enable_fp_fusion=False, **pdl_options(dependent),
     )  # fmt: skip
     return q, s

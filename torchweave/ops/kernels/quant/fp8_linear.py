@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.dependent_launch import enter, options
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
 
 RUN: tl.constexpr = tl.constexpr(16)
 """Channels that a thread loads at once, whose products it adds before anything else: they are in one block of 128."""
@@ -55,7 +55,7 @@ def row_kernel(
     by_rows = w_scale + tl.program_id(0) * BLOCK_N // 128 * w_scale_stride
     tile = tl.load(weights, mask=inside & (k < WIDTH)[None, :], other=0.0, eviction_policy="evict_first")
     by_block = _scales(by_rows, 0, 1, WIDTH, BLOCKS, BLOCK_K)
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     token0 = tl.load(q + k, mask=k < WIDTH, other=0.0)
     scale0 = _scales(x_scale, 0, TOKENS, WIDTH, BLOCKS, BLOCK_K) * by_block
     total0 = tl.zeros([BLOCK_N, BLOCK_K // RUN], tl.float32)
@@ -103,7 +103,7 @@ def dot_kernel(
     k = tl.arange(0, BLOCK_K)
     weights = w + rows.to(tl.int64)[:, None] * w_stride + k[None, :]
     inputs = q + token.to(tl.int64)[None, :] * WIDTH + k[:, None]
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
     for first in range(0, WIDTH, BLOCK_K):
         left = k < WIDTH - first
@@ -134,7 +134,7 @@ def launch_row(
         q, x_scale, w, w_scale, w if bias is None else bias, out, w.shape[0], w.stride(0), out.stride(0), w_scale.stride(0),
         WIDTH=w.shape[1], TOKENS=q.shape[0], BLOCKS=w_scale.ndim == 2, STATIC=x_scale.ndim == 1, HAS_BIAS=bias is not None,
         BLOCK_N=block_n, BLOCK_K=block_k, UNROLL=unroll, DEPENDENT=dependent, num_warps=num_warps,
-        **options(dependent),
+        **pdl_options(dependent),
     )  # fmt: skip
 
 
@@ -148,5 +148,5 @@ def launch_dot(
         q, x_scale, w, w_scale, w if bias is None else bias, out, q.shape[0], w.shape[0], w.stride(0), out.stride(0),
         w_scale.stride(0), WIDTH=w.shape[1], TOKENS=block_t, BLOCKS=blocks, STATIC=x_scale.ndim == 1,
         HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=128 if blocks else block_k, DEPENDENT=dependent,
-        num_warps=num_warps, num_stages=stages, **options(dependent),
+        num_warps=num_warps, num_stages=stages, **pdl_options(dependent),
     )  # fmt: skip

@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.activation import activate
-from torchweave.ops.kernels.dependent_launch import enter, options
-from torchweave.ops.kernels.quant.fp8_quant import depends, divide_fp8, scale_fp8, warps_of
-from torchweave.ops.kernels.rows import rows_of
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
+from torchweave.ops.kernels.quant.fp8_quant import num_warps_for, scale_and_store_fp8, scale_fp8, use_pdl
+from torchweave.ops.kernels.rows import strided_rows
 from torchweave.ops.quant.fp8 import empty_quantized
 
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 """With more tokens there are programs enough, and what passes between the two kernels costs more."""
-LEAST_WIDTH = 8192
+MIN_WIDTH = 8192
 _ROWS = 8  # groups of 128 channels in a part
 
 
@@ -32,7 +32,7 @@ def gated_part_kernel(
     """Grid (T, parts): a part of `active [T, WIDTH]` = `act(gate) * up`, and its largest size in `largest [T, parts]`."""
     column = tl.program_id(1) * (ROWS * 128) + tl.arange(0, ROWS * 128)
     inside = column < WIDTH
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = gate_up + row // inner * outer_stride + row % inner * inner_stride + column
     gate = tl.load(at, mask=inside, other=0.0)
@@ -52,28 +52,34 @@ def quant_part_kernel(
     """Grid (T, parts): a part of q [T, WIDTH] = `active` over its token's scale, which the first program writes to s [T]."""
     column = tl.program_id(1) * (ROWS * 128) + tl.arange(0, ROWS * 128)
     inside, part = column < WIDTH, tl.arange(0, PARTS)
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     one = scale_fp8(tl.max(tl.load(largest + row * parts + part, mask=part < parts, other=0.0), 0))
     tl.store(s + row, one, mask=tl.program_id(1) == 0)
     values = tl.load(active + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    divide_fp8(values, one, inside, q + row * WIDTH + column)
+    scale_and_store_fp8(values, one, inside, q + row * WIDTH + column)
 
 
-def suits(gate_up: Tensor, group: int, scale: Tensor | None) -> bool:
+def prefers_two_kernels(gate_up: Tensor, group: int, scale: Tensor | None) -> bool:
     """Whether `launch_gated_parts` is the faster one of the two ways."""
     width = gate_up.shape[-1] // 2
-    return group == 0 and scale is None and width >= LEAST_WIDTH and gate_up.numel() <= MOST_TOKENS * gate_up.shape[-1]
+    return group == 0 and scale is None and width >= MIN_WIDTH and gate_up.numel() <= MAX_TOKENS * gate_up.shape[-1]
 
 
 def launch_gated_parts(gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """As `gated_activation_fp8` with a scale for each token; gate_up is not empty."""
-    rows, width = rows_of(gate_up), gate_up.shape[-1] // 2
+    rows, width = strided_rows(gate_up), gate_up.shape[-1] // 2
     q, s = empty_quantized(gate_up, width, 0, None)
-    parts, dependent = triton.cdiv(width, _ROWS * 128), depends(gate_up)
+    parts, dependent = triton.cdiv(width, _ROWS * 128), use_pdl(gate_up)
     active = torch.empty(rows.count, width, dtype=gate_up.dtype, device=gate_up.device)
     largest = torch.empty(rows.count, parts, dtype=torch.float32, device=gate_up.device)
-    how = {"WIDTH": width, "ROWS": _ROWS, "DEPENDENT": dependent, "num_warps": warps_of(_ROWS), **options(dependent)}
+    how = {
+        "WIDTH": width,
+        "ROWS": _ROWS,
+        "DEPENDENT": dependent,
+        "num_warps": num_warps_for(_ROWS),
+        **pdl_options(dependent),
+    }
     gated_part_kernel[(rows.count, parts)](
         rows.tensor, active, largest, parts, rows.inner, rows.outer_stride, rows.inner_stride,
         ACTIVATION=activation, enable_fp_fusion=False, **how,

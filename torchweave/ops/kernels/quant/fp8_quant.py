@@ -9,24 +9,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.dependent_launch import enter, options, takes_part
-from torchweave.ops.kernels.rows import rows_of
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
+from torchweave.ops.kernels.rows import strided_rows
 from torchweave.ops.quant.fp8 import empty_quantized
 
-DEPENDENT_TOKENS = 2
+PDL_MAX_TOKENS = 2
 """Up to this many tokens kernels that end in FP8 are dependent launches, as the products that read them are."""
 FP8_MAX: tl.constexpr = tl.constexpr(448.0)
-TINY: tl.constexpr = tl.constexpr(1e-10)
+MIN_AMAX: tl.constexpr = tl.constexpr(1e-10)
 
 
 @triton.jit
 def scale_fp8(size):
     """The scale of numbers of which the largest has this size."""
-    return tl.div_rn(tl.maximum(size, TINY), FP8_MAX)
+    return tl.div_rn(tl.maximum(size, MIN_AMAX), FP8_MAX)
 
 
 @triton.jit
-def divide_fp8(values, divisor, inside, at):
+def scale_and_store_fp8(values, divisor, inside, at):
     """Round float32 `values` over `divisor`, and store them."""
     scaled = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
     scaled = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -35,12 +35,12 @@ def divide_fp8(values, divisor, inside, at):
 
 @triton.jit
 def store_fp8(
-    values, inside, column, first_group, q, s, given, token, num_tokens,
+    values, inside, column, first_group, q, s, static_scale, token, num_tokens,
     WIDTH: tl.constexpr, SCHEME: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Round float32 `values [ROWS, 128]`, of which `inside` are real, into row `token` of q; and s. SCHEME: see `scheme_of`."""
+    """Round float32 `values [ROWS, 128]`, of which `inside` are real, into row `token` of q; and s. SCHEME: see `quant_scheme`."""
     if SCHEME == 0:
-        one = tl.load(given)
+        one = tl.load(static_scale)
         tl.store(s, one, mask=(token == 0) & (first_group == 0))
         divisor = tl.full([ROWS, 1], 1.0, tl.float32) * one
     else:
@@ -54,41 +54,41 @@ def store_fp8(
             group = first_group + tl.arange(0, ROWS)
             tl.store(s + group.to(tl.int64) * num_tokens + token, each, mask=group < (WIDTH + 127) // 128)
             divisor = each[:, None]
-    divide_fp8(values, divisor, inside, q + token.to(tl.int64) * WIDTH + column)
+    scale_and_store_fp8(values, divisor, inside, q + token.to(tl.int64) * WIDTH + column)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def quant_kernel(
-    x, q, s, given, num_tokens, x_inner, x_outer_stride, x_inner_stride,
+    x, q, s, static_scale, num_tokens, x_inner, x_outer_stride, x_inner_stride,
     WIDTH: tl.constexpr, SCHEME: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, parts): a program quantises `ROWS * 128` channels of a token of x, which is by `Rows`."""
+    """Grid (T, parts): a program quantises `ROWS * 128` channels of a token of x, which is by `StridedRows`."""
     token = tl.program_id(0)
     first_group = tl.program_id(1) * ROWS
     column = (first_group + tl.arange(0, ROWS))[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < WIDTH
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     at = token.to(tl.int64) // x_inner * x_outer_stride + token % x_inner * x_inner_stride
     values = tl.load(x + at + column, mask=inside, other=0.0).to(tl.float32)
-    store_fp8(values, inside, column, first_group, q, s, given, token, num_tokens, WIDTH, SCHEME, ROWS)
+    store_fp8(values, inside, column, first_group, q, s, static_scale, token, num_tokens, WIDTH, SCHEME, ROWS)
 
 
-def scheme_of(group: int, scale: Tensor | None) -> int:
+def quant_scheme(group: int, scale: Tensor | None) -> int:
     """The kernels' SCHEME: 0 with a given scale, 1 with a scale for each token, 2 for each 128 channels of a token."""
     return 0 if scale is not None else 1 if group == 0 else 2
 
 
-def groups_of(width: int) -> int:
+def padded_groups(width: int) -> int:
     """ROWS that hold a whole token: its groups of 128, padded to a power of two."""
     return triton.next_power_of_2(triton.cdiv(width, 128))
 
 
-def part_of(width: int, scheme: int) -> int:
+def groups_per_program(width: int, scheme: int) -> int:
     """ROWS that a program takes where it need not see the whole token: only SCHEME 1 must."""
-    return groups_of(width) if scheme == 1 else min(groups_of(width), 8)
+    return padded_groups(width) if scheme == 1 else min(padded_groups(width), 8)
 
 
-def warps_of(rows: int) -> int:
+def num_warps_for(rows: int) -> int:
     """Warps of a program: eight numbers a thread where there are threads enough."""
     return min(max(rows // 2, 1), 16)
 
@@ -96,18 +96,18 @@ def warps_of(rows: int) -> int:
 def launch_quant(x: Tensor, group: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `fp8_quant`."""
     width = x.shape[-1]
-    rows, scheme = rows_of(x), scheme_of(group, scale)
+    rows, scheme = strided_rows(x), quant_scheme(group, scale)
     q, s = empty_quantized(x, width, group, scale)
     if rows.count:
-        part, dependent = part_of(width, scheme), depends(x)
+        part, dependent = groups_per_program(width, scheme), use_pdl(x)
         quant_kernel[(rows.count, triton.cdiv(triton.cdiv(width, 128), part))](
             rows.tensor, q, s, s if scale is None else scale, rows.count, rows.inner, rows.outer_stride, rows.inner_stride,
             WIDTH=width, SCHEME=scheme, ROWS=part, DEPENDENT=dependent,
-            num_warps=warps_of(part), **options(dependent),
+            num_warps=num_warps_for(part), **pdl_options(dependent),
         )  # fmt: skip
     return q, s
 
 
-def depends(x: Tensor) -> bool:
+def use_pdl(x: Tensor) -> bool:
     """Whether to launch as a dependent of the kernel before: few tokens, where the launch itself counts."""
-    return x.numel() <= x.shape[-1] * DEPENDENT_TOKENS and takes_part(x.device)
+    return x.numel() <= x.shape[-1] * PDL_MAX_TOKENS and supports_pdl(x.device)

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.dependent_launch import enter, options
-from torchweave.ops.kernels.quant.fp8_quant import depends, groups_of, warps_of
-from torchweave.ops.kernels.rows import rows_of
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
+from torchweave.ops.kernels.quant.fp8_quant import num_warps_for, padded_groups, use_pdl
+from torchweave.ops.kernels.rows import strided_rows
 from torchweave.ops.quant.nvfp4 import empty_fp4
 
 FP8_MAX: tl.constexpr = tl.constexpr(448.0)
@@ -59,10 +59,10 @@ def fp4_quant_kernel(
     x, q, s, scale, num_tokens, x_inner, x_outer_stride, x_inner_stride,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, parts): a program quantises `ROWS * 128` channels of a token of x, which is by `Rows`."""
+    """Grid (T, parts): a program quantises `ROWS * 128` channels of a token of x, which is by `StridedRows`."""
     token, first_group = tl.program_id(0), tl.program_id(1) * ROWS
     column = (first_group + tl.arange(0, ROWS))[:, None] * 128 + tl.arange(0, 128)[None, :]
-    enter(DEPENDENT)
+    pdl_wait(DEPENDENT)
     at = token.to(tl.int64) // x_inner * x_outer_stride + token % x_inner * x_inner_stride
     values = tl.load(x + at + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     store_fp4(values, first_group, q, s, scale, token, WIDTH, ROWS)
@@ -70,12 +70,12 @@ def fp4_quant_kernel(
 
 def launch_fp4_quant(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """As `fp4_quant`."""
-    rows, width = rows_of(x), x.shape[-1]
+    rows, width = strided_rows(x), x.shape[-1]
     q, s = empty_fp4(x)
     if rows.count:
-        part, dependent = min(groups_of(width), 8), depends(x)
+        part, dependent = min(padded_groups(width), 8), use_pdl(x)
         fp4_quant_kernel[(rows.count, triton.cdiv(triton.cdiv(width, 128), part))](
             rows.tensor, q, s, scale, rows.count, rows.inner, rows.outer_stride, rows.inner_stride,
-            WIDTH=width, ROWS=part, DEPENDENT=dependent, num_warps=warps_of(part), **options(dependent),
+            WIDTH=width, ROWS=part, DEPENDENT=dependent, num_warps=num_warps_for(part), **pdl_options(dependent),
         )  # fmt: skip
     return q, s

@@ -50,28 +50,28 @@ def _value(key):
 
 
 @triton.jit
-def _load(row_logits, stop_ids, held, index, inside):
+def _load(row_logits, stop_ids, stop_masked, index, inside):
     """Logits at `index` as float32; -inf outside, and at stop ids of a row that may not stop yet."""
     value = tl.load(row_logits + index, mask=inside, other=float("-inf")).to(tl.float32)
-    if held:
+    if stop_masked:
         for i in range(_STOPS):
             value = tl.where(index == tl.load(stop_ids + i), float("-inf"), value)
     return value
 
 
 @triton.jit
-def _load_keys(row_logits, stop_ids, held, index, inside):
-    return tl.where(inside, _key(_load(row_logits, stop_ids, held, index, inside)), INT_MIN)
+def _load_keys(row_logits, stop_ids, stop_masked, index, inside):
+    return tl.where(inside, _key(_load(row_logits, stop_ids, stop_masked, index, inside)), INT_MIN)
 
 
 @triton.jit
-def _kept(key, value, cutoff, largest, inverse_temperature, log_min_p):
+def _passes_filters(key, value, cutoff, largest, inverse_temperature, log_min_p):
     return (key >= cutoff) & ((value - largest) * inverse_temperature >= log_min_p)
 
 
 @triton.jit
 def _draw_tile(
-    row_logits, stop_ids, held, first, vocab_size, inverse_temperature, seed_lo, seed_hi, position,
+    row_logits, stop_ids, stop_masked, first, vocab_size, inverse_temperature, seed_lo, seed_hi, position,
     cutoff, largest, log_min_p, best, best_index, COUNTERS: tl.constexpr,
 ):  # fmt: skip
     """Fold the 4 * COUNTERS tokens from `first` into (best score key, its index), each [COUNTERS]."""
@@ -81,10 +81,10 @@ def _draw_tile(
     for i in tl.static_range(4):
         index = start + i * _LANES
         inside = index < vocab_size
-        value = _load(row_logits, stop_ids, held, index, inside)
+        value = _load(row_logits, stop_ids, stop_masked, index, inside)
         word = w0 if i == 0 else (w1 if i == 1 else (w2 if i == 2 else w3))
         score = _key(value * inverse_temperature + gumbel(word))
-        kept = inside & _kept(_key(value), value, cutoff, largest, inverse_temperature, log_min_p)
+        kept = inside & _passes_filters(_key(value), value, cutoff, largest, inverse_temperature, log_min_p)
         score = tl.where(kept, score, INT_MIN)
         better = (score > best) | ((score == best) & (index < best_index))
         best = tl.where(better, score, best)
@@ -124,7 +124,7 @@ def _fixed_mass(key, largest, inverse_temperature):
 def _row_weight(
     row_logits,
     stop_ids,
-    held,
+    stop_masked,
     vocab_size,
     bound,
     largest,
@@ -137,7 +137,7 @@ def _row_weight(
     for first in range(0, vocab_size, TILE):
         index = first + tl.arange(0, TILE)
         inside = index < vocab_size
-        value = _load(row_logits, stop_ids, held, index, inside)
+        value = _load(row_logits, stop_ids, stop_masked, index, inside)
         weight = tl.exp((value - largest) * inverse_temperature) if BY_MASS else tl.full([TILE], 1.0, tl.float32)
         total += tl.where(inside & (_key(value) >= bound), weight, 0.0)
     return tl.sum(total, axis=0)
@@ -145,7 +145,7 @@ def _row_weight(
 
 @triton.jit
 def _row_search(
-    row_logits, stop_ids, held, vocab_size, floor, target, largest, inverse_temperature,
+    row_logits, stop_ids, stop_masked, vocab_size, floor, target, largest, inverse_temperature,
     BY_MASS: tl.constexpr, KEY_SHIFT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """`_search` over the row in memory: one pass a bit."""
@@ -154,7 +154,9 @@ def _row_search(
     for _ in range(32 - KEY_SHIFT):
         trial = cutoff ^ bit.to(tl.int32, bitcast=True)
         bound = tl.maximum(trial, floor)
-        weight = _row_weight(row_logits, stop_ids, held, vocab_size, bound, largest, inverse_temperature, BY_MASS, TILE)
+        weight = _row_weight(
+            row_logits, stop_ids, stop_masked, vocab_size, bound, largest, inverse_temperature, BY_MASS, TILE
+        )
         cutoff = tl.where(weight >= target, trial, cutoff)
         bit = bit >> 1
     return cutoff
@@ -166,8 +168,8 @@ def _row_parameters(slot, temperature, top_k, top_p, min_p, position, min_positi
     k = tl.load(top_k + slot)
     k = tl.where((k <= 0) | (k > vocab_size), vocab_size, k)
     at = tl.load(position + slot) + 1
-    held = at < tl.load(min_position + slot)
-    return tl.load(temperature + slot), k, tl.load(top_p + slot), tl.load(min_p + slot), at, held
+    stop_masked = at < tl.load(min_position + slot)
+    return tl.load(temperature + slot), k, tl.load(top_p + slot), tl.load(min_p + slot), at, stop_masked
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -181,14 +183,16 @@ def partial_kernel(
     slot = tl.load(slots + row)
     if slot < 0:  # a mixed step is padded to many rows
         return
-    t, k, p, m, at, held = _row_parameters(slot, temperature, top_k, top_p, min_p, position, min_position, vocab_size)
+    t, k, p, m, at, stop_masked = _row_parameters(
+        slot, temperature, top_k, top_p, min_p, position, min_position, vocab_size
+    )
     row_logits = logits + row.to(tl.int64) * row_stride
     row_stops = stop_ids + slot * _STOPS
     first = chunk * CHUNK
     into = row * num_chunks + chunk
     if t < GREEDY_BELOW:
         index = first + tl.arange(0, CHUNK)
-        best, best_index = _first_best(_load_keys(row_logits, row_stops, held, index, index < vocab_size), index)
+        best, best_index = _first_best(_load_keys(row_logits, row_stops, stop_masked, index, index < vocab_size), index)
         tl.store(partial_key + into, best)
         tl.store(partial_other + into, best_index)
     else:
@@ -196,7 +200,8 @@ def partial_kernel(
         if (k == vocab_size) & (p >= 1.0) & (m <= 0.0):
             none = tl.full([CHUNK // 4], INT_MIN, tl.int32)
             score, scored = _draw_tile(
-                row_logits, row_stops, held, first, vocab_size, inverse, tl.load(seed_lo + slot), tl.load(seed_hi + slot), at,
+                row_logits, row_stops, stop_masked, first, vocab_size, inverse, tl.load(seed_lo + slot),
+                tl.load(seed_hi + slot), at,
                 INT_MIN, 0.0, float("-inf"), none, none ^ INT_MIN ^ INT_MAX, CHUNK // 4,
             )  # fmt: skip
             winner, winner_index = _first_best(score, scored)
@@ -207,7 +212,7 @@ def partial_kernel(
                 tl.store(counters + row * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
             token = first + tl.arange(0, CHUNK // SUB)[:, None] * SUB + tl.arange(0, SUB)[None, :]
             inside = token < vocab_size
-            value = _load(row_logits, row_stops, held, token, inside)
+            value = _load(row_logits, row_stops, stop_masked, token, inside)
             subs = tl.max(tl.where(inside, _key(value), INT_MIN), axis=1)
             top = tl.max(subs, axis=0)
             mass = tl.where(inside, tl.exp((value - _value(top)) * inverse), 0.0)
@@ -218,13 +223,13 @@ def partial_kernel(
 
 @triton.jit
 def _collect(
-    row_logits, stop_ids, held, vocab_size, key, bound, sub_list, candidate_key, candidate_index, counters,
+    row_logits, stop_ids, stop_masked, vocab_size, key, bound, sub_list, candidate_key, candidate_index, counters,
     SUBS: tl.constexpr, SUB: tl.constexpr, CAPACITY: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """List the tokens with key >= bound, of the subs whose maximum `key` [SUBS] reaches it, in any order. Returns how many."""
     sub = tl.arange(0, SUBS)
-    turn = tl.atomic_add(counters + tl.zeros_like(sub), 1, mask=key >= bound)
-    tl.store(sub_list + turn, sub, mask=key >= bound)
+    ordinal = tl.atomic_add(counters + tl.zeros_like(sub), 1, mask=key >= bound)
+    tl.store(sub_list + ordinal, sub, mask=key >= bound)
     num_subs = tl.sum((key >= bound).to(tl.int32), axis=0)
     tl.debug_barrier()  # the list is read by other threads of this program
     for first in range(0, num_subs, AT_ONCE):
@@ -232,7 +237,7 @@ def _collect(
         chosen = tl.load(sub_list + which, mask=which < num_subs, other=0)
         index = chosen[:, None] * SUB + tl.arange(0, SUB)[None, :]
         inside = (which < num_subs)[:, None] & (index < vocab_size)
-        token_key = _load_keys(row_logits, stop_ids, held, index, inside)
+        token_key = _load_keys(row_logits, stop_ids, stop_masked, index, inside)
         hit = inside & (token_key >= bound)
         place = tl.atomic_add(counters + 1 + tl.zeros_like(index), 1, mask=hit)
         hit &= place < CAPACITY
@@ -259,30 +264,40 @@ def _draw_candidates(
         cutoff = tl.maximum(cutoff, _search(key, weight, cutoff, (p * mass).to(tl.int64), KEY_SHIFT))
     cutoff = tl.minimum(cutoff, _key(largest))
     w0, w1, w2, w3 = philox(index // (4 * _LANES) * _LANES + index % _LANES, at, seed_lo, seed_hi)
-    turn = index // _LANES % 4
-    word = tl.where(turn == 0, w0, tl.where(turn == 1, w1, tl.where(turn == 2, w2, w3)))
+    ordinal = index // _LANES % 4
+    word = tl.where(ordinal == 0, w0, tl.where(ordinal == 1, w1, tl.where(ordinal == 2, w2, w3)))
     score = _key(value * inverse + gumbel(word))
-    score = tl.where(inside & _kept(key, value, cutoff, largest, inverse, log_min_p), score, INT_MIN)
+    score = tl.where(inside & _passes_filters(key, value, cutoff, largest, inverse, log_min_p), score, INT_MIN)
     return _first_best(score, index)[1]
 
 
 @triton.jit
 def _draw_row(
-    row_logits, stop_ids, held, k, p, whole_mass, largest, inverse, log_min_p, seed_lo, seed_hi, at, vocab_size,
+    row_logits, stop_ids, stop_masked, k, p, whole_mass, largest, inverse, log_min_p, seed_lo, seed_hi, at, vocab_size,
     KEY_SHIFT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The same, reading the row once a bit: for flat distributions and very large top_k."""
     cutoff = tl.full((), INT_MIN, tl.int32)
     if k < vocab_size:
         cutoff = _row_search(
-            row_logits, stop_ids, held, vocab_size, INT_MIN, k.to(tl.float32), largest, inverse, False, KEY_SHIFT, TILE
+            row_logits,
+            stop_ids,
+            stop_masked,
+            vocab_size,
+            INT_MIN,
+            k.to(tl.float32),
+            largest,
+            inverse,
+            False,
+            KEY_SHIFT,
+            TILE,
         )
     if p < 1.0:
         mass = whole_mass
         if k < vocab_size:
-            mass = _row_weight(row_logits, stop_ids, held, vocab_size, cutoff, largest, inverse, True, TILE)
+            mass = _row_weight(row_logits, stop_ids, stop_masked, vocab_size, cutoff, largest, inverse, True, TILE)
         edge = _row_search(
-            row_logits, stop_ids, held, vocab_size, cutoff, p * mass, largest, inverse, True, KEY_SHIFT, TILE
+            row_logits, stop_ids, stop_masked, vocab_size, cutoff, p * mass, largest, inverse, True, KEY_SHIFT, TILE
         )
         cutoff = tl.maximum(cutoff, edge)
     cutoff = tl.minimum(cutoff, _key(largest))
@@ -290,7 +305,7 @@ def _draw_row(
     index = tl.full([TILE // 4], INT_MAX, tl.int32)
     for first in range(0, vocab_size, TILE):
         score, index = _draw_tile(
-            row_logits, stop_ids, held, first, vocab_size, inverse, seed_lo, seed_hi, at,
+            row_logits, stop_ids, stop_masked, first, vocab_size, inverse, seed_lo, seed_hi, at,
             cutoff, largest, log_min_p, score, index, TILE // 4,
         )  # fmt: skip
     return _first_best(score, index)[1]
@@ -308,7 +323,9 @@ def finish_kernel(
     if slot < 0:
         tl.store(out + row, 0)
         return
-    t, k, p, m, at, held = _row_parameters(slot, temperature, top_k, top_p, min_p, position, min_position, vocab_size)
+    t, k, p, m, at, stop_masked = _row_parameters(
+        slot, temperature, top_k, top_p, min_p, position, min_position, vocab_size
+    )
     chunk = tl.arange(0, CHUNKS)
     best = tl.load(partial_key + row * num_chunks + chunk, mask=chunk < num_chunks, other=INT_MIN)
     other = tl.load(partial_other + row * num_chunks + chunk, mask=chunk < num_chunks, other=INT_MAX)
@@ -331,31 +348,31 @@ def finish_kernel(
         num_subs = tl.cdiv(vocab_size, SUB)
         row_subs = sub_key + row * num_chunks * (TILE // SUB)
         sub_max = tl.load(row_subs + sub, mask=sub < num_subs, other=INT_MIN)
-        fits = vocab_size <= CAPACITY
+        row_fits = vocab_size <= CAPACITY
         by_k = k <= num_subs
         rank = tl.where(by_k, k, (num_subs + 1) // 2)
         bound = INT_MIN + 1
-        if not fits:
+        if not row_fits:
             bound = tl.maximum(
                 _search(sub_max, tl.where(sub < num_subs, 1.0, 0.0), INT_MIN, rank.to(tl.float32), KEY_SHIFT), bound
             )
-        found = _collect(
-            row_logits, row_stops, held, vocab_size, sub_max, bound, sub_list + row * SUBS, candidate_key + row * CAPACITY,
+        num_candidates = _collect(
+            row_logits, row_stops, stop_masked, vocab_size, sub_max, bound, sub_list + row * SUBS, candidate_key + row * CAPACITY,
             candidate_index + row * CAPACITY, counters + row * 2, SUBS, SUB, CAPACITY, AT_ONCE,
         )  # fmt: skip
         lane = tl.arange(0, CAPACITY)
-        key = tl.load(candidate_key + row * CAPACITY + lane, mask=lane < found, other=INT_MIN)
-        index = tl.load(candidate_index + row * CAPACITY + lane, mask=lane < found, other=INT_MAX)
-        held_mass = tl.sum(_fixed_mass(key, largest, inverse), axis=0).to(tl.float32) * 9.094947017729282e-13
-        enough = by_k | ((k == vocab_size) & (p < 1.0) & (held_mass >= p * whole_mass))
+        key = tl.load(candidate_key + row * CAPACITY + lane, mask=lane < num_candidates, other=INT_MIN)
+        index = tl.load(candidate_index + row * CAPACITY + lane, mask=lane < num_candidates, other=INT_MAX)
+        candidate_mass = tl.sum(_fixed_mass(key, largest, inverse), axis=0).to(tl.float32) * 9.094947017729282e-13
+        enough = by_k | ((k == vocab_size) & (p < 1.0) & (candidate_mass >= p * whole_mass))
         enough |= (m > 0.0) & (k == vocab_size) & (p >= 1.0) & ((_value(bound) - largest) * inverse < log_min_p)
-        if (found <= CAPACITY) & (fits | enough):
+        if (num_candidates <= CAPACITY) & (row_fits | enough):
             token = _draw_candidates(
                 key, index, k, p, whole_mass, largest, inverse, log_min_p, lo, hi, at, vocab_size, KEY_SHIFT
             )
         else:
             token = _draw_row(
-                row_logits, row_stops, held, k, p, whole_mass, largest, inverse, log_min_p, lo, hi, at, vocab_size,
+                row_logits, row_stops, stop_masked, k, p, whole_mass, largest, inverse, log_min_p, lo, hi, at, vocab_size,
                 KEY_SHIFT, TILE,
             )  # fmt: skip
         tl.store(out + row, token)

@@ -6,11 +6,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from torchweave.serving.http.middleware import REQUEST_ID
-from torchweave.serving.http.responses import EventStream, answer_whole
+from torchweave.serving.http.responses import EventStream, full_response
 from torchweave.serving.http.routes.dependencies import service_of, stream_options
-from torchweave.serving.openai.chat_template import calling, encode
+from torchweave.serving.openai.chat_template import encode, resolve_tool_use
 from torchweave.serving.openai.protocol import ChatRequest
-from torchweave.serving.openai.response_builders import ChatReply
+from torchweave.serving.openai.response_builders import ChatResponseBuilder
 from torchweave.serving.openai.sampling_fields import chat_params
 
 router = APIRouter(prefix="/v1", tags=["generation"])
@@ -21,24 +21,26 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)
     options = stream_options(body)
-    tools = calling(service, body)
+    tools = resolve_tool_use(service, body)
     params = chat_params(body, service.model, tools.forced, tools.keep_special)
     ids = await encode(service, body, tools.tools)
-    run = await service.ask([ids], params, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt)
-    reply = ChatReply(
-        run,
+    answer_stream = await service.generate(
+        [ids], params, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt
+    )
+    builder = ChatResponseBuilder(
+        answer_stream,
         request.scope[REQUEST_ID],
         name,
-        service.codec,
+        service.tokenizer,
         num_top=(body.top_logprobs or 0) if body.logprobs else None,
-        scores=body.prompt_logprobs is not None,
+        with_prompt_logprobs=body.prompt_logprobs is not None,
         parser=tools.parser,
         first_call_only=body.parallel_tool_calls is False,
         calls_end=body.named_function is None,
         new_id=tools.new_id,
-        counts=options.continuous_usage_stats,
+        continuous_usage=options.continuous_usage_stats,
     )
     seconds = service.settings.request_timeout
     if body.stream:
-        return EventStream(run, reply, seconds, options.include_usage)
-    return await answer_whole(run, reply, request.receive, seconds)
+        return EventStream(answer_stream, builder, seconds, options.include_usage)
+    return await full_response(answer_stream, builder, request.receive, seconds)

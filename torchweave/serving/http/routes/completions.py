@@ -7,11 +7,11 @@ from fastapi.responses import Response
 
 from torchweave.serving.http.errors import ApiError
 from torchweave.serving.http.middleware import REQUEST_ID
-from torchweave.serving.http.responses import EventStream, answer_whole
+from torchweave.serving.http.responses import EventStream, full_response
 from torchweave.serving.http.routes.dependencies import service_of, stream_options
 from torchweave.serving.openai.protocol import CompletionRequest, Prompt
-from torchweave.serving.openai.response_builders import CompletionReply
-from torchweave.serving.openai.sampling_fields import asks_for_prompt_alone, completion_params
+from torchweave.serving.openai.response_builders import CompletionResponseBuilder
+from torchweave.serving.openai.sampling_fields import completion_params, is_prompt_only
 from torchweave.serving.service import Service
 
 router = APIRouter(prefix="/v1", tags=["generation"])
@@ -26,45 +26,45 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         raise ApiError(400, "echo with logprobs cannot be streamed for n above 1.", param="echo")
     params = completion_params(body, service.model)
     prompts = await _encode(service, body)
-    run = await service.ask(
+    answer_stream = await service.generate(
         prompts,
         params,
         stream=bool(body.stream),
         priority=body.priority,
         cache_salt=body.cache_salt,
-        prompt_alone=asks_for_prompt_alone(body),
+        prompt_only=is_prompt_only(body),
     )
-    reply = CompletionReply(
-        run,
+    builder = CompletionResponseBuilder(
+        answer_stream,
         request.scope[REQUEST_ID],
         name,
-        service.codec,
+        service.tokenizer,
         logprobs=body.logprobs is not None,
         echoes=_texts(service, body, prompts) if body.echo else None,
         echoes_special=not _is_text(body.prompt),
         skip_special_tokens=params.skip_special_tokens,
-        scores=body.prompt_logprobs is not None,
+        with_prompt_logprobs=body.prompt_logprobs is not None,
         num_drawn=params.n,
         num_kept=body.n or 1,
-        counts=options.continuous_usage_stats,
+        continuous_usage=options.continuous_usage_stats,
     )
     seconds = service.settings.request_timeout
     if body.stream:
-        return EventStream(run, reply, seconds, options.include_usage)
-    return await answer_whole(run, reply, request.receive, seconds)
+        return EventStream(answer_stream, builder, seconds, options.include_usage)
+    return await full_response(answer_stream, builder, request.receive, seconds)
 
 
 async def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
     """Token ids of the prompts."""
     prompt = body.prompt
     if isinstance(prompt, str):
-        return [await service.need_codec().encode(prompt, body.add_special_tokens)]
+        return [await service.require_tokenizer().encode(prompt, body.add_special_tokens)]
     if isinstance(prompt[0], int):
         return [prompt]  # type: ignore[list-item]
     if isinstance(prompt[0], list):
         return prompt  # type: ignore[return-value]
-    codec = service.need_codec()
-    return [await codec.encode(text, body.add_special_tokens) for text in prompt]  # type: ignore[arg-type]
+    tokenizer = service.require_tokenizer()
+    return [await tokenizer.encode(text, body.add_special_tokens) for text in prompt]  # type: ignore[arg-type]
 
 
 def _is_text(prompt: Prompt) -> bool:
@@ -78,5 +78,5 @@ def _texts(service: Service, body: CompletionRequest, prompts: list[list[int]]) 
         return [prompt]
     if isinstance(prompt[0], str):
         return prompt  # type: ignore[return-value]
-    codec = service.need_codec()
-    return [codec.decode(ids) for ids in prompts]
+    tokenizer = service.require_tokenizer()
+    return [tokenizer.decode(ids) for ids in prompts]

@@ -15,6 +15,6 @@ router = APIRouter(tags=["status"])
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 async def metrics(request: Request) -> Response:
-    await request.app.state.look()
+    await request.app.state.poll_metrics()
     text, content_type = request.app.state.metrics.exposition(request.headers.get("accept", ""))
     return Response(text, media_type=content_type)

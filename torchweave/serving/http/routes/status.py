@@ -29,7 +29,7 @@ async def health(request: Request) -> JSONResponse:
         body["reason"] = client.failure
     if len(client.engines) > 1:
         body["replicas"] = [
-            {"replica": engine.place.index, "engine": engine.state, "restarts": engine.restarts}
+            {"replica": engine.replica_info.index, "engine": engine.state, "restarts": engine.restarts}
             | ({"reason": engine.failure} if engine.failure else {})
             for engine in client.engines
         ]

@@ -18,13 +18,13 @@ router = APIRouter(tags=["tokens"])
 async def tokenize(body: AnyTokenizeRequest, request: Request) -> dict[str, Any]:
     service = service_of(request)
     service.check_model(body.model)
-    codec = service.need_codec()
+    tokenizer = service.require_tokenizer()
     if isinstance(body, TokenizeRequest):
-        ids = await codec.encode(body.prompt, body.add_special_tokens)
+        ids = await tokenizer.encode(body.prompt, body.add_special_tokens)
     else:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
         ids = await encode(service, body, tools)
-    texts = [codec.token_text(token) for token in ids] if body.return_token_strs else None
+    texts = [tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": service.model.max_model_len, "tokens": ids, "token_strs": texts}
 
 
@@ -37,4 +37,4 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
         raise ApiError(
             400, f"tokens holds an id outside 0..{size - 1}, which this model does not know.", param="tokens"
         )
-    return {"prompt": service.need_codec().decode(body.tokens)}
+    return {"prompt": service.require_tokenizer().decode(body.tokens)}

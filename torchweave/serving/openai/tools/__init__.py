@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from torchweave.serving.openai.tools.base import Arguments, Call, CallParser, Piece, Text
-from torchweave.serving.openai.tools.select import forced_parser, forced_schema, format_of, parser_for
+from torchweave.serving.openai.tools.base import ArgumentsDelta, Call, ParserDelta, TextDelta, ToolCallParser
+from torchweave.serving.openai.tools.select import (
+    detect_tool_format,
+    forced_schema,
+    make_forced_parser,
+    make_tool_parser,
+)
 
 __all__ = [
-    "Arguments",
+    "ArgumentsDelta",
     "Call",
-    "CallParser",
-    "Piece",
-    "Text",
-    "forced_parser",
+    "ParserDelta",
+    "TextDelta",
+    "ToolCallParser",
+    "detect_tool_format",
     "forced_schema",
-    "format_of",
-    "parser_for",
+    "make_forced_parser",
+    "make_tool_parser",
 ]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 
-from torchweave.serving.openai.tools.base import Arguments, Call, Piece
+from torchweave.serving.openai.tools.base import ArgumentsDelta, Call, ParserDelta
 
 _NAMES, _ARGUMENTS = ("name",), ("arguments", "parameters")
 _OPENING, _CLOSING, _SPACE = "{[", "}]", " \t\r\n"
 _BEHIND_A_VALUE = ",}" + _SPACE
 
 
-class Value:
+class JsonValueScanner:
     """The text of one JSON value as it comes: an object or an array until it is closed. `done` then."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Value:
         return True
 
 
-class CallScanner:
+class JsonCallScanner:
     """Reads one call.
 
     Args:
@@ -48,15 +48,15 @@ class CallScanner:
     Attributes:
         done: the object was closed.
         failed: it is no call; `raw` is its text.
-        raw: all that was read before it `began`.
+        raw: all that was read before it `started`.
         began: the call was told of, so that it can no longer turn out to be text.
     """
 
-    def __init__(self, index: int, known: Collection[str]) -> None:
-        self.done = self.failed = self.began = False
+    def __init__(self, index: int, tool_names: Collection[str]) -> None:
+        self.done = self.failed = self.started = False
         self.raw = ""
         self._index = index
-        self._known = known
+        self._tool_names = tool_names
         self._depth = 0
         self._in_string = self._escaped = False
         self._key: str | None = None  # of the value that is being read; None: a key is being read
@@ -65,29 +65,29 @@ class CallScanner:
         self._early = ""  # arguments that came before the name
         self._has_arguments = False
         self._streams = False  # the value at hand is told as it comes
-        self._told = False  # all of it
+        self._arguments_done = False  # all of it
 
-    def feed(self, text: str) -> tuple[list[Piece], str]:
+    def feed(self, text: str) -> tuple[list[ParserDelta], str]:
         """More text; returns what is new of the call, and the text behind it once it is `done` or `failed`."""
-        pieces: list[Piece] = []
+        pieces: list[ParserDelta] = []
         for at, char in enumerate(text):
-            if self._told and char not in _BEHIND_A_VALUE:  # small models forget the object's last brace
+            if self._arguments_done and char not in _BEHIND_A_VALUE:  # small models forget the object's last brace
                 self.done = True
                 return self._merged(pieces), text[at:]
-            if not self.began:
+            if not self.started:
                 self.raw += char
             self._read(char, pieces)
             if self.done or self.failed:
                 return self._merged(pieces), text[at + 1 :]
         return self._merged(pieces), ""
 
-    def _merged(self, pieces: list[Piece]) -> list[Piece]:
+    def _merged(self, pieces: list[ParserDelta]) -> list[ParserDelta]:
         """The name, which comes first, and the arguments as one piece."""
-        text = "".join(piece.text for piece in pieces if isinstance(piece, Arguments))
-        names: list[Piece] = [piece for piece in pieces if isinstance(piece, Call)]
-        return [*names, Arguments(self._index, text)] if text else names
+        text = "".join(piece.text for piece in pieces if isinstance(piece, ArgumentsDelta))
+        names: list[ParserDelta] = [piece for piece in pieces if isinstance(piece, Call)]
+        return [*names, ArgumentsDelta(self._index, text)] if text else names
 
-    def _read(self, char: str, pieces: list[Piece]) -> None:
+    def _read(self, char: str, pieces: list[ParserDelta]) -> None:
         if self._depth == 0:
             self._depth = int(char == "{")
             self.failed = char != "{" and char not in _SPACE
@@ -117,55 +117,55 @@ class CallScanner:
         try:
             self._key = str(json.loads("".join(self._part)))
         except ValueError:
-            self.failed = not self.began
+            self.failed = not self.started
             self._key = ""
         self._part = []
         self._streams = False
 
-    def _collect(self, char: str, pieces: list[Piece]) -> None:
+    def _collect(self, char: str, pieces: list[ParserDelta]) -> None:
         if not self._part and char in _SPACE and not self._in_string:
             return
-        if not self._part and self._key in _ARGUMENTS and self.began and char == "{":
+        if not self._part and self._key in _ARGUMENTS and self.started and char == "{":
             self._streams = self._has_arguments = True
         self._part.append(char)
         if self._streams and not (char in _SPACE and self._depth == 1 and not self._in_string):
-            pieces.append(Arguments(self._index, char))
-            self._told = char in _CLOSING and self._depth == 1 and not self._in_string
+            pieces.append(ArgumentsDelta(self._index, char))
+            self._arguments_done = char in _CLOSING and self._depth == 1 and not self._in_string
 
-    def _end_value(self, pieces: list[Piece]) -> None:
+    def _end_value(self, pieces: list[ParserDelta]) -> None:
         text, key = "".join(self._part).rstrip(), self._key
-        self._part, self._key, self._told = [], None, False
+        self._part, self._key, self._arguments_done = [], None, False
         if key in _NAMES:
             self._begin(text, pieces)
         elif key in _ARGUMENTS and not self._streams:
             self._early = _as_object(text)
-            if self.began:
+            if self.started:
                 self._give_early(pieces)
 
-    def _begin(self, text: str, pieces: list[Piece]) -> None:
+    def _begin(self, text: str, pieces: list[ParserDelta]) -> None:
         try:
             name = json.loads(text)
         except ValueError:
             name = None
-        if self.began:
+        if self.started:
             return
-        if not isinstance(name, str) or name not in self._known:
+        if not isinstance(name, str) or name not in self._tool_names:
             self.failed = True
             return
-        self.began = True
+        self.started = True
         pieces.append(Call(self._index, name))
         if self._early:
             self._give_early(pieces)
 
-    def _give_early(self, pieces: list[Piece]) -> None:
+    def _give_early(self, pieces: list[ParserDelta]) -> None:
         self._has_arguments = True
-        pieces.append(Arguments(self._index, self._early))
+        pieces.append(ArgumentsDelta(self._index, self._early))
         self._early = ""
 
-    def _end(self, pieces: list[Piece]) -> None:
-        self.done, self.failed = self.began, not self.began
-        if self.began and not self._has_arguments:
-            pieces.append(Arguments(self._index, "{}"))
+    def _end(self, pieces: list[ParserDelta]) -> None:
+        self.done, self.failed = self.started, not self.started
+        if self.started and not self._has_arguments:
+            pieces.append(ArgumentsDelta(self._index, "{}"))
 
 
 def _as_object(text: str) -> str:

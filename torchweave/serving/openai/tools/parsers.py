@@ -6,79 +6,86 @@ import ast
 import json
 from collections.abc import Callable, Collection
 
-from torchweave.serving.openai.tools.base import Arguments, Call, Piece, Text, TextGate, held_back
-from torchweave.serving.openai.tools.json_scanner import CallScanner, Value
+from torchweave.serving.openai.tools.base import (
+    ArgumentsDelta,
+    Call,
+    ParserDelta,
+    TextDelta,
+    WhitespaceBuffer,
+    partial_match_length,
+)
+from torchweave.serving.openai.tools.json_scanner import JsonCallScanner, JsonValueScanner
 
 _BEHIND_A_CALL = " \t\r\n}"
 """Read over: small models close an object once too often."""
 
 
-class Hermes:
+class HermesParser:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several of them, with text before (Hermes, Qwen)."""
 
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
     def __init__(self, known: Collection[str]) -> None:
-        self._known = known
-        self._gate = TextGate()
-        self._rest = ""  # text that is not certain yet
-        self._scanner: CallScanner | None = None
+        self._tool_names = known
+        self._text_buffer = WhitespaceBuffer()
+        self._buffer = ""  # text that is not certain yet
+        self._scanner: JsonCallScanner | None = None
         self._closing = False  # a call was read, and its closing mark is still to come
         self._num_calls = 0
 
-    def feed(self, text: str) -> list[Piece]:
-        self._rest += text
-        pieces: list[Piece] = []
-        while self._rest and self._step(pieces):
+    def feed(self, text: str) -> list[ParserDelta]:
+        self._buffer += text
+        pieces: list[ParserDelta] = []
+        while self._buffer and self._step(pieces):
             pass
         return pieces
 
-    def _step(self, pieces: list[Piece]) -> bool:
+    def _step(self, pieces: list[ParserDelta]) -> bool:
         """Read on; returns whether there may be more to read in what is left."""
         if self._scanner is not None:
             return self._read_call(self._scanner, pieces)
         if self._closing:
-            behind = self._rest.lstrip(_BEHIND_A_CALL)
+            behind = self._buffer.lstrip(_BEHIND_A_CALL)
             if behind.startswith(self._CLOSE):
-                self._rest = behind[len(self._CLOSE) :]
+                self._buffer = behind[len(self._CLOSE) :]
             elif self._CLOSE.startswith(behind):
                 return False
             self._closing = False
             return True
-        before, found, behind = self._rest.partition(self._OPEN)
+        before, found, behind = self._buffer.partition(self._OPEN)
         if found:
-            pieces += self._gate.text(before)
-            self._rest = behind
-            self._scanner = CallScanner(self._num_calls, self._known)
+            pieces += self._text_buffer.text(before)
+            self._buffer = behind
+            self._scanner = JsonCallScanner(self._num_calls, self._tool_names)
             return True
-        keep = held_back(self._rest, self._OPEN)
-        pieces += self._gate.text(self._rest[: len(self._rest) - keep])
-        self._rest = self._rest[len(self._rest) - keep :]
+        keep = partial_match_length(self._buffer, self._OPEN)
+        pieces += self._text_buffer.text(self._buffer[: len(self._buffer) - keep])
+        self._buffer = self._buffer[len(self._buffer) - keep :]
         return False
 
-    def _read_call(self, scanner: CallScanner, pieces: list[Piece]) -> bool:
-        new, self._rest = scanner.feed(self._rest)
-        if scanner.began:
-            self._gate.call()
+    def _read_call(self, scanner: JsonCallScanner, pieces: list[ParserDelta]) -> bool:
+        new, self._buffer = scanner.feed(self._buffer)
+        if scanner.started:
+            self._text_buffer.call()
             pieces += new
         if scanner.failed:
-            pieces += self._gate.text(self._OPEN + scanner.raw)
+            pieces += self._text_buffer.text(self._OPEN + scanner.raw)
             self._scanner = None
         elif scanner.done:
             self._num_calls += 1
             self._closing = True
             self._scanner = None
-        return bool(self._rest)
+        return bool(self._buffer)
 
-    def finish(self) -> list[Piece]:
-        left = self._rest
-        if self._scanner is not None and not self._scanner.began:
+    def finish(self) -> list[ParserDelta]:
+        left = self._buffer
+        if self._scanner is not None and not self._scanner.started:
             left = self._OPEN + self._scanner.raw + left
-        pieces = self._gate.text("" if self._closing else left)
-        return pieces + self._gate.finish(had_calls=self._num_calls > 0)
+        pieces = self._text_buffer.text("" if self._closing else left)
+        return pieces + self._text_buffer.finish(had_calls=self._num_calls > 0)
 
 
-class JsonObjects:
+class JsonObjectsParser:
     """The whole answer is calls: `{"name": ..., "parameters": {...}}`, with `;` or white space between (Llama 3).
 
     Args:
@@ -89,23 +96,23 @@ class JsonObjects:
     def __init__(
         self, known: Collection[str], marker: str = "<|python_tag|>", opening: str = "", between: str = ";"
     ) -> None:
-        self._known = known
+        self._tool_names = known
         self._marker = marker
         self._opening = opening
         self._between = between + (opening and "]")
-        self._scanner: CallScanner | None = None
+        self._scanner: JsonCallScanner | None = None
         self._num_calls = 0
         self._head = ""  # what came before the first call
         self._is_text = False
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[ParserDelta]:
         if self._is_text:
-            return [Text(text)] if text else []
+            return [TextDelta(text)] if text else []
         if self._scanner is None and self._num_calls == 0:
             return self._begin(text)
         return self._read(text)
 
-    def _begin(self, text: str) -> list[Piece]:
+    def _begin(self, text: str) -> list[ParserDelta]:
         self._head += text
         body = self._head.lstrip()
         if body.startswith(self._marker):
@@ -123,16 +130,16 @@ class JsonObjects:
             return self._as_text(self._head)
         return self._read(body)
 
-    def _read(self, text: str) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _read(self, text: str) -> list[ParserDelta]:
+        pieces: list[ParserDelta] = []
         while text:
             if self._scanner is None:
                 text = text.lstrip(self._between + _BEHIND_A_CALL)
                 if not text:
                     break
-                self._scanner = CallScanner(self._num_calls, self._known)
+                self._scanner = JsonCallScanner(self._num_calls, self._tool_names)
             new, text = self._scanner.feed(text)
-            if self._scanner.began:
+            if self._scanner.started:
                 pieces += new
             if self._scanner.failed:
                 return pieces + self._as_text(self._before() + self._scanner.raw + text)
@@ -145,137 +152,137 @@ class JsonObjects:
         """What was read over before the first call, if it is the first that is being read."""
         return self._head[: self._head.find("{")] if self._num_calls == 0 else ""
 
-    def _as_text(self, text: str) -> list[Piece]:
+    def _as_text(self, text: str) -> list[ParserDelta]:
         self._is_text, self._scanner = True, None
-        return [Text(text)] if text else []
+        return [TextDelta(text)] if text else []
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ParserDelta]:
         if self._is_text:
             return []
         if self._scanner is not None:
-            return [] if self._scanner.began else self._as_text(self._before() + self._scanner.raw)
+            return [] if self._scanner.started else self._as_text(self._before() + self._scanner.raw)
         return self._as_text(self._head) if self._num_calls == 0 else []
 
 
-class Mistral:
+class MistralParser:
     """`[TOOL_CALLS]` and then a JSON list of calls, or `name{...}`, `name[ARGS]{...}` or `name[CALL_ID]id[ARGS]{...}` once or more,
     each behind the mark."""
 
     _MARK = "[TOOL_CALLS]"
 
     def __init__(self, known: Collection[str]) -> None:
-        self._known = known
-        self._gate = TextGate()
-        self._rest = ""
-        self._list: JsonObjects | None = None
-        self._value: Value | None = None  # arguments that are being read
+        self._tool_names = known
+        self._text_buffer = WhitespaceBuffer()
+        self._buffer = ""
+        self._list: JsonObjectsParser | None = None
+        self._value: JsonValueScanner | None = None  # arguments that are being read
         self._in_name = False
         self._num_calls = 0
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[ParserDelta]:
         if self._list is not None:
             return self._of_list(self._list.feed(text))
-        self._rest += text
-        pieces: list[Piece] = []
-        while self._rest and self._step(pieces):
+        self._buffer += text
+        pieces: list[ParserDelta] = []
+        while self._buffer and self._step(pieces):
             pass
         return pieces
 
-    def _step(self, pieces: list[Piece]) -> bool:
+    def _step(self, pieces: list[ParserDelta]) -> bool:
         if self._value is not None:
             return self._read_arguments(self._value, pieces)
         if self._in_name:
             return self._read_name(pieces)
-        before, found, behind = self._rest.partition(self._MARK)
+        before, found, behind = self._buffer.partition(self._MARK)
         if found:
-            pieces += self._gate.text(before)
-            self._rest, self._in_name = behind, True
+            pieces += self._text_buffer.text(before)
+            self._buffer, self._in_name = behind, True
             return True
-        keep = held_back(self._rest, self._MARK)
-        pieces += self._gate.text(self._rest[: len(self._rest) - keep])
-        self._rest = self._rest[len(self._rest) - keep :]
+        keep = partial_match_length(self._buffer, self._MARK)
+        pieces += self._text_buffer.text(self._buffer[: len(self._buffer) - keep])
+        self._buffer = self._buffer[len(self._buffer) - keep :]
         return False
 
-    def _read_name(self, pieces: list[Piece]) -> bool:
-        if self._rest.lstrip().startswith("[") and not self._num_calls:
-            self._list = JsonObjects(self._known, marker=self._MARK, opening="[", between=",")
-            pieces += self._of_list(self._list.feed(self._MARK + self._rest))
-            self._rest = ""
+    def _read_name(self, pieces: list[ParserDelta]) -> bool:
+        if self._buffer.lstrip().startswith("[") and not self._num_calls:
+            self._list = JsonObjectsParser(self._tool_names, marker=self._MARK, opening="[", between=",")
+            pieces += self._of_list(self._list.feed(self._MARK + self._buffer))
+            self._buffer = ""
             return False
-        name, brace, _ = self._rest.partition("{")
+        name, brace, _ = self._buffer.partition("{")
         if not brace:
             return False
         known = name.partition("[")[0].strip()
         self._in_name = False
-        if known not in self._known:
-            pieces += self._gate.text(self._MARK + name)
-            self._rest = self._rest[len(name) :]
+        if known not in self._tool_names:
+            pieces += self._text_buffer.text(self._MARK + name)
+            self._buffer = self._buffer[len(name) :]
             return True
-        self._gate.call()
+        self._text_buffer.call()
         pieces.append(Call(self._num_calls, known))
         self._num_calls += 1
-        self._value = Value()
-        self._rest = self._rest[len(name) :]
+        self._value = JsonValueScanner()
+        self._buffer = self._buffer[len(name) :]
         return True
 
-    def _read_arguments(self, value: Value, pieces: list[Piece]) -> bool:
+    def _read_arguments(self, value: JsonValueScanner, pieces: list[ParserDelta]) -> bool:
         taken = 0
-        while taken < len(self._rest) and not value.done:
-            value.take(self._rest[taken])
+        while taken < len(self._buffer) and not value.done:
+            value.take(self._buffer[taken])
             taken += 1
-        pieces.append(Arguments(self._num_calls - 1, self._rest[:taken]))
-        self._rest = self._rest[taken:]
+        pieces.append(ArgumentsDelta(self._num_calls - 1, self._buffer[:taken]))
+        self._buffer = self._buffer[taken:]
         if value.done:
             self._value = None
-        return bool(self._rest)
+        return bool(self._buffer)
 
-    def _of_list(self, pieces: list[Piece]) -> list[Piece]:
+    def _of_list(self, pieces: list[ParserDelta]) -> list[ParserDelta]:
         """The list's pieces, as parts of the whole answer."""
-        found: list[Piece] = []
+        found: list[ParserDelta] = []
         for piece in pieces:
-            if isinstance(piece, Text):
-                found += self._gate.text(piece.text)
+            if isinstance(piece, TextDelta):
+                found += self._text_buffer.text(piece.text)
                 continue
             if isinstance(piece, Call):
-                self._gate.call()
+                self._text_buffer.call()
                 self._num_calls += 1
             found.append(piece)
         return found
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ParserDelta]:
         if self._list is not None:
-            return [*self._of_list(self._list.finish()), *self._gate.finish(had_calls=self._num_calls > 0)]
-        left = self._MARK + self._rest if self._in_name else self._rest
-        return [*self._gate.text(left), *self._gate.finish(had_calls=self._num_calls > 0)]
+            return [*self._of_list(self._list.finish()), *self._text_buffer.finish(had_calls=self._num_calls > 0)]
+        left = self._MARK + self._buffer if self._in_name else self._buffer
+        return [*self._text_buffer.text(left), *self._text_buffer.finish(had_calls=self._num_calls > 0)]
 
 
-class Pythonic:
+class PythonicParser:
     """`[function(name=value, ...), ...]`, the whole answer (Llama 3.2 and 4). Calls are told when the answer has ended."""
 
     def __init__(self, known: Collection[str]) -> None:
-        self._known = known
+        self._tool_names = known
         self._text = ""
         self._is_text = False
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[ParserDelta]:
         if self._is_text:
-            return [Text(text)] if text else []
+            return [TextDelta(text)] if text else []
         self._text += text
         body = self._text.lstrip()
         if not body or body.startswith("["):
             return []
         self._is_text = True
-        return [Text(self._text)]
+        return [TextDelta(self._text)]
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ParserDelta]:
         if self._is_text or not self._text:
             return []
         calls = self._calls()
         if calls is None:
-            return [Text(self._text)]
-        pieces: list[Piece] = []
+            return [TextDelta(self._text)]
+        pieces: list[ParserDelta] = []
         for index, (name, arguments) in enumerate(calls):
-            pieces += [Call(index, name), Arguments(index, json.dumps(arguments, ensure_ascii=False))]
+            pieces += [Call(index, name), ArgumentsDelta(index, json.dumps(arguments, ensure_ascii=False))]
         return pieces
 
     def _calls(self) -> list[tuple[str, dict[str, object]]] | None:
@@ -286,7 +293,7 @@ class Pythonic:
                 return None
             found: list[tuple[str, dict[str, object]]] = []
             for call in tree.elts:
-                if not (isinstance(call, ast.Call) and not call.args and ast.unparse(call.func) in self._known):
+                if not (isinstance(call, ast.Call) and not call.args and ast.unparse(call.func) in self._tool_names):
                     return None
                 arguments = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords if word.arg}
                 json.dumps(arguments)
@@ -296,34 +303,39 @@ class Pythonic:
         return found
 
 
-class Forced:
+class ForcedCallsParser:
     """A JSON list of calls that the answer was held to (`tool_choice: required`)."""
 
     def __init__(self, known: Collection[str]) -> None:
-        self._objects = JsonObjects(known, marker="", opening="[", between=",")
+        self._objects = JsonObjectsParser(known, marker="", opening="[", between=",")
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[ParserDelta]:
         return self._objects.feed(text)
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ParserDelta]:
         return []  # what is held back is the beginning of a call that was cut off, and no text
 
 
-class Named:
+class NamedCallParser:
     """The arguments of one call that the answer was held to (`tool_choice` names a function)."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._began = False
 
-    def feed(self, text: str) -> list[Piece]:
-        pieces: list[Piece] = [] if self._began else [Call(0, self._name)]
+    def feed(self, text: str) -> list[ParserDelta]:
+        pieces: list[ParserDelta] = [] if self._began else [Call(0, self._name)]
         self._began = True
-        return [*pieces, Arguments(0, text)] if text else pieces
+        return [*pieces, ArgumentsDelta(0, text)] if text else pieces
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ParserDelta]:
         return [] if self._began else [Call(0, self._name)]
 
 
-Make = Callable[[Collection[str]], Hermes | JsonObjects | Mistral | Pythonic]
-FORMATS: dict[str, Make] = {"hermes": Hermes, "llama3_json": JsonObjects, "mistral": Mistral, "pythonic": Pythonic}
+ParserFactory = Callable[[Collection[str]], HermesParser | JsonObjectsParser | MistralParser | PythonicParser]
+PARSERS: dict[str, ParserFactory] = {
+    "hermes": HermesParser,
+    "llama3_json": JsonObjectsParser,
+    "mistral": MistralParser,
+    "pythonic": PythonicParser,
+}

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchweave.serving.openai.protocol import Tool
-from torchweave.serving.openai.tools.base import CallParser
-from torchweave.serving.openai.tools.parsers import FORMATS, Forced, Named
+from torchweave.serving.openai.tools.base import ToolCallParser
+from torchweave.serving.openai.tools.parsers import PARSERS, ForcedCallsParser, NamedCallParser
 
 # What a template that teaches the form holds, the most certain first.
-_SIGNS = (
+_TEMPLATE_MARKERS = (
     ("[TOOL_CALLS]", "mistral"),
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama3_json"),
@@ -19,19 +19,19 @@ _SIGNS = (
 )
 
 
-def format_of(template: str) -> str | None:
+def detect_tool_format(template: str) -> str | None:
     """The form that a chat template teaches; None when none is known."""
-    return next((name for sign, name in _SIGNS if sign in template), None)
+    return next((name for sign, name in _TEMPLATE_MARKERS if sign in template), None)
 
 
-def parser_for(form: str, tools: Sequence[Tool]) -> CallParser:
+def make_tool_parser(form: str, tools: Sequence[Tool]) -> ToolCallParser:
     """A parser for one answer of a model that calls tools in this form."""
-    return FORMATS[form]([tool.function.name for tool in tools])
+    return PARSERS[form]([tool.function.name for tool in tools])
 
 
-def forced_parser(tools: Sequence[Tool], named: str | None) -> CallParser:
+def make_forced_parser(tools: Sequence[Tool], named: str | None) -> ToolCallParser:
     """A parser for an answer that was held to `forced_schema`."""
-    return Forced([tool.function.name for tool in tools]) if named is None else Named(named)
+    return ForcedCallsParser([tool.function.name for tool in tools]) if named is None else NamedCallParser(named)
 
 
 def forced_schema(tools: Sequence[Tool], named: str | None, parallel: bool) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def forced_schema(tools: Sequence[Tool], named: str | None, parallel: bool) -> d
     for number, tool in enumerate(tools):
         place = f"#/$defs/{number}"
         try:
-            definitions[str(number)] = _moved(_parameters(tool), place)
+            definitions[str(number)] = _rebase_refs(_parameters(tool), place)
         except RecursionError:
             raise ValueError(f"The parameters of {tool.function.name!r} are nested too deeply.") from None
         calls.append(
@@ -69,15 +69,15 @@ def forced_schema(tools: Sequence[Tool], named: str | None, parallel: bool) -> d
     return schema
 
 
-def _moved(schema: Any, place: str) -> Any:
+def _rebase_refs(schema: Any, place: str) -> Any:
     """A schema whose references into itself hold where it stands at `place` of another one."""
     if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
+        return [_rebase_refs(each, place) for each in schema]
     if not isinstance(schema, dict):
         return schema
     if isinstance(schema.get("$id"), str):  # references are into the nearest schema with an id
         return schema
-    found = {name: _moved(value, place) for name, value in schema.items()}
+    found = {name: _rebase_refs(value, place) for name, value in schema.items()}
     refers = found.get("$ref")
     if isinstance(refers, str) and (refers == "#" or refers.startswith("#/")):
         found["$ref"] = place + refers[1:]
