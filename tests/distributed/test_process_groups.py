@@ -119,7 +119,7 @@ def test_joining_a_world_imports_nothing():
     """A thread imports Inductor meanwhile: two that import modules which import each other might see half of one."""
     code = """
 import sys
-import torchweave.engine.ranks.worker
+import torchweave.engine.startup.rank_worker
 from torchweave.distributed.process_groups import destroy_process_groups, init_process_groups, join_rendezvous_store
 from torchweave.distributed.process_groups import create_rendezvous_store
 store, address = create_rendezvous_store("127.0.0.1")

@@ -125,7 +125,7 @@ def test_no_whole_model_is_ever_on_the_device(monkeypatch: pytest.MonkeyPatch) -
             linears = [model.get_submodule(each) for each in self.linears]
             wide.append(sum(not each.weight.is_meta and each.weight.dtype != FP8 for each in linears))
 
-    monkeypatch.setattr(sys.modules["torchweave.models.weights.materialize"], "Quantizer", Spy)
+    monkeypatch.setattr(sys.modules["torchweave.models.materialize"], "Quantizer", Spy)
     load("demo", quantization="fp8")
     assert len(wide) > 35 and max(wide) == 0
 

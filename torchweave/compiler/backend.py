@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torchweave.compiler.cache.entries import GraphEntry
 from torchweave.compiler.cache.store import CompileCache
 from torchweave.compiler.capture.capture import capture
-from torchweave.compiler.codegen.build import build_pieces
 from torchweave.compiler.codegen.inductor import start_inductor_workers
+from torchweave.compiler.ir.collectives import num_ranks, report_collectives
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.size_ranges import size_range
 from torchweave.compiler.ir.symbols import DynamicDims
-from torchweave.compiler.partition.collectives import num_ranks, report_collectives
 from torchweave.compiler.partition.pipeline_stages import extract_pipeline_stage
 from torchweave.compiler.partition.split import Piece, describe, split
 from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager
+from torchweave.compiler.piece_builder import build_pieces
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.tuning.table_store import load_tables, report_table
 from torchweave.config.options import TorchCompileConfig

@@ -22,10 +22,10 @@ from torchweave.models.adapt import adapt, check_config, vocab_size
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.hooks import freeze_rope
+from torchweave.models.materialize import WeightLoadSpec, load_dummy_weights, load_weights
 from torchweave.models.parallel import PipelineStage, make_pipeline_stage, shard_model
 from torchweave.models.resolve import Source, read_json, resolve
 from torchweave.models.weights import read as weights
-from torchweave.models.weights.materialize import WeightLoadSpec, load_dummy_weights, load_weights
 from torchweave.models.weights.quantized_checkpoint import (
     checkpoint_kv_cache_dtype,
     checkpoint_scheme,

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from torchweave.models.load import read_config
+from torchweave.models.materialize import quiet_transformers
 from torchweave.models.resolve import resolve
-from torchweave.models.weights.materialize import quiet_transformers
 
 
 class TransformersBaseline:

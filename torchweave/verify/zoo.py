@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from torchweave.models.weights.materialize import quiet_transformers
+from torchweave.models.materialize import quiet_transformers
 from torchweave.utils.suggest import did_you_mean
 
 VOCAB = 256

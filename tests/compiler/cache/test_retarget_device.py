@@ -13,9 +13,9 @@ from torch._inductor.triton_bundler import StaticallyLaunchedAutotuner, TritonBu
 from torch._subclasses import FakeTensor
 
 from tests.compiler.toy import DYNAMIC, example, toy
-from torchweave.compiler.cache.retarget_device import retarget_code, retarget_on_load
 from torchweave.compiler.cache.serialize import deserialize_graph, serialize_graph
 from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.codegen.retarget_device import retarget_code, retarget_on_load
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.symbols import value
 
@@ -36,7 +36,7 @@ def test_V2_code_for_one_gpu_is_code_for_another_of_its_kind() -> None:
 
 def on_gpu(graph: CapturedGraph, index: int) -> CapturedGraph:
     """The same graph as if it had been captured on a GPU."""
-    from torchweave.compiler.cache.retarget_device import rename_device
+    from torchweave.compiler.codegen.retarget_device import rename_device
 
     device = torch.device("cuda", index)
     for node in graph.graph.nodes:

@@ -15,9 +15,9 @@ from tests.compiler.toy import DYNAMIC, example, toy
 from torchweave.compiler import CompileCache, compile_graph
 from torchweave.compiler.cache.serialize import deserialize_graph, serialize_graph
 from torchweave.compiler.capture.capture import capture
-from torchweave.compiler.capture.sources import SourceError, resolve
 from torchweave.compiler.errors import InvariantError, TraceError
 from torchweave.compiler.ir.graph import Constant, Input
+from torchweave.compiler.ir.sources import SourceError, resolve
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report

@@ -16,11 +16,11 @@ from tests.compiler.toy import BOUNDARY, DYNAMIC, SIZES, example, step, toy
 from torchweave.compiler import compile_graph
 from torchweave.compiler.cache.store import CompileCache
 from torchweave.compiler.capture.capture import capture
-from torchweave.compiler.codegen.build import PieceBuilder, passes_for_range, token_ranges
 from torchweave.compiler.passes.base import GraphPass, PassResult
 from torchweave.compiler.passes.manager import PassManager, default_passes, run_pass
 from torchweave.compiler.passes.pattern import Fusion
 from torchweave.compiler.passes.testing import T, graph_of
+from torchweave.compiler.piece_builder import PieceBuilder, passes_for_range, token_ranges
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
@@ -261,7 +261,7 @@ def test_V8_ranges_come_from_the_cache_without_lowering(tmp_path: Path, monkeypa
     fusion = Fusion("scaled_add", alone, first, token_range=(None, 7))
     report = Report(show=False)
     woven_small(TorchCompileConfig(), report, CompileCache(tmp_path / "cache", report), passes=[fusion])
-    monkeypatch.setattr("torchweave.compiler.codegen.build.cached_lowering", None)
+    monkeypatch.setattr("torchweave.compiler.piece_builder.cached_lowering", None)
     warm = Report(show=False)
     compiled_graph = woven_small(TorchCompileConfig(), warm, CompileCache(tmp_path / "cache", warm), passes=[fusion])
     assert [each["tokens"] for each in matched(warm)] == [each["tokens"] for each in matched(report)] == [[1, 7]]

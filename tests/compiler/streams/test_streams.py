@@ -23,7 +23,7 @@ from tests.ops.collectives.collective_cases import mirrored
 from torchweave.compiler import CompileCache, compile_graph
 from torchweave.compiler.codegen.pieces import build_fx
 from torchweave.compiler.ir.aliasing import AliasAnalysisError, analyze_aliasing, op_name
-from torchweave.compiler.partition.collectives import collective_group
+from torchweave.compiler.ir.collectives import collective_group
 from torchweave.compiler.partition.split import Piece
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.streams.backends import CheckedStreams, DataRace

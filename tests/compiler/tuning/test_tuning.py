@@ -13,6 +13,7 @@ from torch import nn
 from tests.compiler.passes.test_small_linears import decoder
 from tests.compiler.toy import BOUNDARY, DYNAMIC, example, step
 from torchweave.compiler import CompileCache, CompiledGraph, compile_graph
+from torchweave.compiler.autotune import Module, tune_module
 from torchweave.compiler.passes.aten import gated_activation, raise_rms_norm
 from torchweave.compiler.passes.aten.fused_linears import FusedLinears
 from torchweave.compiler.passes.base import GraphPass, Pass, PassResult
@@ -25,7 +26,6 @@ from torchweave.compiler.tuning import table_store as kept
 from torchweave.compiler.tuning.linears import LinearShape, candidates, letters
 from torchweave.compiler.tuning.measure import Call, Timing, copies_for, timing_of
 from torchweave.compiler.tuning.table import DamagedTable, Entry, Table, device_kind, merge_tables, shipped_table
-from torchweave.compiler.tuning.tune import Module, tune_module
 from torchweave.compiler.tuning.tuner import TuningTask, measure_task, tune
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.startup.build import tune as tune_engine

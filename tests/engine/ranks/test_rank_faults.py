@@ -15,8 +15,8 @@ from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.distributed.channel import Channel
 from torchweave.distributed.process_groups import TENSOR, ProcessGroups
 from torchweave.distributed.worker_group import RankFailure
-from torchweave.engine.ranks import worker
 from torchweave.engine.ranks.leader_runner import LeaderRunner
+from torchweave.engine.startup import rank_worker as worker
 from torchweave.ops.collectives.op import register_communicator
 
 

@@ -20,10 +20,10 @@ from tests.distributed.two_ranks import agreed
 from torchweave.config.options import EngineConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.ranks.step_message import decode, encode
-from torchweave.engine.ranks.worker import WorkerTask
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.scheduler.step import Chunk, LogitsProcessorRows, Step
 from torchweave.engine.startup import open as opening
+from torchweave.engine.startup.rank_worker import WorkerTask
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",

@@ -22,7 +22,7 @@ from transformers import (
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.request import InferenceRequest
-from torchweave.engine.sampling.logits_processors import LogitsProcessors
+from torchweave.engine.scheduler.logits_processors import LogitsProcessors
 from torchweave.engine.scheduler.request_state import RequestState
 from torchweave.engine.scheduler.step import LogitsProcessorRows
 from torchweave.models import load

@@ -15,7 +15,7 @@ from tests.engine import fake
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.request import InferenceRequest, RequestOutput
-from torchweave.engine.sampling import prompt_logprobs as scoring
+from torchweave.engine.scheduler import prompt_logprobs as scoring
 from torchweave.models import load
 from torchweave.report import Report
 from torchweave.verify import zoo

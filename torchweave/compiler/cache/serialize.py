@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchweave.compiler.cache.retarget_device import rename_device, retarget_on_load
-from torchweave.compiler.capture.sources import SourceError, resolve
 from torchweave.compiler.codegen.inductor import load_kernels_in_process
 from torchweave.compiler.codegen.inductor_artifact import deserialize_code, serialize_code
 from torchweave.compiler.codegen.pieces import BuiltPiece, compiled_fx_graph, fast_callable, generated_code
+from torchweave.compiler.codegen.retarget_device import rename_device, retarget_on_load
 from torchweave.compiler.ir.fake_tensors import FakeTensorFactory, geometry
 from torchweave.compiler.ir.flat import flatten_nodes, unflatten_nodes
 from torchweave.compiler.ir.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size
+from torchweave.compiler.ir.sources import SourceError, resolve
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import Piece
 

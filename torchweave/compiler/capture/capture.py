@@ -20,7 +20,6 @@ from torch.fx.node import map_arg
 
 from torchweave.compiler.capture.outputs import output_tree
 from torchweave.compiler.capture.side_effects import record_side_effects
-from torchweave.compiler.capture.sources import SourceError, resolve
 from torchweave.compiler.capture.trace_once.clone import CloneError
 from torchweave.compiler.capture.trace_once.found import PlaceholderMap
 from torchweave.compiler.capture.trace_once.kinds import find_repeated
@@ -49,6 +48,7 @@ from torchweave.compiler.ir.graph import (
     clean_up_graph,
 )
 from torchweave.compiler.ir.mutation import mutated_args, storage_id
+from torchweave.compiler.ir.sources import SourceError, resolve
 from torchweave.compiler.ir.symbols import (
     DynamicDims,
     choose_size_hints,

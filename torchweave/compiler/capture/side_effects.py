@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from types import CellType
 from typing import Any
 
-from torchweave.compiler.capture.sources import SourceError, resolve
 from torchweave.compiler.errors import TraceError
+from torchweave.compiler.ir.sources import SourceError, resolve
 
 _WARNING_PREFIX = "While compiling, we found certain side effects"
 _REGISTERED = re.compile(r"\.(?:__dict__\[')?_(?:modules|buffers|parameters)(?:'\])?(?:\['(\w+)'\])?")

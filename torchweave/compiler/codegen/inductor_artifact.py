@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchweave.compiler.cache.retarget_device import retarget
+from torchweave.compiler.codegen.retarget_device import retarget
 
 _EXTERN = "extern_kernels"
 """What generated code calls torch's own kernels by; to import it is to import every lowering."""

@@ -15,9 +15,9 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 
+from torchweave.compiler.ir.collectives import collective_group
 from torchweave.compiler.ir.mutation import mutated_args
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.collectives import collective_group
 
 # What these return may or may not be a view of what they take, by the sizes of the moment.
 _MAYBE_VIEWS = frozenset(

@@ -16,10 +16,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from torchweave.compiler.errors import TraceError
+from torchweave.compiler.ir.collectives import op_schema
 from torchweave.compiler.ir.graph import CapturedGraph, Input, OutputTree
 from torchweave.compiler.ir.mutation import mutated_args, storage_id
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.collectives import op_schema
 
 STAGE_INPUT = "stage_input"
 """Name of the graph's last input, where it begins behind another stage."""

@@ -16,8 +16,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from torchweave.compiler.ir.collectives import collective_group, op_schema
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.collectives import collective_group, op_schema
 from torchweave.compiler.partition.split import Piece, normalize_call
 from torchweave.distributed.fake_collectives import fake_collectives
 from torchweave.ops.collectives.user_buffers import operand_shape

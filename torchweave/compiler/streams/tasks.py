@@ -19,8 +19,8 @@ from itertools import islice
 from torch import Tensor, fx
 
 from torchweave.compiler.ir.aliasing import AliasAnalysisError, AliasInfo, analyze_aliasing, computes_sizes, op_name
+from torchweave.compiler.ir.collectives import collective_group
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.collectives import collective_group
 from torchweave.compiler.streams.cost import ALLOCATIONS, Costs, is_opaque
 from torchweave.compiler.streams.hazards import Edges, Hazard, hazards
 

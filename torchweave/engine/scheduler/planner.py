@@ -10,7 +10,6 @@ from typing import overload
 import numpy as np
 
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
-from torchweave.engine.sampling.prompt_logprobs import max_reusable_tokens
 from torchweave.engine.scheduler.beams import BeamGroup
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.policies import (
@@ -22,6 +21,7 @@ from torchweave.engine.scheduler.policies import (
     WaitingRequest,
 )
 from torchweave.engine.scheduler.policies.prefill_delay import should_delay_prefill
+from torchweave.engine.scheduler.prompt_logprobs import max_reusable_tokens
 from torchweave.engine.scheduler.request_state import RequestState, WaitingQueue
 from torchweave.engine.scheduler.running_set import RunningSet
 

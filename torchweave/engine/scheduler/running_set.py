@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
-from torchweave.engine.sampling.logits_processors import LogitsProcessors
 from torchweave.engine.scheduler.beams import BeamGroup, BeamSearches
+from torchweave.engine.scheduler.logits_processors import LogitsProcessors
 from torchweave.engine.scheduler.slot_table import SlotTable
 
 NO_SLOTS = np.empty(0, np.int32)

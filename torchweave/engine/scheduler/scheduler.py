@@ -19,13 +19,13 @@ from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.request import FinishReason, InferenceRequest, Output
 from torchweave.engine.responses import Response, Responses, refusal
 from torchweave.engine.sampling.beam_search import BeamSearch, num_candidates
-from torchweave.engine.sampling.prompt_logprobs import chunk_size, store_prompt_logprobs
 from torchweave.engine.sampling.structured_output import GrammarManager
 from torchweave.engine.scheduler.beams import BeamGroup, BeamSearches, found
 from torchweave.engine.scheduler.invariants import check_running
 from torchweave.engine.scheduler.limits import Limits, conflicting_fields
 from torchweave.engine.scheduler.planner import PolicyAdapter
 from torchweave.engine.scheduler.policies import Decision, Policy, static_batch
+from torchweave.engine.scheduler.prompt_logprobs import chunk_size, store_prompt_logprobs
 from torchweave.engine.scheduler.request_state import RequestState, WaitingQueue
 from torchweave.engine.scheduler.running_set import RunningSet
 from torchweave.engine.scheduler.slot_table import SlotTable

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
-from torchweave.engine.sampling.prompt_logprobs import prompt_targets
 from torchweave.engine.scheduler.beams import BeamGroup
 from torchweave.engine.scheduler.limits import Limits
+from torchweave.engine.scheduler.prompt_logprobs import prompt_targets
 from torchweave.engine.scheduler.request_state import RequestState
 from torchweave.engine.scheduler.running_set import NO_SLOTS, RunningSet
 from torchweave.engine.scheduler.step import Chunk, PromptTargets, Step

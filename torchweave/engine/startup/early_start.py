@@ -12,7 +12,7 @@ from torchweave.config.validate import check_names, check_value_ranges
 from torchweave.distributed.gpu_context import open_gpu_context
 from torchweave.distributed.launchers.local import WorkerPool
 
-WORKER_ENTRYPOINT = "torchweave.engine.ranks.worker:run_worker"
+WORKER_ENTRYPOINT = "torchweave.engine.startup.rank_worker:run_worker"
 
 
 def prestart_workers(config: EngineConfig, replica: int = 0) -> WorkerPool:

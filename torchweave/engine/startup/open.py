@@ -19,9 +19,9 @@ from torchweave.distributed.process_groups import (
 )
 from torchweave.distributed.worker_group import RankFailure, WorkerGroup
 from torchweave.engine.ranks.leader_runner import Executor, LeaderRunner
-from torchweave.engine.ranks.worker import WorkerTask, run_worker
 from torchweave.engine.startup.build import Engine, build, resolve_plan
 from torchweave.engine.startup.early_start import WORKER_ENTRYPOINT
+from torchweave.engine.startup.rank_worker import WorkerTask, run_worker
 from torchweave.models.load import LoadedModel
 from torchweave.report import Report
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
+from torchweave.compiler.autotune import Module, tune_module
 from torchweave.compiler.cache.store import CompileCache
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.tuning import table_store
 from torchweave.compiler.tuning.measure import Clock, GraphClock
 from torchweave.compiler.tuning.table import Table, device_kind
-from torchweave.compiler.tuning.tune import Module, tune_module
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 

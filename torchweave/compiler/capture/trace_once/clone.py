@@ -14,12 +14,12 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
-from torchweave.compiler.capture.sources import SourceError, resolve
 from torchweave.compiler.capture.trace_once.layers import Layer
 from torchweave.compiler.capture.trace_once.watch import Record, own_tensors
 from torchweave.compiler.ir.fake_tensors import FakeTensorFactory, TensorGeometry, geometry
 from torchweave.compiler.ir.graph import CapturedGraph, Constant, run_fake, same_geometry
 from torchweave.compiler.ir.mutation import storage_id
+from torchweave.compiler.ir.sources import SourceError, resolve
 from torchweave.compiler.ir.symbols import value
 
 _NUMBERED = re.compile(r"_\d+$")
