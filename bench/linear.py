@@ -68,7 +68,7 @@ def build_all(subjects: list[LinearShape], tokens: list[int], dtype: torch.dtype
             print(f"{config} does not build: {str(error)[:120]}", flush=True)
 
     jobs = {
-        (config, config.padded(count), replace(_as_it_runs(subject, count), outputs=256))
+        (config, config.padded_tokens(count), replace(_as_it_runs(subject, count), outputs=256))
         for subject in subjects
         for count in tokens
         for config in candidates(count, _as_it_runs(subject, count).around)

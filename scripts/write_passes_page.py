@@ -89,7 +89,7 @@ compiled = torchweave.compile(
 )
 x = torch.randn(7)
 torch.testing.assert_close(compiled(x), Scaled()(x))
-(event,) = (event for event in compiled.woven.report.select("pass") if event["name"] == "scale_once")
+(event,) = (event for event in compiled.compiled_graph.report.select("pass") if event["name"] == "scale_once")
 assert event["matches"] == 1
 ```
 

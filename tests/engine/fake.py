@@ -175,7 +175,7 @@ class FakeRunner:
         size = self.block_size
         if self.windows == (AttentionWindow(),):
             at = np.arange(int(lengths.max()))
-            table = self.state.host["block_table"][slots]
+            table = self.state.host_arrays["block_table"][slots]
             return hashes(self.cache[table[:, at // size] * size + at % size], lengths)
         numbers = []
         for slot, length in zip(slots, lengths, strict=True):

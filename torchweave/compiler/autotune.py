@@ -24,7 +24,7 @@ class Module:
     """A module that is tuned.
 
     Attributes:
-        weave: compiles it by a config.
+        compile_graph: compiles it by a config.
         step: runs what was woven once, on a number of tokens.
         device: where it is.
     """

@@ -49,7 +49,8 @@ def compile_graph(
         boundary_ops: ops that are handed to the caller at each call, such as `torchweave::attention`.
         cache: keeps captured graphs and built pieces between processes; None builds everything anew.
         passes: what to run instead of the stack's own passes and those that the config adds.
-        turn: entered around each thing that the cache keeps: ranks that share one take turns, so that one makes what others load.
+        lock_cache: entered around each thing that the cache keeps: ranks that share one take turns, so that one makes
+        what others load.
 
     Raises:
         TraceError: the forward cannot be captured, with the line and the cause.

@@ -22,7 +22,7 @@ class LeaderConnection:
     ended: it ends the whole process then, at once.
 
     Args:
-        link: to the leader.
+        channel: to the leader.
         rank_timeout: seconds of silence after which a leader that has built its engine counts as hung.
     """
 

@@ -17,7 +17,7 @@ class PipelineTransport:
     """The hand-overs of one rank. Every rank makes its calls in the same order: receive, send, share.
 
     Args:
-        world: of several stages.
+        process_groups: of several stages.
     """
 
     def __init__(self, process_groups: ProcessGroups) -> None:

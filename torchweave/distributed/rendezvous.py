@@ -25,7 +25,7 @@ class RemoteWorker:
     """A rank that came through the door.
 
     Args:
-        who: of its process: `process 12 on node-3`.
+        process_name: of its process: `process 12 on node-3`.
         kill: ends it, as far as that can be done from here; its connection is broken in any case, and it ends then by itself.
     """
 

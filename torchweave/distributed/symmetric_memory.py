@@ -99,8 +99,8 @@ class SymmetricCommunicator:
 
     Args:
         workspace: the memory, of the group's layout.
-        other: carries what the kernels do not.
-        ranges: which kernel runs when.
+        fallback: carries what the kernels do not.
+        size_limits: which kernel runs when.
         status: int32 `[1]` of the host, to which the workspace's table points.
         mapping: what keeps others' memory mapped.
     """

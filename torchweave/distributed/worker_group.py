@@ -57,12 +57,12 @@ class WorkerGroup:
     """The other ranks of an engine.
 
     Args:
-        members: the ranks from 1, in their order.
+        workers: the ranks from 1, in their order.
         rank_timeout: seconds of silence after which a built rank counts as hung.
 
     Attributes:
         failure: why the ranks were ended, once they were.
-        built: what each rank said of itself when it was built.
+        worker_facts: what each rank said of itself when it was built.
     """
 
     def __init__(self, workers: Sequence[Worker], rank_timeout: float) -> None:

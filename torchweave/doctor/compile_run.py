@@ -25,10 +25,10 @@ class CompileResult:
     """What the stack made of the subject.
 
     Attributes:
-        woven: the whole, None when it was refused.
+        compiled_graph: the whole, None when it was refused.
         error: why it was refused.
         unbacked_error: why it is refused when no size is known while tracing.
-        wrong: size -> in what the result differs from the eager one.
+        mismatches: size -> in what the result differs from the eager one.
         report: every decision on the way.
     """
 

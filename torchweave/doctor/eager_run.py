@@ -52,9 +52,9 @@ class EagerResult:
         errors: what it raised instead.
         lines: the subject's lines that ran, `file:line`; those that ran within a custom op are `lines_in_ops` instead, with the
             first line of each function there.
-        waits: lines at which the host waited for the value of a tensor.
+        host_syncs: lines at which the host waited for the value of a tensor.
         faults: ops that do not keep their word.
-        numbers: (line, op, argument) of plain `int` arguments of custom ops -> size -> the values that they had, in order.
+        int_arguments: (line, op, argument) of plain `int` arguments of custom ops -> size -> the values that they had, in order.
     """
 
     results: dict[int, Any] = field(default_factory=dict)

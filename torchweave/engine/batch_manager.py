@@ -35,7 +35,7 @@ class BatchManager:
     request is answered with an error, the thread ends, and `failure` holds the exception.
 
     Args:
-        batch: forms the steps.
+        scheduler: forms the steps.
         runner: carries them out.
         get_requests: called with the number of requests that can be taken (negative: any number); returns new ones. An id
             that is in flight is answered with an error; the first goes on.

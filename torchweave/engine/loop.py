@@ -104,7 +104,7 @@ class GenerationLoop:
     """Runs on one thread (`run`); `stop` and `wake` may be called by any.
 
     Args:
-        batch: forms the steps.
+        scheduler: forms the steps.
         runner: carries them out.
         callbacks: where requests come from and answers go.
         run_ahead: steps in flight at the most.

@@ -29,7 +29,7 @@ class RequestStream:
         tokenizer: turns answers into text; None when the model has none.
 
     Attributes:
-        answers: what has come of each request so far, by request id; a beam search has several.
+        completions: what has come of each request so far, by request id; a beam search has several.
     """
 
     def __init__(self, client: Client, manager: BatchManager, tokenizer: Tokenizer | None) -> None:

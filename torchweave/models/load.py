@@ -74,7 +74,7 @@ class LoadedModel:
         num_parameters: parameters of all ranks together, tied ones counted once.
         weight_bytes: memory of parameters and buffers on this rank.
         quantization: how its linears are quantised (`fp8_per_tensor`); None: they are not.
-        world: the ranks that share the model.
+        process_groups: the ranks that share the model.
         stage: which of its layers this rank has; None: all of them.
     """
 
@@ -115,7 +115,7 @@ def load(
         max_model_len: longest sequence that will be served; RoPE that varies with the length is fixed for it.
         quantization: quantise linears as they are loaded: `fp8`, `fp8_per_channel` or `fp8_per_block`; None: as the checkpoint
             has them.
-        world: the ranks that share the model; this one loads its part. None: it is alone.
+        process_groups: the ranks that share the model; this one loads its part. None: it is alone.
         expert_parallel: ranks have different experts instead of a part of each.
 
     Raises:

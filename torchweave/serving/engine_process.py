@@ -42,8 +42,8 @@ def main(
     """Build the engine that `config` asks for and run it until the HTTP process ends it.
 
     Args:
-        place: which of the engines behind the server it is.
-        waiting: its other ranks, as `open_engine` takes them.
+        replica_info: which of the engines behind the server it is.
+        worker_pool: its other ranks, as `open_engine` takes them.
     """
     for name in ("transformers", "torch"):  # their advice on start-up is not for whoever runs a server
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -26,11 +26,11 @@ class Service:
     """The state of one server. Belongs to the event loop.
 
     Attributes:
-        codec: None until the engine is ready, and for a model without tokenizer.
+        tokenizer: None until the engine is ready, and for a model without tokenizer.
         draining: the server ends once what runs has finished; new requests are refused.
-        opened: set once it is known whether the server became ready.
-        begun: it did: the engines took requests, and the tokenizer is read.
-        fault: it did not, and this fault in what was asked is the reason.
+        startup_done: set once it is known whether the server became ready.
+        startup_ok: it did: the engines took requests, and the tokenizer is read.
+        startup_error: it did not, and this fault in what was asked is the reason.
     """
 
     def __init__(self, client: Replicas, settings: ServerConfig) -> None:

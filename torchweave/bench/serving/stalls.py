@@ -41,10 +41,10 @@ class StallMonitor:
     """A context in which the machine is watched.
 
     Attributes:
-        seen: `longest_ms` that the process overslept and how often it did by more than 2 ms (`over_2_ms`); how often
+        stats: `longest_ms` that the process overslept and how often it did by more than 2 ms (`over_2_ms`); how often
             the processors were slow (`find_slow_periods`), and for how long in all (`slow_s`). Empty until the context ends,
             and where the process cannot run.
-        spells: in which the machine was slow.
+        slow_periods: in which the machine was slow.
     """
 
     def __init__(self) -> None:

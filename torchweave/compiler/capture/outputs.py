@@ -32,7 +32,7 @@ def output_tree(
     Args:
         captured: what Dynamo made of the module's forward for these inputs.
         roots: what its sources start from.
-        changes: sources of the objects that the glue changes.
+        side_effects: sources of the objects that the glue changes.
 
     Raises:
         TraceError: forward returns what cannot be returned again at each call, or changes Python objects.

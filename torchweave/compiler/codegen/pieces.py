@@ -38,7 +38,7 @@ class BuiltPiece:
         passes: facts of what each pass of the ATen stage did to it.
         ranges: of the token count in which passes make different things of the piece; this one is for the last.
         variants: the same piece for some token counts; the first that holds is called instead.
-        highest: the largest dynamic size that it was built for.
+        max_size: the largest dynamic size that it was built for.
     """
 
     digest: str

@@ -78,7 +78,7 @@ class AliasInfo:
     Attributes:
         access: of every node but the output.
         views: tensors, or lists of them, that do nothing but look at their argument in another shape: any reader can repeat them.
-        written: nodes that some node writes to.
+        mutated_args: nodes that some node writes to.
         holds: the storage groups that a node's tensors live in.
     """
 

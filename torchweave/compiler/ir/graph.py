@@ -124,7 +124,7 @@ class CapturedGraph(FakeGraph):
         output: how the return value is built.
         symbols: symbol of the graph -> the caller's name of it, such as `s72 -> T`.
         sources: importable names of the modules whose code was traced.
-        unread: inputs that are no placeholder.
+        unused_inputs: inputs that are no placeholder.
         boundary_ops: names of the ops at which the graph will be split.
     """
 

@@ -66,7 +66,7 @@ class PartialMatch:
 
     Attributes:
         why: the first thing that differs at the furthest point that the search came to.
-        share: of the pattern's operations that were there.
+        matched_share: of the pattern's operations that were there.
     """
 
     why: str

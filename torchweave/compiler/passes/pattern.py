@@ -46,7 +46,7 @@ class Fusion:
             See `passes.matcher` for how a pattern is written.
         replacement: the function that computes the pattern's outputs, its parameters named like the pattern's; one for
             all variants, or one for each.
-        where: looks at a match and returns a sentence why it is left alone, or None.
+        extra_check: looks at a match and returns a sentence why it is left alone, or None.
         numerics, token_range, gated, fixpoint, builds: see `Pass`.
         needs: see `GraphPass`.
     """

@@ -251,7 +251,8 @@ def record(
 
     Args:
         fn: a step, given who carries out its boundary ops.
-        whole: record boundary ops too, as part of one graph. Off: the recording breaks at each boundary op, which is not
+        capture_boundary_ops: record boundary ops too, as part of one graph. Off: the recording breaks at each boundary
+        op, which is not
             carried out while recording, and is at each replay.
         pool: where the recording's memory comes from. Record the largest step first.
         inputs: the tensors that the caller writes before a replay; their addresses are checked under `debug`.

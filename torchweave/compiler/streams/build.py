@@ -51,9 +51,9 @@ class StreamBuilder:
     """Builds pieces, over several streams where that is predicted, and was not measured otherwise, to be faster.
 
     Args:
-        lanes: as many as there may be streams; shared by all pieces.
+        streams: as many as there may be streams; shared by all pieces.
         built_by: what runs are built by; Inductor makes one kernel of what it can fuse, which counts once.
-        saved: microseconds that splitting a piece was measured to save, None where nobody measured.
+        measured_saving: microseconds that splitting a piece was measured to save, None where nobody measured.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ def schedule(
 
     Args:
         costs: of each task.
-        before: for each task, the earlier tasks that it must wait for.
+        dependencies: for each task, the earlier tasks that it must wait for.
         num_streams: at least 1.
         event: what it costs to wait for another stream.
         pinned: tasks that run on the caller's stream, such as collectives: all pieces share that one.

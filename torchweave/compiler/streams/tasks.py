@@ -48,8 +48,8 @@ class TaskGraph:
     """Tasks in an order that can be run, and which of them must wait for which.
 
     Attributes:
-        before: for each task, the tasks that it must come after, by index, with the reasons.
-        free: views and sizes, which are computed wherever they are read.
+        dependencies: for each task, the tasks that it must come after, by index, with the reasons.
+        recomputable: views and sizes, which are computed wherever they are read.
         memory: accesses of the nodes.
     """
 

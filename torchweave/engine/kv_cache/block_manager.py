@@ -38,14 +38,14 @@ class BlockManager:
         block_size: tokens in a block.
         max_slots: sequences that can hold blocks at once.
         max_blocks_per_slot: columns of the block table.
-        sights: how far back the layers of each group see.
+        windows: how far back the layers of each group see.
         longest_step: most tokens by which a sequence grows in one step.
         host: keeps what is lost on the device; None: nothing does.
 
     Attributes:
         table: int32 `[groups, slots, block_indices]`.
-        held: columns that a slot covers; the first `first[group, slot]` of them were given back.
-        shared: of these, the first so many were another's before.
+        held_blocks: columns that a slot covers; the first `first[group, slot]` of them were given back.
+        num_shared: of these, the first so many were another's before.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class HostBlockPool:
     """Owner of the places on the host.
 
     Args:
-        mover: copies.
+        copier: copies.
         max_slots: sequences that can hold blocks at once.
 
     Attributes:

@@ -72,9 +72,9 @@ class KVLayout:
     """Where the layers' keys and values are.
 
     Attributes:
-        sights: of each group.
+        windows: of each group.
         groups: of each layer, its group.
-        places: of each layer, its place among those that a block has room for.
+        layer_slots: of each layer, its place among those that a block has room for.
     """
 
     windows: tuple[AttentionWindow, ...]

@@ -19,14 +19,14 @@ class PrefixHit:
     """The longest beginning of a sequence that need not be computed.
 
     Attributes:
-        columns: how long it is.
+        block_indices: how long it is.
         hashes: of its columns and maybe more.
         blocks: int32 `[groups, block_indices]`; NO_BLOCK where no query will look, or where the host has it.
-        since: int64 of the same shape, `PrefixIndex.version` of these blocks: they hold what they held as long as it
+        version: int64 of the same shape, `PrefixIndex.version` of these blocks: they hold what they held as long as it
         stays the same.
-        revived: blocks on the device that nobody holds.
-        restored: blocks that the host has.
-        spared: blocks that somebody holds, of groups that keep all.
+        unreferenced: blocks on the device that nobody holds.
+        on_host: blocks that the host has.
+        referenced: blocks that somebody holds, of groups that keep all.
     """
 
     block_indices: int = 0
@@ -55,7 +55,7 @@ class PrefixIndex:
     """Blocks on the device by what they hold.
 
     Attributes:
-        since: int64 `[blocks]`; counts from 1 in the order in which they became known, 0 for those that are not.
+        version: int64 `[blocks]`; counts from 1 in the order in which they became known, 0 for those that are not.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -105,7 +105,7 @@ class BlockHashes(Sequence[bytes]):
     Args:
         tokens: int32, from the sequence's first token on.
         salt: sequences with different salts share nothing.
-        known: hashes of the first blocks, whichever part of the sequence they were computed for; new ones are added.
+        computed: hashes of the first blocks, whichever part of the sequence they were computed for; new ones are added.
     """
 
     def __init__(self, tokens: np.ndarray, block_size: int, salt: str, computed: list[bytes]) -> None:

@@ -23,8 +23,8 @@ class LeaderRunner:
 
     Args:
         runner: of this rank.
-        crew: the other ranks.
-        world: of all of them.
+        worker_group: the other ranks.
+        process_groups: of all of them.
 
     Attributes:
         digests: what each rank had come to when the engine last fell idle, under `torch_compile_config.debug`.

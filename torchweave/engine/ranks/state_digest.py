@@ -12,7 +12,7 @@ class StateDigest:
 
     Args:
         state: the slots of the rank.
-        wanted: it is asked for (`torch_compile_config.debug`); else nothing is counted.
+        enabled: it is asked for (`torch_compile_config.debug`); else nothing is counted.
     """
 
     def __init__(self, state: SlotState, enabled: bool) -> None:

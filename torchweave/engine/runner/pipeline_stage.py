@@ -33,9 +33,9 @@ class StageForward:
     The logits of a stage that is not the last one have no columns, `[N, 0]`: another stage has them.
 
     Args:
-        woven: the model, cut to the stage.
+        compiled_graph: the model, cut to the stage.
         stage: which.
-        world: of all stages.
+        process_groups: of all stages.
 
     Attributes:
         sizes: smallest and largest value that a dynamic size may take.

@@ -99,14 +99,14 @@ class HostBufferRing:
     A turn is used again only after its step has ended.
 
     Args:
-        said: int32 that the host may have to say about a step.
-        drawn: tokens that a step draws at the most.
+        packed_inputs: int32 that the host may have to say about a step.
+        sampled: tokens that a step draws at the most.
         depth: turns.
         device: what runs the steps.
 
     Attributes:
-        said: int32 [said] a turn.
-        drawn: int32 [drawn] a turn.
+        packed_inputs: int32 [said] a turn.
+        sampled: int32 [drawn] a turn.
     """
 
     def __init__(self, packed_inputs: int, sampled: int, depth: int, device: torch.device) -> None:

@@ -97,7 +97,7 @@ def start(
     """Begin on a thread of its own. The event is set when what steps need is there; None on a CPU: there is nothing to build.
 
     Args:
-        builds: off: another rank of this machine builds the same kernels, and this one waits for them.
+        builds_kernels: off: another rank of this machine builds the same kernels, and this one waits for them.
     """
     if not plan.device.startswith("cuda"):
         return None

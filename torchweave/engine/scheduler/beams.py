@@ -30,11 +30,11 @@ class BeamGroup:
     """One search that runs.
 
     Attributes:
-        active: its request.
+        state: its request.
         search: what it has found.
         slots: as many as the search is wide; the first is the one that the request is known by.
         members: the slot of each beam.
-        reading: number of the beam that is being read; None once all were.
+        prefill_beam: number of the beam that is being read; None once all were.
         forks: of the next step, when its beams are known: for each beam the slot that it continues, and whether it stays there.
             None while a step is awaited or beams are read.
     """

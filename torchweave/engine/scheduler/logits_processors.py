@@ -38,7 +38,7 @@ class LogitsProcessors:
     A request with a grammar *rests* from the step that draws a token for it until it is known what may come next.
 
     Attributes:
-        resting: bool [slots].
+        skipped: bool [slots].
         constraints: the grammars of running requests, by slot.
     """
 

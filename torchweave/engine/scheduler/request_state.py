@@ -28,12 +28,12 @@ class RequestState:
         host_stop_ids: of these, what the device has no room for.
         num_logprobs: most likely tokens wanted with each token; -1 for none at all.
         num_prompt_logprobs: the same for the tokens of the prompt.
-        sent: of these, tokens that were told already.
+        num_sent: of these, tokens that were told already.
         paused: it ran before.
         reason: why it ended, once it has.
         logprobs: of tokens that were not told yet.
         prompt_logprobs: of the prompt's tokens but the first, as far as they were not told yet.
-        scored: positions of the prompt whose logits were looked at.
+        prompt_targets: positions of the prompt whose logits were looked at.
         error: what went wrong, where that was the reason.
         constraint: its grammar, where it asked for a form.
         search: what a beam search has found; None for all other requests.

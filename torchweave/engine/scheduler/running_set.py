@@ -23,11 +23,11 @@ class RunningSet:
         reuse: sequences that begin alike share KV cache blocks.
 
     Attributes:
-        context: slots whose prompt is still being read, oldest first.
-        generating: slots that take one token a step.
-        leaving: slots that are done or paused but may still be named by a step in flight.
+        prefill: slots whose prompt is still being read, oldest first.
+        decoding: slots that take one token a step.
+        pending_release: slots that are done or paused but may still be named by a step in flight.
         completed: index of the last step whose result was taken in.
-        adjustments: which requests have their logits changed.
+        logits_processors: which requests have their logits changed.
     """
 
     def __init__(self, slots: SlotTable, beams: BeamSearches, kv: BlockManager, reuse: bool) -> None:

@@ -50,7 +50,7 @@ class Scheduler:
 
     Attributes:
         paused_total: how often a running request was paused.
-        moves: (id, `start_order`, `paused` or `answering`) of requests since they were taken away, in order: began to read a
+        state_changes: (id, `started`, `paused` or `answering`) of requests since they were taken away, in order: began to read a
             prompt (again, after a pause), gave its blocks back, drew its first token.
         static: a batch starts and ends together.
     """

@@ -11,20 +11,20 @@ class SlotTable:
     """One entry a slot; a slot is a row of the device's state.
 
     Attributes:
-        active: the request that runs there.
+        state: the request that runs there.
         prompt_len: tokens of its prompt.
         prefill_len: the prompt, and what had been generated before a pause.
-        computed: tokens that launched steps have read.
+        num_computed: tokens that launched steps have read.
         limit: tokens to read until the last one is generated.
-        count: tokens generated and read back, in the first places of `tokens`.
-        sent: of these, tokens that were told already.
+        num_generated: tokens generated and read back, in the first places of `tokens`.
+        num_sent: of these, tokens that were told already.
         ids: the request's id.
-        contexts: tokens to read before the next one can be generated.
+        prefill_tokens: tokens to read before the next one can be generated.
         group: the slot that the request of a beam search is known by; -1 for all others.
-        started: counts starts, so that a smaller one ran earlier.
+        start_order: counts starts, so that a smaller one ran earlier.
         done: no more of its tokens count.
         streaming: it is told of every token.
-        special: it needs Python with every token: log-probabilities, a grammar, or more stop tokens than the device holds.
+        needs_host_work: it needs Python with every token: log-probabilities, a grammar, or more stop tokens than the device holds.
         last_step_index: index of the last step that names it.
     """
 

@@ -65,8 +65,8 @@ class Step:
         copies: blocks of the KV cache to copy before anything else, (from, to), or None.
         extra_rows: generation rows beyond one a request: further beams.
         logprobs: rows that asked for log-probabilities, and the most that one of them wants.
-        adjust: rows that are drawn from changed logits; None where nobody asked for that.
-        scored: tokens of prompts whose log-probabilities are wanted; None where nobody asked for that.
+        logits_processors: rows that are drawn from changed logits; None where nobody asked for that.
+        prompt_targets: tokens of prompts whose log-probabilities are wanted; None where nobody asked for that.
     """
 
     index: int
@@ -126,7 +126,7 @@ class StepResult:
 
     Attributes:
         tokens: int32 [rows]; a token id, or -1 - id when the device saw that it is a stop token of its request.
-        logprobs, scores: log-probabilities of the tokens drawn, and of those of prompts, for those who asked.
+        logprobs, prompt_logprobs: log-probabilities of the tokens drawn, and of those of prompts, for those who asked.
         how: the way the step was run: decode_graph, mixed_graph, piecewise_graph or plain.
     """
 

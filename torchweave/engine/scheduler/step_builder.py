@@ -27,7 +27,7 @@ class StepBuilder:
         updates: collects what the device has to be told before the next step.
 
     Attributes:
-        spare: so many steps without context need no block for anyone.
+        steps_before_alloc: so many steps without context need no block for anyone.
     """
 
     def __init__(self, limits: Limits, running: RunningSet, updates: SlotUpdates) -> None:

@@ -51,7 +51,7 @@ class Engine:
     Attributes:
         runner: of this rank.
         steps: what the batch manager launches steps on: `runner`, or what also tells them to the other ranks.
-        lead: the other ranks; None where there are none, and on a rank that is led.
+        executor: the other ranks; None where there are none, and on a rank that is led.
     """
 
     plan: Plan
@@ -76,7 +76,7 @@ def build(
 
     Args:
         loaded: a model that is in memory already; else it is read from where `config.model` says.
-        world: the ranks, of which all build at the same moment; None: there is only this one.
+        process_groups: the ranks, of which all build at the same moment; None: there is only this one.
 
     Raises:
         ValueError: the model or an option cannot be; the message says why and what to do.
@@ -95,7 +95,7 @@ def tune(config: EngineConfig, report: Report, *, remeasure: bool = False) -> Ta
     """Measure what runs a model best on this GPU and keep it in the compile cache; returns what was measured.
 
     Args:
-        again: also what is known already.
+        remeasure: also what is known already.
 
     Raises:
         ValueError: the model or an option cannot be, there is no GPU, or nothing is to be kept.

@@ -72,8 +72,8 @@ class CacheLock:
     """One rank of a stage makes what the compile cache keeps, and the others load it: each entry as soon as it is there.
 
     Args:
-        first: whether this rank is the one.
-        meet: waits for all ranks.
+        is_first: whether this rank is the one.
+        barrier: waits for all ranks.
     """
 
     def __init__(self, is_first: bool, barrier: Callable[[], None]) -> None:

@@ -39,7 +39,7 @@ def open_engine(
     Args:
         report: gets every decision; one is made when none is given.
         loaded: a model that is in memory already.
-        waiting: local ranks that were started before (`prestart_workers`); whoever started them ends those that are not used.
+        worker_pool: local ranks that were started before (`prestart_workers`); whoever started them ends those that are not used.
 
     Raises:
         ValueError: the model or an option cannot be, on any rank; the message says why and what to do.

@@ -30,7 +30,7 @@ def tune_model(
     """Ask what was not measured yet (`remeasure`: everything), keep it in the cache, and return the new answers.
 
     Args:
-        weave: compiles the model by a config.
+        compile_graph: compiles the model by a config.
     """
     known = Table(device_kind(device)) if remeasure else table_store.load_tables(device, cache, report)
 

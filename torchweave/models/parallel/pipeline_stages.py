@@ -36,7 +36,7 @@ class PipelineStage:
         begin, end: the layers of this stage: from, and up to but without.
         specs: what every layer of the whole model keeps in the KV cache.
         width, dtype: of the hidden states that stages hand over, `[1, T, width]`.
-        returned: values that a layer returns as a tuple; 0: it returns its hidden states as they are.
+        num_returned: values that a layer returns as a tuple; 0: it returns its hidden states as they are.
         embedding, head: names of the modules that hold the vocabulary.
         tied: their weights are one, which the first and the last stage both have.
     """

@@ -41,8 +41,8 @@ class TensorParallelPlan:
         group: its name in the graph.
         vocab_size: rows of the vocabulary in all.
         embedding, head: names of the modules that hold the vocabulary; equal weights where they are tied.
-        cuts: parameter -> what the rank keeps of it; the others it keeps whole.
-        summed: modules whose results are parts of a sum over ranks.
+        shards: parameter -> what the rank keeps of it; the others it keeps whole.
+        all_reduced: modules whose results are parts of a sum over ranks.
         norms: norms whose width is divided.
         heads: attention -> how its heads are divided.
         experts: blocks of experts that are divided by number -> the first one of this rank.

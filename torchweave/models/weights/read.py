@@ -187,7 +187,7 @@ def check_tensor_names(
     """Refuse a checkpoint that lacks tensors, has tensors of another shape, or has some that the config leaves unused.
 
     Args:
-        cuts: tensors of which the model has a part; the checkpoint has them whole.
+        shards: tensors of which the model has a part; the checkpoint has them whole.
         pieces: checkpoint name -> model name, of tensors that are a piece of the model's.
     """
     wanted = {
@@ -253,8 +253,8 @@ def stream_weights(
     """Fill the model from the files, tensor by tensor, then tie what is tied.
 
     Args:
-        cuts: tensors of which only a part is read.
-        collector: takes what the checkpoint has in pieces.
+        shards: tensors of which only a part is read.
+        assembler: takes what the checkpoint has in pieces.
     """
     dtypes = dtype_plan(model) | (setter.dtypes if setter is not None else {})
     place = setter.set_tensor if setter is not None else set_tensor
@@ -304,7 +304,7 @@ def init_random_weights(
     """Random weights on the device: matrices and embeddings small and normal, norms one, biases and the rest zero.
 
     Args:
-        cuts: tensors of which the model has a part: that of the numbers that the whole model would have.
+        shards: tensors of which the model has a part: that of the numbers that the whole model would have.
         whole: what `untied_tensors` gave of the whole model, where this one lacks layers: it has the same numbers.
     """
     own = untied_tensors(model)

@@ -49,7 +49,7 @@ class LogitsStateInit:
         words: int32 [words, MAX_BAD_WORD_TOKENS]; a word's last token first, then backwards, -1 behind its first. A
         word of one token is
             a stop token that the slot has no room for: barred below the slot's min_position, as those that it holds are.
-        tail: int32 [MAX_BAD_WORD_TOKENS]; the answer's token at position p stands at p % MAX_BAD_WORD_TOKENS, -1 where
+        recent_tokens: int32 [MAX_BAD_WORD_TOKENS]; the answer's token at position p stands at p % MAX_BAD_WORD_TOKENS, -1 where
         there is none.
     """
 

@@ -37,9 +37,9 @@ class FrontendContext:
 
     Attributes:
         frontend: the number of this HTTP process.
-        ledger: what every HTTP process has in flight.
+        shared_load: what every HTTP process has in flight.
         changed: set whenever something about an engine's `state`, or about what this process has in flight, has changed.
-        turns: of requests, which hear of tokens that were given out.
+        admission_pacer: of requests, which hear of tokens that were given out.
         announce: called with what other HTTP processes have to know, one of `frontends/messages.py`.
     """
 
@@ -59,8 +59,8 @@ class EngineClient(ABC):
     """Hands requests to an engine, and gives its outputs to those who wait for them.
 
     Args:
-        place: which of the engines behind the server it is.
-        side: this HTTP process.
+        replica_info: which of the engines behind the server it is.
+        frontend_context: this HTTP process.
 
     Attributes:
         state: `starting`, `ready`, `failed` or `stopped`.
@@ -69,7 +69,7 @@ class EngineClient(ABC):
         model: what is served, once ready.
         explanation: passes, graphs, plan, as `torchweave explain --json` shows them, once ready.
         restarts: how often the engine was started again.
-        traffic: requests of this HTTP process and iterations of the engine, as they were seen here.
+        request_metrics: requests of this HTTP process and iterations of the engine, as they were seen here.
         remote_request_metrics: requests of the other HTTP processes, as far as they have told.
     """
 
@@ -148,7 +148,7 @@ class EngineClient(ABC):
         """Ask that requests are stopped; those that are in flight still get their final response.
 
         Args:
-            whole: their answers are: a stop string ended them.
+            by_stop_string: their answers are: a stop string ended them.
         """
         known = [request_id for request_id in ids if request_id in self._request_streams]
         if by_stop_string:

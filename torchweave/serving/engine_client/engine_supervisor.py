@@ -26,8 +26,8 @@ class EngineSupervisor(EngineClient):
     Args:
         config: of the engine.
         restart: start the engine again when it fails after it was ready.
-        place: which of the engines behind the server it is.
-        side: this HTTP process.
+        replica_info: which of the engines behind the server it is.
+        frontend_context: this HTTP process.
     """
 
     def __init__(

@@ -30,9 +30,9 @@ class Load:
 
     Attributes:
         replica: its number.
-        life: counts the lives of its engine; a new one has an empty cache.
+        incarnation: counts the lives of its engine; a new one has an empty cache.
         num_requests: requests that it has not answered to their end.
-        unread: prompt tokens of those that it has not read.
+        pending_prefill_tokens: prompt tokens of those that it has not read.
         is_full: its next step has no room for a further request.
         cache_tokens: what its KV cache holds.
     """
@@ -65,7 +65,7 @@ class LoadBalancer:
     Args:
         prefixes: whether engines keep what they have read; else no replica is better for a prompt than another.
         announce: called with each prompt that goes to one, for the routers of other processes to `on_prompt_routed`.
-        ledger: what the routers of other processes see too: whose turn it is.
+        shared_load: what the routers of other processes see too: whose turn it is.
     """
 
     def __init__(

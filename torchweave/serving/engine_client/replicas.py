@@ -27,10 +27,10 @@ class Replicas:
     Args:
         config: of each engine.
         engines: by number.
-        side: this HTTP process, the one of the engines.
+        frontend_context: this HTTP process, the one of the engines.
 
     Attributes:
-        turns: of requests, between tokens of the engines.
+        admission_pacer: of requests, between tokens of the engines.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Replicas:
         """Ask that requests are stopped; those that are in flight still get their final response.
 
         Args:
-            whole: their answers are: a stop string ended them.
+            by_stop_string: their answers are: a stop string ended them.
         """
         for engine in self.engines:
             engine.cancel(ids, by_stop_string)

@@ -35,10 +35,10 @@ class RequestRecord:
 
     Attributes:
         started: when the engine began to read the prompt.
-        first: when its first token came; of one that is not streamed, when the engine drew it.
+        first_token_at: when its first token came; of one that is not streamed, when the engine drew it.
         paused: it ran, and waits to go on.
-        unread: tokens of the prompt that the engine has to read, until it has.
-        whole: a stop string ended it, which the engine does not know: it says `cancelled`, or what came before it heard.
+        pending_prefill_tokens: tokens of the prompt that the engine has to read, until it has.
+        by_stop_string: a stop string ended it, which the engine does not know: it says `cancelled`, or what came before it heard.
         reason: why it ended; empty while it has not.
     """
 
@@ -112,7 +112,7 @@ class RequestMetrics:
     Attributes:
         open: answers that are not finished, by id.
         recent: those that ended last, newest first.
-        unread: tokens of prompts that the engine was given and has not read.
+        pending_prefill_tokens: tokens of prompts that the engine was given and has not read.
         history: tokens and step times by second.
     """
 

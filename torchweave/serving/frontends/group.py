@@ -41,7 +41,7 @@ class FrontendGroup:
 
     Args:
         count: HTTP processes, the first one among them; with 1 nothing happens here.
-        side: of the first.
+        frontend_context: of the first.
 
     Attributes:
         failure: why the server cannot go on; empty while all are there.
@@ -71,7 +71,7 @@ class FrontendGroup:
         """Start the others, which will listen at `address` too once the engines are ready.
 
         Args:
-            learn: called with each prompt that one of them gives to an engine.
+            on_prompt_routed: called with each prompt that one of them gives to an engine.
 
         Returns:
             Where the first one has to listen as well: the others hand on what is about the whole server.

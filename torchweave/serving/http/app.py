@@ -42,8 +42,8 @@ def create_app(
 
     Args:
         wait: it answers nothing before it is known whether requests are taken; else it serves `/health` and `/ready` at once.
-        others: HTTP processes whose requests count here too.
-        first: Unix socket of the HTTP process that answers all but requests for answers; None: this one does.
+        frontends: HTTP processes whose requests count here too.
+        primary_socket: Unix socket of the HTTP process that answers all but requests for answers; None: this one does.
 
     Raises:
         ValueError: a file that `settings` names cannot be read.

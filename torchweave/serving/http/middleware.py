@@ -50,7 +50,7 @@ class AuthLimitsMiddleware:
 
     Args:
         keys: any of these opens what is not in `OPEN_PATHS`; none: everything is open.
-        turns: in which requests with a body are let through.
+        admission_pacer: in which requests with a body are let through.
     """
 
     def __init__(self, app: App, settings: ServerConfig, keys: list[str], admission_pacer: AdmissionPacer) -> None:

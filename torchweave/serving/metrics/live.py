@@ -33,7 +33,7 @@ class Live:
     """The page's data for one server.
 
     Args:
-        look: brings what is known of other HTTP processes up to date.
+        poll_metrics: brings what is known of other HTTP processes up to date.
     """
 
     def __init__(self, service: Service, poll_metrics: Callable[[], Awaitable[None]]) -> None:

@@ -114,7 +114,7 @@ class HttpRequestCounters:
 
     Attributes:
         requests: of this process.
-        elsewhere: of the other HTTP processes of the server, as far as they have told.
+        remote: of the other HTTP processes of the server, as far as they have told.
     """
 
     def __init__(self, routes: Sequence[Route]) -> None:

@@ -28,10 +28,10 @@ class CompletionResponseBuilder:
         echoes: the prompts' texts, where they go before the answers.
         echoes_special: special tokens are part of these texts.
         skip_special_tokens: they are no part of the answers.
-        scores: log-probabilities of the prompts are told as vLLM does.
+        with_prompt_logprobs: log-probabilities of the prompts are told as vLLM does.
         num_drawn: answers to a prompt.
         num_kept: of these, how many are told: the best.
-        counts: each chunk tells the number of tokens so far.
+        continuous_usage: each chunk tells the number of tokens so far.
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class ChatResponseBuilder:
     Args:
         request_id: what the request is called, part of the answer's `id`.
         num_top: most likely tokens that are told with each; None: no log-probabilities.
-        scores: log-probabilities of the prompt are told as vLLM does.
+        with_prompt_logprobs: log-probabilities of the prompt are told as vLLM does.
         parser: makes a parser of calls for one answer; None: calls are not looked for.
         first_call_only: further calls of an answer are left out.
         calls_end: an answer with calls ends for the reason `tool_calls`.
         new_id: of a call.
-        counts: each chunk tells the number of tokens so far.
+        continuous_usage: each chunk tells the number of tokens so far.
     """
 
     def __init__(

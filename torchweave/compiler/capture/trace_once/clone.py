@@ -70,7 +70,7 @@ class Traced:
         """The custom ops that take a number which may be another one in another layer: the op, which call of it, which arguments.
 
         Raises:
-            Unstitchable: the n-th call that was watched is not the n-th in the graph.
+            CloneError: the n-th call that was watched is not the n-th in the graph.
         """
         wanted: dict[str, dict[int, list[int]]] = {}
         for name, time, index in self.record.numbers:

@@ -42,7 +42,7 @@ def find_repeated(module: nn.Module, inputs: Sequence[Tensor]) -> Repeated | Non
     """The layers that do what others do; None when the module has no list of layers that look alike.
 
     Raises:
-        Unwatchable: layers look alike, but it cannot be shown of any two that they do the same.
+        NotRepeatableError: layers look alike, but it cannot be shown of any two that they do the same.
     """
     lists = repeated_layers(module)
     if not lists:

@@ -22,7 +22,7 @@ def stitch_layers(graph: CapturedGraph, placeholder_map: PlaceholderMap) -> None
     """Replace every stand-in by clones of the first layers of their kinds, and take out the marks.
 
     Raises:
-        Unstitchable: what was traced is not what was watched; the graph is then of no use.
+        CloneError: what was traced is not what was watched; the graph is then of no use.
     """
     stitcher = _Stitcher(graph, placeholder_map)
     opened: dict[int, fx.Node] = {}

@@ -34,7 +34,8 @@ def find_tails(
     """The tails of a module's lists of layers; empty when no list has one.
 
     Raises:
-        Unwatchable: a list ends with layers like others, but it cannot be shown that nothing else depends on how many they are.
+        NotRepeatableError: a list ends with layers like others, but it cannot be shown that nothing else depends on
+        how many they are.
     """
     tails = [tail for layers in lists if (tail := _tail(module, layers, kinds, watched)) is not None]
     if tails:

@@ -120,7 +120,7 @@ def watch(module: nn.Module, inputs: Sequence[Tensor], layers: Sequence[Layer]) 
         inputs: what forward is called with; geometry only.
 
     Raises:
-        Unwatchable: the module cannot be run without values, or calls one layer in another.
+        NotRepeatableError: the module cannot be run without values, or calls one layer in another.
     """
     watcher = _Watcher()
     with contextlib.ExitStack() as hooks, torch.no_grad():

@@ -82,7 +82,7 @@ class Reinplace(GraphPass):
     """See the module's text.
 
     Args:
-        prove: the reason why writing to a tensor in place could be seen, None when it cannot.
+        safety_check: the reason why writing to a tensor in place could be seen, None when it cannot.
     """
 
     name = "reinplace"

@@ -92,7 +92,7 @@ def _rewrite(graph: FakeGraph, node: fx.Node, local_rows: fx.Node | None, leaves
     """Put the form by rows in the place of a collective, but for its sum where that is left in rows: then the node of those.
 
     Args:
-        own: this rank's rows of the residual, where they are known.
+        local_rows: this rank's rows of the residual, where they are known.
     """
     target: Any = node.target
     x, residual, weight, eps, offset, wide, *quant, group = normalize_call(target, tuple(node.args), dict(node.kwargs))[

@@ -15,9 +15,9 @@ class DecodeRequests:
     """Running requests that take a token each, or one for each of their beams; one entry a request.
 
     Attributes:
-        lacking: blocks that the request needs for its next step.
-        held: blocks that would come free if it alone were paused; never more than that.
-        started: smaller for those that started earlier.
+        blocks_needed: blocks that the request needs for its next step.
+        held_blocks: blocks that would come free if it alone were paused; never more than that.
+        start_order: smaller for those that started earlier.
         rows: tokens that it takes in this step, 0 while it waits for what an earlier step found; None: 1 each.
         width: tokens that it takes in any step; None: 1 each.
     """
@@ -45,9 +45,9 @@ class PrefillRequest:
     """A running request whose prompt is still being read.
 
     Attributes:
-        left: tokens still to read.
-        room: of these, how many fit into the blocks that it holds.
-        held, started: as in `DecodeRequests`.
+        remaining_tokens: tokens still to read.
+        allocated_tokens: of these, how many fit into the blocks that it holds.
+        held_blocks, start_order: as in `DecodeRequests`.
     """
 
     remaining_tokens: int
@@ -61,9 +61,9 @@ class WaitingRequest:
     """A request that holds nothing yet, or nothing any more.
 
     Attributes:
-        left: tokens to read, without those whose blocks are known.
+        remaining_tokens: tokens to read, without those whose blocks are known.
         max_blocks: free blocks that it takes up to its very end.
-        revived: of these, blocks that it takes at once because they hold the beginning of its prompt.
+        hit_blocks: of these, blocks that it takes at once because they hold the beginning of its prompt.
     """
 
     remaining_tokens: int
@@ -83,7 +83,7 @@ class Snapshot:
         free_blocks: blocks that can be granted now.
         unreserved_blocks: of these, what no running request may come to need.
         pending_free_blocks: blocks that come free when the steps in flight have completed.
-        generation, context: running requests; context requests oldest first.
+        decode, prefill: running requests; context requests oldest first.
         waiting: requests that wait and have slots, in the order in which they are to start. To look at one costs the more the
             longer the known beginning of its prompt is: do not look further than need be.
         chunked_context: a prompt may be read in several steps.
@@ -118,7 +118,7 @@ class Decision:
     Attributes:
         chunks: prompt tokens to read in this step by each running context request, in the snapshot's order.
         admitted: the same for the first `len(admitted)` waiting requests, which start to run.
-        resting: indices of generation requests that sit this step out, because a block that they need is not free yet.
+        skipped: indices of generation requests that sit this step out, because a block that they need is not free yet.
         paused: indices of running requests, generation first and context behind, that give all they hold back and wait.
     """
 

@@ -12,7 +12,7 @@ def chunk_sizes(remaining_tokens: Sequence[int], budget: int, *, chunked: bool, 
     """Tokens of each prompt that a step reads, oldest first.
 
     Args:
-        left: tokens that each prompt has still to read.
+        remaining_tokens: tokens that each prompt has still to read.
         budget: tokens that the step has room for.
         chunked: off, a prompt is read at once or not at all.
         equal: with `chunked`, all prompts get on by as many tokens (a multiple of `unit`, but for the last chunk of a prompt).

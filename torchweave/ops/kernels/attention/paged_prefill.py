@@ -30,7 +30,7 @@ def write_kv(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, KV_FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """Copy token `program_id(0)`'s key and value, BLOCK numbers at a time, to its place in the cache; -1 has none.
-    LIMIT: see `quantize_kv`."""
+    KV_FP8_MAX: see `quantize_kv`."""
     token = tl.program_id(0).to(tl.int64)
     cache_slot = tl.load(slot_mapping + token)
     if cache_slot < 0:

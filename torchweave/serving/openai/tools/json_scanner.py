@@ -43,13 +43,13 @@ class JsonCallScanner:
 
     Args:
         index: which call of the answer it is.
-        known: the functions that there are; an object with another name is no call.
+        tool_names: the functions that there are; an object with another name is no call.
 
     Attributes:
         done: the object was closed.
         failed: it is no call; `raw` is its text.
         raw: all that was read before it `started`.
-        began: the call was told of, so that it can no longer turn out to be text.
+        started: the call was told of, so that it can no longer turn out to be text.
     """
 
     def __init__(self, index: int, tool_names: Collection[str]) -> None:
