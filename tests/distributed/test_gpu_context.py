@@ -88,7 +88,7 @@ def test_each_rank_opens_the_gpu_that_it_will_have(
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setattr(startup, "open_gpu_context", opened.append)
     monkeypatch.setattr(
-        "torchweave.distributed.launchers.local._start", lambda rank, function, gpu: started.append(gpu)
+        "torchweave.distributed.launchers.local._spawn", lambda rank, function, gpu: started.append(gpu)
     )
     startup.prestart_workers(EngineConfig("demo", **options), replica)
     assert opened == ([] if leader is None else [leader]) and started == others

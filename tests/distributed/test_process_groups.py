@@ -36,18 +36,18 @@ def _look(process_groups: ProcessGroups) -> tuple:
 def test_tensor_groups_are_neighbours_and_pipelines_cross_them():
     found = run_ranks(_look, 4, pipeline_parallel_size=2)
     assert found == [
-        (0, 0, 1, {"tp": 0b0011, "pp": 0b0101, "pp_before": 0b0101}, 7),
-        (1, 1, 1, {"tp": 0b0011, "pp": 0b1010, "pp_before": 0b1010}, 7),
-        (2, 0, 0, {"tp": 0b1100, "pp": 0b0101, "pp_behind": 0b0101}, 7),
-        (3, 1, 0, {"tp": 0b1100, "pp": 0b1010, "pp_behind": 0b1010}, 7),
+        (0, 0, 1, {"tp": 0b0011, "pp": 0b0101, "pp_previous": 0b0101}, 7),
+        (1, 1, 1, {"tp": 0b0011, "pp": 0b1010, "pp_previous": 0b1010}, 7),
+        (2, 0, 0, {"tp": 0b1100, "pp": 0b0101, "pp_next": 0b0101}, 7),
+        (3, 1, 0, {"tp": 0b1100, "pp": 0b1010, "pp_next": 0b1010}, 7),
     ]
 
 
 def test_there_are_no_groups_of_one_rank():
     assert [set(sums) for _, _, _, sums, _ in run_ranks(_look, 2)] == [{"tp"}] * 2
     assert [set(sums) for _, _, _, sums, _ in run_ranks(_look, 2, pipeline_parallel_size=2)] == [
-        {"pp", "pp_before"},
-        {"pp", "pp_behind"},
+        {"pp", "pp_previous"},
+        {"pp", "pp_next"},
     ]
 
 
@@ -72,7 +72,7 @@ def test_groups_are_given_up_together():
     running: list[threading.Event] = []
     both = _Group(running), _Group(running)
     begin = time.monotonic()
-    abort_groups(ProcessGroups(size=4, groups={"tp": both[0], "pp": both[1], "pp_before": both[1]}))
+    abort_groups(ProcessGroups(size=4, groups={"tp": both[0], "pp": both[1], "pp_previous": both[1]}))
     assert time.monotonic() - begin < 4
     assert len(running) == 4, "each was aborted once, to its end"
 

@@ -1,6 +1,6 @@
 """The other ranks as their leader sees them: told what to do, watched, and ended together when one of them fails.
 
-A thread hears what they say and gives a sign of life each `peer_channel.HEARTBEAT_SECONDS` seconds. A rank that ends,
+A thread hears what they say and gives a sign of life each `channel.HEARTBEAT_SECONDS` seconds. A rank that ends,
 fails or falls silent is the
 failure of all: the rest are killed, and the leader finds the reason in `failure`.
 """
