@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -12,11 +12,9 @@ from torch import Tensor, fx
 
 from torchweave.compiler.ir.symbols import free_symbols, value
 from torchweave.ops.collectives.op import group_size
-from torchweave.report import Report
 
 if TYPE_CHECKING:
     from torchweave.compiler.ir.graph import FakeGraph
-    from torchweave.compiler.partition.split import Piece
 
 
 def op_schema(node: fx.Node) -> Any:
@@ -73,12 +71,3 @@ def _message(sent: Tensor, symbols: Mapping[str, str]) -> tuple[str, int]:
         expression = numel.node.expr
         numel = expression.xreplace({symbol: sympy.Integer(1) for symbol in expression.free_symbols})
     return ", ".join(symbols.get(name, name) for name in names), int(numel) * sent.dtype.itemsize
-
-
-def report_collectives(pieces: Sequence[Piece], symbols: Mapping[str, str], report: Report) -> None:
-    """An event for each distinct piece in which ranks meet."""
-    used = Counter(piece.digest for piece in pieces)
-    for piece in {piece.digest: piece for piece in reversed(pieces)}.values():
-        found = exchanges(piece, symbols)
-        if found:
-            report.event("communication", piece=piece.digest, shared_by=used[piece.digest], exchanges=found)

@@ -7,7 +7,8 @@ are derived from others are computed again in each piece that needs them, or equ
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor, fx
 
 from torchweave.compiler.errors import InvariantError, TraceError, source_location
+from torchweave.compiler.ir.collectives import exchanges
 from torchweave.compiler.ir.graph import CapturedGraph, Constant, FakeGraph
 from torchweave.compiler.ir.mutation import mutated_aliased_inputs, mutated_args, storage_id
 from torchweave.compiler.ir.symbols import free_symbols, is_size, value
+from torchweave.report import Report
 
 _CONSTANT = "constant_"  # how the name of a placeholder begins that stands for a tensor of the module
 
@@ -59,9 +62,21 @@ class BoundaryCall:
     kwargs: dict[str, Any]
 
 
-def describe(part: Piece | BoundaryCall) -> dict[str, str]:
-    """A part as the report names it: a piece by its digest, a boundary op by its name."""
-    return {"piece": part.digest} if isinstance(part, Piece) else {"boundary": part.op._schema.name}
+def report_parts(parts: Sequence[Piece | BoundaryCall], symbols: Mapping[str, str], report: Report) -> None:
+    """Write an event `parts` (pieces by digest, boundary ops by name), and `communication` for each piece with collectives.
+
+    Args:
+        symbols: the caller's names of sizes, by symbol.
+    """
+    pieces = [part for part in parts if isinstance(part, Piece)]
+    order = [
+        {"piece": part.digest} if isinstance(part, Piece) else {"boundary": part.op._schema.name} for part in parts
+    ]
+    report.event("parts", order=order)
+    uses = Counter(piece.digest for piece in pieces)
+    for piece in {piece.digest: piece for piece in reversed(pieces)}.values():
+        if collectives := exchanges(piece, symbols):
+            report.event("communication", piece=piece.digest, shared_by=uses[piece.digest], exchanges=collectives)
 
 
 def split(graph: CapturedGraph) -> list[Piece | BoundaryCall]:
