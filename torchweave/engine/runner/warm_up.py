@@ -119,7 +119,7 @@ def start(
 def _build(
     plan: Plan, module: DecoderStep, cache_spec: KVCacheSpec, builds_kernels: bool, stack: ExitStack
 ) -> tuple[KernelWorkers | None, list[KernelSpec]]:
-    """Build the kernels of steps and launch them. Returns the workers, which `stack` ends, and the missing kernels of resampling."""
+    """Build and launch the kernels of steps. Returns the workers, which `stack` ends, and the missing kernels of resampling."""
     device, layers, dtype = cache_spec.device, cache_spec.layers, cache_spec.dtype
     state = SlotState(plan.max_batch_size, -(-plan.max_model_len // plan.block_size), device=device)
     # One cache a layer, all in group 0: the layout of the real cache changes no kernel.
