@@ -28,7 +28,7 @@ from torchweave.compiler.tuning.measure import Call, Timing, copies_for, timing_
 from torchweave.compiler.tuning.table import DamagedTable, Entry, Table, device_kind, merge_tables, shipped_table
 from torchweave.compiler.tuning.tuner import TuningTask, measure_task, tune
 from torchweave.config.options import EngineConfig, TorchCompileConfig
-from torchweave.engine.startup.build import tune as tune_engine
+from torchweave.engine.startup.tune import tune as tune_engine
 from torchweave.ops.linear import LinearFusion
 from torchweave.ops.linear_config import LinearConfig, default_choices, parse_choices, select_config
 from torchweave.report import Report

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchweave.distributed import channel
+from torchweave.distributed.channel import MessageKind
 from torchweave.distributed.process_groups import ProcessGroups, RendezvousStore, destroy_process_groups
 from torchweave.distributed.worker_group import RankFailure, WorkerGroup
 from torchweave.engine.ranks.state_digest import StateDigest
@@ -43,7 +43,7 @@ class LeaderRunner:
     def launch(self, step: Step) -> LaunchedStep:
         message = encode(step)
         self._digest.add(message)
-        self._worker_group.send(channel.STEP, message)
+        self._worker_group.send(MessageKind.STEP, message)
         try:
             return self._runner.launch(step)
         except Exception as error:
@@ -69,7 +69,7 @@ class LeaderRunner:
         return self._runner.memory_in_use()
 
     def on_idle(self) -> None:
-        self._worker_group.send(channel.IDLE)
+        self._worker_group.send(MessageKind.IDLE)
         self._runner.on_idle()
         if self._digest.enabled:
             self.digests = [self._digest.take(), *self._worker_group.digests(_DIGEST_SECONDS)]

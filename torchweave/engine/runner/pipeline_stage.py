@@ -17,8 +17,7 @@ from torch import Tensor
 
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.runtime.cuda_graphs import BoundaryHandler
-from torchweave.distributed.pipeline_transport import PipelineTransport
-from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.distributed.process_groups import PipelineTransport, ProcessGroups
 from torchweave.engine.runner.resample import Resampler
 from torchweave.engine.scheduler.step import LogitsProcessorRows
 from torchweave.models.parallel import PipelineStage

@@ -18,9 +18,7 @@ import torch
 
 from torchweave.compiler.codegen.inductor import import_inductor_in_background
 from torchweave.config.options import EngineConfig
-from torchweave.distributed import channel
-from torchweave.distributed.channel import Channel
-from torchweave.distributed.leader_connection import LeaderConnection
+from torchweave.distributed.channel import Channel, MessageKind
 from torchweave.distributed.process_groups import (
     ProcessGroups,
     RendezvousStore,
@@ -28,6 +26,7 @@ from torchweave.distributed.process_groups import (
     init_process_groups,
     join_rendezvous_store,
 )
+from torchweave.distributed.worker_group import LeaderConnection
 from torchweave.engine.ranks.state_digest import StateDigest
 from torchweave.engine.ranks.step_message import decode
 from torchweave.engine.runner.model_runner import ModelRunner
@@ -125,7 +124,7 @@ def _run_steps(runner: ModelRunner, leader: LeaderConnection, process_groups: Pr
 
     while True:
         kind, payload = leader.messages.get()
-        if kind == channel.STEP:
+        if kind == MessageKind.STEP:
             digest.add(payload)
             in_flight.append(runner.launch(decode(payload)))
             if len(in_flight) > runner.plan.run_ahead:
@@ -133,7 +132,7 @@ def _run_steps(runner: ModelRunner, leader: LeaderConnection, process_groups: Pr
             continue
         while in_flight:
             collect()
-        if kind == channel.END:
+        if kind == MessageKind.END:
             return
         if digest.enabled:
             leader.digest(digest.take())
