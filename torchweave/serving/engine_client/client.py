@@ -12,7 +12,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,12 +21,11 @@ import zmq
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.responses import Response, refusal
 from torchweave.serving.engine_client.admission_pacer import AdmissionPacer
-from torchweave.serving.engine_client.request_metrics import RequestMetrics, ServingCounters
+from torchweave.serving.engine_client.request_metrics import RequestMetrics, RequestMetricsData, ServingCounters
 from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestStream
 from torchweave.serving.ipc import messages, socket_stream
 from torchweave.serving.ipc.shared_load import SharedLoad
 
-State = Literal["starting", "ready", "failed", "stopped"]
 Listener = Callable[[str, dict[str, Any]], None]
 _DRAIN_SECONDS = 1.0  # for what an engine said last to be heard; one that has ended closes what it spoke through
 
@@ -75,14 +74,14 @@ class EngineClient(ABC):
 
     def __init__(self, replica_info: messages.ReplicaInfo, frontend_context: FrontendContext) -> None:
         self.replica_info = replica_info
-        self.state: State = "stopped"
+        self.state: messages.State = "stopped"
         self.failure = ""
         self.is_config_error = False
         self.model: messages.ModelCard | None = None
         self.explanation: dict[str, Any] = {}
         self.restarts = 0
         self.request_metrics = RequestMetrics()
-        self.remote_request_metrics: Sequence[RequestMetrics] = ()
+        self.remote_request_metrics: Sequence[RequestMetricsData] = ()
         self._frontend_context = frontend_context
         self._changed = frontend_context.changed
         self._ids = replica_info.ids(frontend_context.frontend)
@@ -174,7 +173,7 @@ class EngineClient(ABC):
         return self._frontend_context.shared_load.pending_prefill_tokens(self.replica_info.index)
 
     @property
-    def all_request_metrics(self) -> list[RequestMetrics]:
+    def all_request_metrics(self) -> list[RequestMetricsData]:
         """Of this HTTP process, and of the others."""
         return [self.request_metrics, *self.remote_request_metrics]
 
