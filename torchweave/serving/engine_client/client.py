@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import zmq
 
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.responses import Response, refusal
@@ -91,7 +90,7 @@ class EngineClient(ABC):
         self._listeners: list[Listener] = []
         self._stats: dict[str, Any] = {}
         self._prior_cache_tokens = (0, 0)  # in earlier lives of the engine, which counts from its own beginning
-        self._to_engine: zmq.Socket[bytes] | None = None
+        self._to_engine: socket_stream.Sender | None = None
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
@@ -216,18 +215,13 @@ class EngineClient(ABC):
     @contextlib.contextmanager
     def _open_sockets(self, addresses: messages.Addresses) -> Iterator[socket.socket]:
         """While inside, requests reach a life of the engine; what it says comes to what is yielded."""
-        context = zmq.Context()
-        self._to_engine = to_engine = context.socket(zmq.PUSH)
-        from_engine = socket_stream.listen(addresses.from_engine(self._frontend_context.frontend))
-        try:
-            to_engine.setsockopt(zmq.SNDHWM, 0)
-            to_engine.connect(addresses.to_engine)  # what is sent waits until the engine listens
-            yield from_engine
-        finally:
-            self._to_engine = None
-            to_engine.close(linger=0)
-            from_engine.close()
-            context.term()  # would wait for a socket that is open
+        with socket_stream.listen(addresses.from_engine(self._frontend_context.frontend)) as from_engine:
+            self._to_engine = to_engine = socket_stream.Sender(addresses.to_engine)
+            try:
+                yield from_engine
+            finally:
+                self._to_engine = None
+                to_engine.close(0)
 
     async def _read_messages_until(self, process_exit: asyncio.Future[None], from_engine: socket.socket) -> None:
         """Hear the engine until it has ended, and what it said last."""
@@ -342,4 +336,4 @@ class EngineClient(ABC):
     def _send_bytes(self, message: bytes) -> None:
         if self._to_engine is None:
             raise EngineUnavailable(self.failure or "The engine is gone.")
-        self._to_engine.send(message, zmq.NOBLOCK)
+        self._to_engine.send(message)

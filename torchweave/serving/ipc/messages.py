@@ -30,7 +30,7 @@ class Addresses:
 
     @property
     def to_engine(self) -> str:
-        return f"ipc://{self.folder}/to_engine"
+        return f"{self.folder}/to_engine"
 
     def from_engine(self, frontend: int) -> str:
         return f"{self.folder}/from_engine.{frontend}"
