@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Serve a model over HTTP, as OpenAI's API does. GET /ready shows how far the start is, and answers 200 once requests
 are taken. Ctrl-C or SIGTERM: running requests finish, new ones are refused, then it ends; a second one ends it now."""
-_REQUIRED_PACKAGES = ("fastapi", "uvicorn", "msgspec", "zmq")
+_REQUIRED_PACKAGES = ("fastapi", "uvicorn", "msgspec")
 
 
 def parser() -> Parser:
