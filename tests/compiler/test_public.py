@@ -36,9 +36,9 @@ import torchweave
 assert callable(torchweave.compile)
 from torchweave import compile
 assert compile is torchweave.compile
-from torchweave.compiler import TraceError, broken, open_cache, weave
+from torchweave.compiler import TraceError, compile_graph, eager_forward, open_cache
 from torchweave.compiler.runtime.cuda_graphs import GraphPool
-assert callable(broken) and callable(weave)
+assert callable(compile_graph) and callable(eager_forward)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr

@@ -468,13 +468,13 @@ def test_a_graph_that_cannot_be_written_down_is_woven_all_the_same(tmp_path: Pat
 _PROCESS = """
 import sys, torch
 from tests.compiler.toy import *
-from torchweave.compiler import CompileCache, weave
+from torchweave.compiler import CompileCache, compile_graph
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.report import Report
 report, module = Report(show=False), toy(layers=2, hidden=32)
 want = module(*step(9, 4))
-woven = weave(module, example(), DYNAMIC, boundary_ops=BOUNDARY, cache=CompileCache(sys.argv[1], report), report=report)
-torch.testing.assert_close(woven(call_op, *step(9, 4)), want, rtol=2e-5, atol=2e-5)
+compiled_graph = compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, cache=CompileCache(sys.argv[1], report), report=report)
+torch.testing.assert_close(compiled_graph(call_op, *step(9, 4)), want, rtol=2e-5, atol=2e-5)
 print(report.select("capture")[0]["source"], [event["built"] for event in report.select("piece")], len(report.select("warning")))
 generators = ("compile_fx", "lowering", "scheduler", "graph", "codegen.wrapper", "select_algorithm")
 unwanted = (*(f"torch._inductor.{name}" for name in generators), "torch.export._trace", "networkx")

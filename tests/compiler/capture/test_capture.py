@@ -65,7 +65,7 @@ def test_a_setting_of_numpys_is_refused_with_what_to_do(setting: Any) -> None:
 
     module = Scaled()
     module.by = setting
-    with pytest.raises(TraceError, match=r"reads self.by, which is numpy's; keep a number as Python's .`float"):
+    with pytest.raises(TraceError, match=r"reads self.by, a numpy value; keep a number as a Python number .`float"):
         capture(module, {"x": torch.zeros(3, 4)}, {}, "backed")
 
 
@@ -249,7 +249,7 @@ class ReturnsSize(nn.Module):
 
 
 def test_a_returned_size_is_refused_as_what_it_is() -> None:
-    with pytest.raises(TraceError, match="forward returns a size, or a number made of sizes; return tensors"):
+    with pytest.raises(TraceError, match="forward returns a size, or a number computed from sizes; return tensors"):
         compile_graph(ReturnsSize(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)
 
 
@@ -316,6 +316,6 @@ class Yields(nn.Module):
 
 def test_a_generator_is_refused() -> None:
     with pytest.raises(
-        TraceError, match=r"forward returns (what cannot be made again .*, as a generator|a tuple_iterator)"
+        TraceError, match=r"forward returns (an object that cannot be rebuilt .*, such as a generator|a tuple_iterator)"
     ):
         compile_graph(Yields(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)
