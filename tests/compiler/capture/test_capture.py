@@ -1,4 +1,4 @@
-"""One graph, sizes dynamic, inputs bound to where they come from; what cannot be captured is refused with the place."""
+"""Capture: one graph with dynamic sizes and bound inputs; unsupported forwards raise errors with the source line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_placeholders_are_bound_and_sizes_named(mode: Any) -> None:
 
 
 def test_the_example_does_not_fix_a_size_by_coincidence() -> None:
-    """A token count that equals the hidden size would tie the two; another one is traced."""
+    """A token count that equals the hidden size would tie the two; another size is traced."""
     inputs = {name: torch.zeros(64, dtype=torch.int64) for name in DYNAMIC}
     graph = capture(toy(), inputs, DYNAMIC, "backed_size_oblivious")
     assert set(graph.symbols.values()) == {"T", "N"}
@@ -142,7 +142,7 @@ class _Changing(nn.Module):
     ],
 )
 def test_a_forward_that_changes_python_objects_is_refused_and_they_are_as_they_were(call: Any, changed: str) -> None:
-    """What a graph does not hold happened once, and left tensors of the tracing behind."""
+    """A graph does not hold such a change; tracing would make it once and leave its tensors behind."""
     module = _Changing(call)
     state = module.state
     with pytest.raises(TraceError, match=f"^forward changes {changed}, which a compiled forward would not do"):
@@ -223,7 +223,7 @@ def test_sources_only_look_things_up(source: str) -> None:
 
 
 class Looked(nn.Module):
-    """Returns what tracing leaves outside of the graph: attributes of an input."""
+    """Returns attributes of an input, which tracing keeps outside of the graph."""
 
     def forward(self, x: Tensor) -> Any:
         return x.T, {"more": [x + 1, x.mT]}, x

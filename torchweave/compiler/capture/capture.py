@@ -1,7 +1,7 @@
 """Capture a module's forward with Dynamo: one graph of Torch IR with dynamic sizes, without guards.
 
-No guard is kept: the caller promises that the module does not change, and declares the sizes that may. Everything that the graph is
-specialised to by declaration (dtypes and devices of the examples, each undeclared size) is checked at every call.
+No guard is kept: the caller promises that the module does not change, and declares the sizes that may. Everything that the
+graph is specialised to by declaration (dtypes and devices of the examples, each undeclared size) is checked at every call.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ def _bind(gm: fx.GraphModule, roots: dict[str, Any], inputs: Mapping[str, Tensor
         if source.startswith(_NUMPY_SOURCE_PREFIX):
             name = source.removeprefix(_NUMPY_SOURCE_PREFIX).removesuffix(")").replace("L['self']", "self")
             raise TraceError(
-                f"forward reads {name}, a numpy value; keep a number as a Python number (`float(...)`, `int(...)`), and an array "
-                "as a tensor (`torch.from_numpy(...)`, a buffer)"
+                f"forward reads {name}, a numpy value; keep a number as a Python number (`float(...)`, `int(...)`), and an "
+                "array as a tensor (`torch.from_numpy(...)`, a buffer)"
             )
         try:
             tensor = resolve(source, roots)
@@ -329,11 +329,11 @@ def _reject_functorch(gm: fx.GraphModule) -> None:
 
 
 def _reject_triton_kernels(gm: fx.GraphModule) -> None:
-    """Refuse Triton kernels: a graph names one by an index that is valid in this process only, without its mutated arguments."""
+    """Refuse Triton kernels: a graph holds an index that is valid in this process only, and no mutated arguments."""
     if launches := [node for node in gm.graph.nodes if op_name(node)[1].startswith("triton_kernel_wrapper")]:
         raise TraceError(
-            "forward launches a Triton kernel, and a graph does not hold which arguments it writes; put the launch into a custom "
-            "op (torch.library.custom_op, with its mutates_args)",
+            "forward launches a Triton kernel, and a graph does not hold which arguments it writes; put the launch into a "
+            "custom op (torch.library.custom_op, with its mutates_args)",
             _last_user_location(launches),
         )
 

@@ -1,7 +1,7 @@
 """Reject forwards that change Python objects: a graph holds tensor operations only, and such changes would be lost.
 
-Dynamo reports the existing objects that a forward changes, and its generated code repeats the changes. They are compared and undone
-here, since many forwards only set an attribute and reset it.
+Dynamo reports the existing objects that a forward changes, and its generated code repeats the changes. They are compared
+and undone here, since many forwards only set an attribute and reset it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def reject_side_effects(sources: Sequence[str], roots: Mapping[str, Any]) -> Ite
     ]
     if changed:
         raise TraceError(
-            f"forward changes {' and '.join(changed)}, which a compiled forward would not do; return the new value, or write it "
-            "into a tensor that is an input"
+            f"forward changes {' and '.join(changed)}, which a compiled forward would not do; return the new value, or write "
+            "it into a tensor that is an input"
         )
 
 

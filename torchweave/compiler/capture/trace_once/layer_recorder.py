@@ -1,9 +1,9 @@
 """Run a module once on meta tensors and record the operations of each layer, to prove that two layers are the same.
 
-A record holds every ATen operation and custom op in order, with all plain arguments, the geometry of all results, and the origin
-of each tensor: an argument of the layer, its own parameter by name, an earlier result, or any other tensor by identity. Layers
-with equal records compute the same. Only an integer argument of a custom op that counts layers (the index of attention's cache)
-may differ, and then by the difference of the positions.
+A record holds every ATen operation and custom op in order, with all plain arguments, the geometry of all results, and the
+origin of each tensor: an argument of the layer, its own parameter by name, an earlier result, or any other tensor by identity.
+Layers with equal records compute the same. Only an integer argument of a custom op that counts layers (the index of attention's
+cache) may differ, and then by the difference of the positions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Placeholders: while a module is captured, each repeated layer is one opaque node.
 
-The first layer of each kind is traced between two marks; the others are only called, and the tail of a list is one call behind the
-last layer before it. The classes of the layers' instances are exchanged inside a `with`; nothing else of them changes.
+The first layer of each kind is traced between two marks; the others are only called, and the tail of a list is one call
+behind the last layer before it. The classes of the layers' instances are exchanged inside a `with`; nothing else of them
+changes.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     module      embed, L0, L1, L2, ... L31, norm          L1 to L31 repeat L0, each on the results of the one before
     traced      embed, L0, norm
 
-Equal structure (classes, attributes, shapes; numbers may move with the position) proves nothing: a recorded run (`record_layers`)
-has to show that layers are the same. A tail takes a second run, without it: the first run calls no function of torch between the
-layers of the tail, and outside its layers it is equal to the second run, with the tail's results in place of those of the last
-layer before it.
+Equal structure (classes, attributes, shapes; numbers may move with the position) proves nothing: a recorded run
+(`record_layers`) has to show that layers are the same. A tail takes a second run, without it: the first run calls no function
+of torch between the layers of the tail, and outside its layers it is equal to the second run, with the tail's results in place
+of those of the last layer before it.
 """
 
 from __future__ import annotations
