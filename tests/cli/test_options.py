@@ -88,8 +88,8 @@ def test_values_take_the_annotated_type(name: str, text: Any, value: Any):
         ("limt", "3", "unknown option limt; did you mean limit?"),
         ("inner.dept", "3", "did you mean inner.depth?"),
         ("depth", "3", "did you mean inner.depth?"),
-        ("wholly_else", "3", "`--help` lists"),
-        ("inner", 3, "inner is no option by itself, but holds some; give those, as inner."),
+        ("wholly_else", "3", "`--help-all` lists"),
+        ("inner", 3, "inner is a group of options; set one of them, such as inner."),
     ],
 )
 def test_other_values_and_names_are_refused(name: str, text: Any, sentence: str):
