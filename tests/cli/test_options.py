@@ -203,7 +203,7 @@ def test_a_file_holds_every_option_that_the_command_has(tmp_path: Path):
     assert (params.temperature, params.max_tokens, params.logit_bias) == (0.5, 5, {25: -2.0})
     assert params.structured_outputs is not None and params.structured_outputs.json == {"type": "object"}
 
-    with pytest.raises(ValueError, match=r"serve.yaml: unknown option port; `--help` lists those that are known"):
+    with pytest.raises(ValueError, match=r"serve.yaml: unknown option port; `--help-all` lists all options"):
         generate.parser().parse_argv(["demo", "--config", str(tmp_path / "serve.yaml")])
 
 

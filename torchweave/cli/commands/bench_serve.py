@@ -160,7 +160,7 @@ def _object(text: str | None) -> dict[str, Any]:
         raise ValueError(f"extra_body={text!r} is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"extra_body={text!r} is not valid: it takes an object such as '{{\"top_k\": 5}}'")
-    return found
+    return fields
 
 
 def _first_errors(details: dict[str, Any]) -> dict[str, Any]:
