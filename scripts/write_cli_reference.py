@@ -64,8 +64,8 @@ invalid usage, with one sentence on standard error (`--traceback` prints the Pyt
 """
 SAMPLING_DEFAULTS = """
 These defaults are those of `SamplingParams` in Python. On the command line `max_tokens` defaults to 256, and `temperature`,
-`top_k`, `top_p`, `min_p` and `repetition_penalty` default to the checkpoint's `generation_config.json`; without it, decoding is greedy.
-`logprobs` appear in `generate --json`; `prompt_logprobs` are available in Python and over HTTP.
+`top_k`, `top_p`, `min_p` and `repetition_penalty` default to the checkpoint's `generation_config.json`; without it, decoding is
+greedy. `logprobs` appear in `generate --json`; `prompt_logprobs` are available in Python and over HTTP.
 """.strip()
 HEADINGS = {"compile (-cc.NAME is short for --torch_compile_config.NAME)": "Compile"}
 
