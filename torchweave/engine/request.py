@@ -101,35 +101,35 @@ _PENALTY_RANGE = f"between {1 / _MAX_FLOAT:g} and {_MAX_FLOAT:g}, 1 for none"
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn, under vLLM's names.
+    """Sampling parameters of a request, under vLLM's names.
 
     Attributes:
-        n: answers to the same prompt, each drawn on its own.
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        top_p: then keep the smallest set of most likely tokens whose probability reaches top_p.
-        min_p: then drop tokens less likely than min_p times the most likely one.
-        seed: makes the answer reproducible whatever else is in the batch; None draws one.
-        max_tokens: tokens to generate at the most; None generates up to the engine's `max_model_len`.
-        min_tokens: stop tokens are not drawn, and stop strings do not end the answer, before this many tokens.
-        stop: strings that end the answer; the answer's text ends before the string.
-        stop_token_ids: tokens that end the answer, beside the model's own end tokens.
-        ignore_eos: go on past the model's own end tokens.
-        logprobs: log-probabilities of this many most likely tokens with each token, and of the token itself.
-        skip_special_tokens: leave special tokens out of the text.
-        presence_penalty: taken from the logit of each token that the answer holds already.
-        frequency_penalty: the same, times how often the answer holds it.
-        repetition_penalty: divides (multiplies, where negative) the logits of tokens of the prompt and the answer.
-        logit_bias: added to the logits of these tokens, `{token id: number}`.
-        allowed_token_ids: no other token is drawn.
-        bad_words: what the answer must not hold: texts, or sequences of token ids.
-        prompt_logprobs: like `logprobs`, for each token of the prompt but the first.
-        include_stop_str_in_output: the answer's text ends behind the stop string, or the text of the stop token.
-        structured_outputs: the form that the answer has to have.
-        beam_width: above 1, the answers are the `n` best of a beam search as wide; nothing is drawn.
-        length_penalty: of a beam search: scores are divided by the answer's length to this power.
-        early_stopping: of a beam search: True ends it with `beam_width` answers, False when a better one is unlikely, "never" when
-            a better one is impossible.
+        n: output sequences per prompt, sampled independently.
+        temperature: divisor of the logits; 0 is greedy decoding.
+        top_k: keep the k most likely tokens. 0 or -1: keep all.
+        top_p: keep the smallest set of most likely tokens with total probability top_p; applied after top_k.
+        min_p: drop tokens less likely than min_p times the most likely token; applied after top_p.
+        seed: make the output reproducible whatever the batch holds. None: a random seed.
+        max_tokens: most tokens to generate. None: up to the engine's `max_model_len`.
+        min_tokens: tokens to generate before stop tokens and stop strings take effect.
+        stop: strings that end the output; its text ends before the string.
+        stop_token_ids: tokens that end the output, besides the model's end tokens.
+        ignore_eos: continue after the model's end tokens.
+        logprobs: number of most likely tokens whose log-probabilities are returned with each sampled token.
+        skip_special_tokens: omit special tokens from the text.
+        presence_penalty: subtracted from the logit of each token already in the output.
+        frequency_penalty: subtracted from a token's logit once per occurrence in the output.
+        repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the output.
+        logit_bias: bias added to logits, `{token id: number}`.
+        allowed_token_ids: the only tokens that may be sampled. None: all.
+        bad_words: texts or sequences of token ids that the output must not contain.
+        prompt_logprobs: like `logprobs`, for each prompt token but the first.
+        include_stop_str_in_output: end the text after the stop string, or after the stop token's text.
+        structured_outputs: required format of the output. None: free text.
+        beam_width: number of beams; above 1, return the `n` best sequences of a beam search instead of sampling.
+        length_penalty: beam search: exponent of the length that divides a sequence's score.
+        early_stopping: beam search: True stops at `beam_width` finished sequences, False when a better one is unlikely,
+            "never" when a better one is impossible.
 
     Raises:
         ValueError: for a value out of range.
