@@ -71,7 +71,7 @@ def test_B7_searches_among_others_under_every_policy(policy: str, reuse: bool, r
     responses = drive(scheduler, runner, run_ahead)
     assert {key: found(responses[key]) for key in wanted} == wanted
     assert {key: tokens_of(responses[key]) for key in single} == single
-    assert scheduler.kv.num_free == scheduler.kv.num_blocks and len(scheduler._slots.free) == 8
+    assert scheduler.kv.num_free == scheduler.kv.num_blocks and len(scheduler._running.slots.free) == 8
     assert (scheduler.paused_total > 0) == (policy == "max_utilization")
 
 
