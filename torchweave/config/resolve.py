@@ -282,7 +282,7 @@ def _compile_fields(
         "piecewise_graphs": piecewise,
         "batch_sizes": sizes,
         "decode_graphs": bool(sizes),
-        "whole_mixed_graphs": mixed,
+        "full_mixed_graphs": mixed,
     }
 
 

@@ -284,7 +284,7 @@ def test_T10_a_missing_event_is_caught(case: str) -> None:
     assert len(lesser) >= 2
     for each in lesser:
         call, _ = join(each, [build_fx(part).call for part in each.parts], CheckedStreams(2))
-        with pytest.raises(DataRace, match="lane"):
+        with pytest.raises(DataRace, match="stream"):
             call(list(inputs))
 
 

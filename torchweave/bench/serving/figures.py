@@ -163,7 +163,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         often = f"of a process that only sleeps; {stalls['over_2_ms']} were longer than 2 ms"
         found.append(("This machine itself", "longest stall", f"{stalls['longest_ms']:,.2f} ms", often))
         slow = f"{stalls['slow_s']:.2f} s in all in which the same sum took at least 3 times as long"
-        found.append(("This machine itself", "slow spells", f"{stalls['find_slow_periods']}", slow))
+        found.append(("This machine itself", "slow spells", f"{stalls['slow_spells']}", slow))
     if calm := result.get("outside_slow_spells"):
         others = ", ".join(f"{key.split('_')[0]} {value:,.2f}" for key, value in calm.items() if key[0] == "p")
         what = "inter-token latency outside of these, median"

@@ -42,7 +42,7 @@ class StallMonitor:
 
     Attributes:
         stats: `longest_ms` that the process overslept and how often it did by more than 2 ms (`over_2_ms`); how often
-            the processors were slow (`find_slow_periods`), and for how long in all (`slow_s`). Empty until the context ends,
+            the processors were slow (`slow_spells`), and for how long in all (`slow_s`). Empty until the context ends,
             and where the process cannot run.
         slow_periods: in which the machine was slow.
     """

@@ -1,4 +1,4 @@
-"""Lanes: what the code of a split piece runs on. CUDA streams on a GPU; elsewhere a stand-in that checks the order.
+"""Streams: what the code of a split piece runs on. CUDA streams on a GPU; elsewhere a stand-in that checks the order.
 
 Memory on a GPU. The allocator hands a freed block out again to the stream that it was made on, without waiting for others. So
 a tensor that a second stream reads must not be freed before the first stream is known to be behind that reader. The
@@ -30,34 +30,34 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 class Event(Protocol):
-    """A point in the work of one lane."""
+    """A point in the work of one stream."""
 
     def record(self) -> None:
-        """After what the current lane has been given so far."""
+        """After what the current stream has been given so far."""
         ...
 
     def wait(self) -> None:
-        """What the current lane is given from now on comes after the point."""
+        """What the current stream is given from now on comes after the point."""
         ...
 
 
 class Streams(Protocol):
-    """Lane 0 is the caller's; the others are entered by `with streams[1]:`."""
+    """Stream 0 is the caller's; the others are entered by `with streams[1]:`."""
 
     def __getitem__(self, stream: int) -> AbstractContextManager[Any]: ...
 
     def event(self) -> Event: ...
 
     def begin(self) -> None:
-        """A call of the piece begins on the caller's lane."""
+        """A call of the piece begins on the caller's stream."""
         ...
 
     def end(self) -> None:
-        """The call returns: all that the lanes were given comes before what the caller does next."""
+        """The call returns: all that the streams were given comes before what the caller does next."""
         ...
 
     def with_race_checks(self, call: Boxed, written: Sequence[int]) -> Boxed:
-        """`call`, which writes to these of its arguments, with whatever checks the lanes make."""
+        """`call`, which writes to these of its arguments, with whatever checks the streams make."""
         ...
 
 
@@ -70,7 +70,7 @@ class CudaStreams:
         self._caller: torch.cuda.Stream | None = None
 
     def __getitem__(self, stream: int) -> AbstractContextManager[Any]:
-        assert stream, "the caller's lane is the current one"
+        assert stream, "the caller's stream is the current one"
         return torch.cuda.stream(self._streams[stream - 1])
 
     def event(self) -> Event:
@@ -93,13 +93,13 @@ class CudaStreams:
 
 
 class DataRace(AssertionError):
-    """Two lanes touch one storage, at least one of them writes, and nothing orders them."""
+    """Two streams touch one storage, at least one of them writes, and nothing orders them."""
 
 
 class CheckedStreams:
-    """Lanes without a device: all run at once, in the order of the code, and every access is checked against the events.
+    """Streams without a device: all run at once, in the order of the code, and every access is checked against the events.
 
-    Each lane counts its steps, and knows how far it has waited for every other (a vector clock). Of a storage, the last
+    Each stream counts its steps, and knows how far it has waited for every other (a vector clock). Of a storage, the last
     write and the reads since are kept with their counts: an access that is not behind them in this sense would be a race
     on a GPU, whatever order the code happens to be in here.
     """
@@ -127,7 +127,7 @@ class CheckedStreams:
         return _CheckedEvent(self)
 
     def begin(self) -> None:
-        """Whatever was launched before is over for the caller's lane, and for no other."""
+        """Whatever was launched before is over for the caller's stream, and for no other."""
         self._writes.clear()
         self._reads.clear()
         self._live_storages.clear()
@@ -144,7 +144,7 @@ class CheckedStreams:
             if self._clocks[0][stream] < clock[stream] and stream in self._used
         ]
         if unjoined or self.stream:
-            raise DataRace(f"the call returns on lane {self.stream} while lanes {unjoined} may still run")
+            raise DataRace(f"the call returns on stream {self.stream} while streams {unjoined} may still run")
 
     def with_race_checks(self, call: Boxed, written: Sequence[int]) -> Boxed:
         def checked(args: list[Any]) -> Sequence[Any]:
@@ -178,7 +178,7 @@ class CheckedStreams:
 
     def _check_ordered(self, what: str, stream: int, count: int) -> None:
         if self.clock[stream] < count:
-            raise DataRace(f"lane {self.stream} touches what lane {stream} may still {what}")
+            raise DataRace(f"stream {self.stream} touches what stream {stream} may still {what}")
 
 
 class _StreamContext:
@@ -213,5 +213,5 @@ def _storage(tensor: Tensor) -> int:
 
 
 def make_streams(num_streams: int, device: torch.device) -> Streams:
-    """The lanes of a device."""
+    """The streams of a device."""
     return CudaStreams(num_streams, device) if device.type == "cuda" else CheckedStreams(num_streams)

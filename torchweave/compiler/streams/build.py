@@ -76,14 +76,14 @@ class StreamBuilder:
             if self._costs.fused:
                 _reject_aliases(split)
         except AliasAnalysisError as error:
-            self._report.event("streams", piece=piece.digest, streams=[], kept=False, why=str(error))
+            self._report.event("streams", piece=piece.digest, lanes=[], kept=False, why=str(error))
             return build_piece(piece)
         kept, why = self._verdict(split)
         names = [[node.name for node in split.nodes(run)] for run in range(len(split.parts))]
         self._report.event(
             "streams",
             piece=piece.digest,
-            streams=split.timeline.streams(names),
+            lanes=split.timeline.span_rows(names),
             serial=split.timeline.serial,
             makespan=split.timeline.makespan,
             kept=kept,

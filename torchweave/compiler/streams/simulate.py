@@ -43,7 +43,7 @@ class Timeline:
             return False, f"predicted {figures}: less than {MIN_GAIN:.0%} faster"
         return True, f"predicted {figures}"
 
-    def streams(self, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    def span_rows(self, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
         """The timeline as a report event holds it; `names` are those of each run's nodes."""
         return [
             {"stream": span.stream, "start": span.start, "end": span.end, "nodes": list(names[span.run])}
