@@ -122,7 +122,7 @@ def test_B7_log_probabilities_and_scores_of_a_search() -> None:
     ("params", "sentence"),
     [
         ({"n": 3}, "raise beam_width or lower n"),
-        ({"temperature": 0.7}, "draws nothing"),
+        ({"temperature": 0.7}, "does not sample"),
         ({"stop": "x"}, "stop strings"),
         ({"presence_penalty": 1.0}, "presence_penalty is not supported in a beam search"),
         ({"early_stopping": "soon"}, "early_stopping must be"),
