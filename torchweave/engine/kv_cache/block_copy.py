@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchweave.engine.kv_cache.cpu_offload import BlockCopier
-from torchweave.ops.attention.op import LayerKVCache
+from torchweave.ops.attention.call import LayerKVCache
 from torchweave.utils.cuda_streams import side_stream
 
 _CHUNK = 1 << 30  # bytes that are pinned at once: torch rounds what it pins up to a power of two
