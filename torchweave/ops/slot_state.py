@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MAX_STOP_IDS = 8
-"""Stop ids per slot that the device checks; a request with more has the rest checked by the host."""
+from torchweave.ops.kernels.sampling.layout import MAX_STOP_IDS
 
 SEED_BITS = 64
 _ALIGNMENT = 64  # int32 elements: each region starts on 256 bytes, so kernels may assume aligned vector loads

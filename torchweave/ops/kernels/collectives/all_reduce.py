@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.collectives.symmetric_memory import ALL_PHASES, PROGRAMS, OperandLocation, SymmetricWorkspace
 from torchweave.ops.kernels.collectives.barrier import as_pointer, barrier_addresses, peer_addresses, rank_barrier
+from torchweave.ops.kernels.collectives.workspace import ALL_PHASES, PROGRAMS, OperandLocation, SymmetricWorkspace
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
 
 

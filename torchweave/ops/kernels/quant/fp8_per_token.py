@@ -14,9 +14,9 @@ from torch import Tensor
 
 from torchweave.ops.kernels.activation import activate
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
+from torchweave.ops.kernels.quant.formats import empty_quantized
 from torchweave.ops.kernels.quant.fp8_quant import num_warps_for, scale_and_store_fp8, scale_fp8, use_pdl
 from torchweave.ops.kernels.rows import strided_rows
-from torchweave.ops.quant.fp8 import empty_quantized
 
 MAX_TOKENS = 64
 """With more tokens there are programs enough, and what passes between the two kernels costs more."""
