@@ -191,7 +191,7 @@ class WorkerGroup:
         numbers = {peer_channel: number for number, peer_channel in enumerate(self._channels)}
         last_beat = 0.0
         while self.failure is None and not self._closing:
-            for peer_channel in wait(list(numbers), channel.HEARTBEAT_SECONDS):
+            for peer_channel in wait(list(numbers), channel.HEARTBEAT_SECONDS):  # type: ignore[arg-type]
                 self._on_message(numbers[peer_channel])  # type: ignore[index]
             now = time.monotonic()
             if now - last_beat >= channel.HEARTBEAT_SECONDS:

@@ -201,7 +201,7 @@ def disable_padding_warnings(model: nn.Module) -> None:
     """Keep models from looking for padding in their tokens to warn of it: there is none, and the look reads them on the host."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.warn_if_padding_and_no_attention_mask = _do_nothing
+            module.warn_if_padding_and_no_attention_mask = _do_nothing  # type: ignore[method-assign]
 
 
 def _do_nothing(*_: Any) -> None:

@@ -236,7 +236,9 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_cod
             f"{name} has no causal language model in transformers {transformers.__version__}; only decoders can be served."
         )
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the model is built plain; its linears are replaced as their weights arrive
+        delattr(
+            config, "quantization_config"
+        )  # the model is built plain; its linears are replaced as their weights arrive
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(

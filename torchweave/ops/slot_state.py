@@ -14,6 +14,7 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -165,7 +166,7 @@ class SlotUpdates:
     def __len__(self) -> int:
         return sum(a.size for a in self._indices)
 
-    def set(self, name: str, slots: IntArray, values: object) -> None:
+    def set(self, name: str, slots: IntArray, values: npt.ArrayLike) -> None:
         """Set field `name` of `slots` ([n] or one). `values` [n], or [n, width] for `stop_ids` and `block_table`; broadcasts.
 
         Raises KeyError for an unknown field and IndexError for a slot out of range.

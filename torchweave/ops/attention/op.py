@@ -229,7 +229,7 @@ def _unavailable_reason(name: str, device: torch.device) -> str | None:
         if name == "triton":
             import triton  # noqa: F401
         else:
-            import fa3_fwd_interface  # noqa: F401
+            import fa3_fwd_interface  # noqa: F401 # pyright: ignore[reportMissingImports]
     except ImportError as error:
         extra = "triton" if name == "triton" else "torchweave[fa3]"
         return f"{error}; install {extra}"

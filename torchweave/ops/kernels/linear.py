@@ -7,6 +7,9 @@ Each may be launched as a dependent of the kernel before (`dependent.py`): it th
 its first weights already under way.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -98,7 +98,7 @@ def _flash_attention(
     scale: float,
 ) -> None:
     """The wheel's own op, since its Python functions cannot write into a given tensor. Arguments go by position."""
-    import fa3_fwd_interface  # noqa: F401 (registers the op)
+    import fa3_fwd_interface  # noqa: F401 # pyright: ignore[reportMissingImports] (registers the op)
 
     torch.ops.fa3_fwd.fwd(
         q, cache.k, cache.v, None, None, None, out,  # k_new, v_new, qv, out

@@ -36,13 +36,14 @@ class _RowGroup:
         block_rows: int `[rows, max_blocks]`, the block table of the rows.
         tokens: `[rows, N]`, tokens of the step; places behind a row's end repeat its last token.
         positions: `[rows, N]`, their positions in the sequence.
-        span: `(start, stop)` if the tokens are exactly that range in order, else None.
+        span: `(start, stop)` of the tokens, where they are consecutive.
+        token_index: index of the tokens, int64 `[rows * N]`; None if they are exactly `span`.
     """
 
     block_rows: np.ndarray
     tokens: np.ndarray
     positions: np.ndarray
-    span: tuple[int, int] | None
+    span: tuple[int, int]
     token_index: Tensor | None
     views: dict[tuple[int, int, torch.dtype], tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
 
@@ -80,7 +81,8 @@ class TorchStep:
         for group in self.groups:
             rows, queries = group.tokens.shape
             index, bias = self._keys_and_mask(group, call.window, call.chunk, block_size, q.dtype)
-            query_rows = q[slice(*group.span)] if group.span is not None else q.index_select(0, group.token_index)
+            token_index = group.token_index
+            query_rows = q[slice(*group.span)] if token_index is None else q.index_select(0, token_index)
             if index is None:
                 start, stop = group.span
                 keys, values = k[None, start:stop], v[None, start:stop]
@@ -92,11 +94,11 @@ class TorchStep:
             result = padded_attention(
                 query_rows, keys, values, bias, scale=call.scale, softcap=call.softcap, sinks=call.sinks
             )
-            if group.span is not None:
+            if token_index is None:
                 out[slice(*group.span)].view(result.shape).copy_(result)
             else:
                 # A padded place holds its row's last token and computes the same result again.
-                out.index_copy_(0, group.token_index, result.flatten(2, 3).flatten(0, 1).to(out.dtype))
+                out.index_copy_(0, token_index, result.flatten(2, 3).flatten(0, 1).to(out.dtype))
         if self.padding is not None:
             out.index_fill_(0, self.padding, 0)
 
@@ -115,7 +117,7 @@ class TorchStep:
             host.block_table[host.slots[rows]],
             tokens,
             positions,
-            span if exact else None,
+            span,
             None if exact else self._index(flat),
         )
 
@@ -137,7 +139,7 @@ class TorchStep:
             first_visible = np.maximum(first_visible, positions - window + 1)
         if chunk:
             first_visible = np.maximum(first_visible, positions // chunk * chunk)
-        whole = len(positions) == 1 and positions[0, 0] == 0 and group.span is not None
+        whole = len(positions) == 1 and positions[0, 0] == 0 and group.token_index is None
         if whole and not first_visible.any():
             return None, None  # one sequence from its beginning: the step's own keys are all there is
         first, last = first_visible[:, :1], positions[:, -1:]

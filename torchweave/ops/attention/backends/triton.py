@@ -5,6 +5,9 @@ values, context rows, decode rows; which rows are which is found on the device. 
 the graph: neither fills a GPU, and none reads what the other writes.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
@@ -76,7 +79,7 @@ def default_decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
 
 def default_prefill_config(head_dim: int, group: int, dtype: torch.dtype) -> PrefillConfig:
     """As `default_decode_config`. A tile holds at least one token, so `block_m` is at least `group`."""
-    least = triton.next_power_of_2(group)
+    least = _power_of_2(group)
     if dtype == torch.float32:
         return PrefillConfig(max(32, least), 32, 4 if head_dim <= 64 else 8, 2)
     if head_dim > 128:
@@ -87,7 +90,7 @@ def default_prefill_config(head_dim: int, group: int, dtype: torch.dtype) -> Pre
 def shrink_prefill_tiles(config: PrefillConfig, group: int) -> PrefillConfig:
     """The configuration for a step whose tiles would not fill a GPU twice: smaller ones, of which there are more. A layer of Llama
     1B at 16 and at 1000 tokens takes 6.9 and 22.9 us instead of 7.8 and 26.5, of 8B 8.0 and 34.2 instead of 9.1 and 36.6 (H100)."""
-    block_m = max(64, triton.next_power_of_2(group))
+    block_m = max(64, _power_of_2(group))
     return replace(config, block_m=block_m, num_warps=4) if config.block_m > block_m else config
 
 
@@ -163,7 +166,7 @@ class TritonBackend:
     def num_splits(self, config: DecodeConfig, num_rows: int, kv_heads: int, max_seq_len: int) -> int:
         """Splits of the context, a power of two: as many as there are programs for and tiles to give them."""
         by_programs = config.programs_per_sm * self.num_sms // max(num_rows * kv_heads, 1)
-        wanted = max(min(by_programs, triton.cdiv(max_seq_len, config.block_n), MAX_SPLITS), 1)
+        wanted = max(min(by_programs, -(-max_seq_len // config.block_n), MAX_SPLITS), 1)
         return 1 << (wanted.bit_length() - 1)
 
     def workspace(self, group: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> _Workspace:
@@ -261,7 +264,7 @@ class TritonStep:
             call.scale * cache.k_scale, softcap, window, call.chunk, splits, config.min_tiles, rope_args.eps, rope_args.offset,
             cache.k_scale, cache.v_scale, meta.num_tokens,
             meta.block_table.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(triton.next_power_of_2(group), 16 if config.dot else 1),
+            KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(_power_of_2(group), 16 if config.dot else 1),
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
             BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, SPLITS_PAD=_padded_splits(splits),
             DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, DOT=config.dot,
@@ -301,6 +304,11 @@ class TritonStep:
         )  # fmt: skip
 
 
+def _power_of_2(size: int) -> int:
+    """The least power of two that is not below `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
 def _padded_splits(splits: int) -> int:
     """As many partial results as a program can combine: three kernels, not one for every number of rows."""
     return next(room for room in (1, 16, MAX_SPLITS) if splits <= room)
@@ -308,14 +316,14 @@ def _padded_splits(splits: int) -> int:
 
 def pad(dim: int) -> int:
     """Power of two that a tile of `dim` numbers takes."""
-    return max(triton.next_power_of_2(dim), 16)
+    return max(_power_of_2(dim), 16)
 
 
 def write_kv_cache(k: Tensor, v: Tensor, cache: LayerKVCache, meta: AttentionMetadata) -> None:
     """Put the step's keys and values into their places in the cache; a padded token has none."""
     kv_heads, head_dim, value_dim = k.shape[1], k.shape[2], v.shape[2]
     numbers = kv_heads * max(head_dim, value_dim)
-    block = min(triton.next_power_of_2(numbers), 2048)
+    block = min(_power_of_2(numbers), 2048)
     write_kv[(meta.num_tokens, triton.cdiv(numbers, block))](
         k, v, cache.k, cache.v, meta.slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cache.k_scale, cache.v_scale, KV_HEADS=kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK=block,

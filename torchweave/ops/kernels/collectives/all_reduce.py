@@ -10,6 +10,9 @@ MEETINGS is 2 where the memory of the operand has no other that takes turns with
 `torchweave.ops.collectives.symmetric_memory`.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import triton

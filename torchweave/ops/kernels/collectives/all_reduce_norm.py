@@ -3,6 +3,9 @@
 See `symmetric_reduce` for PHASES, MEETINGS and counters. Rounding is that of the parts, one after the other.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import triton

@@ -5,6 +5,9 @@ processor works through 14,336 exponentials and divisions; so one kernel activat
 each, and a second one divides.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import torch

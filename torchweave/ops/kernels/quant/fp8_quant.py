@@ -3,6 +3,9 @@
 A token lies in registers as `[ROWS, 128]`, so that a scale over 128 channels is a reduction over one axis.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false, reportReturnType=false
+
 from __future__ import annotations
 
 import triton

@@ -1,5 +1,8 @@
 """Triton: numbers leave as NVFP4, two codes in a byte and an e4m3 scale for each 16. Kernels that end in FP4 share `store_fp4`."""
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import triton

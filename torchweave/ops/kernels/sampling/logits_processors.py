@@ -5,6 +5,9 @@ rewind   (rows)                    barred words of several tokens, stop tokens b
 settle   (rows)                    tokens, counts and tails, when `sample` and `advance` have run again
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import triton

@@ -11,6 +11,9 @@ bound from the subs: at least k tokens reach the k-th largest sub maximum, and f
 candidates, go to a list if they fit; if they surely hold all that is kept, the search runs on them, else on the row in memory.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import torch
