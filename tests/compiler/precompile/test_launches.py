@@ -21,7 +21,7 @@ from torchweave.compiler.precompile.precompile import KernelPrecompiler, OpCall,
 from torchweave.distributed.fake_collectives import FakeCommunicator, fake_collectives
 from torchweave.distributed.symmetric_memory import KernelSizeLimits, SymmetricCommunicator
 from torchweave.ops.collectives.op import find_communicator, register_communicator
-from torchweave.ops.collectives.symmetric_memory import SymmetricLayout
+from torchweave.ops.kernels.collectives.workspace import SymmetricLayout
 from torchweave.ops.linear_config import LinearConfig
 
 BF16, D, VOCAB = torch.bfloat16, 1024, 512

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchweave.ops.attention.calls import run_attention_op
+from torchweave.ops.attention.call import run_attention_op
 from torchweave.ops.attention.op import AttentionBackend, AttentionMetadata, AttentionStep, LayerKVCache
 from torchweave.ops.slot_state import SlotState
 
