@@ -88,7 +88,7 @@ def test_an_entry_under_the_name_of_another_is_a_miss(tmp_path: Path, report: Re
     cache = CompileCache(tmp_path / "cache", report)
     cache.store("piece", {"a": 1}, b"one")
     cache.store("piece", {"a": 2}, b"two")
-    one, two = (cache._path("piece", read_entry(path).key) for path in cache.entries())
+    one, two = (cache.path("piece", read_entry(path).key) for path in cache.entries())
     two.write_bytes(one.read_bytes())
     assert [cache.load("piece", {"a": number}) is None for number in (1, 2)].count(True) == 1
 

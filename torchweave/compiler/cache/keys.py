@@ -172,40 +172,40 @@ def source_digests(modules: Iterable[str]) -> dict[str, str]:
     return digests
 
 
-Known = dict[tuple[int, int], str]
+DescriptionCache = dict[tuple[int, int], str]
 """Descriptions by identity and depth, valid while the objects live: modules of one model share their config."""
 
 
-def describe_module(module: nn.Module, known: Known | None = None) -> str:
+def describe_module(module: nn.Module, cache: DescriptionCache | None = None) -> str:
     """A module as text: its tree of classes, plain attributes, and the geometry of its tensors, without values of weights.
 
     Args:
-        known: cache of descriptions, for other modules of the same model.
+        cache: descriptions, shared with other modules of the same model.
     """
-    lines, known = [], {} if known is None else known
+    lines, cache = [], {} if cache is None else cache
     for name, child in module.named_modules(remove_duplicate=False):
         hooks = [describe(hook, 1) for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())]
         plain = {key: value for key, value in sorted(vars(child).items()) if key not in _TORCH_OWN}
         forward = getattr(child.forward, "__func__", child.forward)
-        local = [_describe_class(kind, known) for kind in type(child).__mro__ if "<locals>" in kind.__qualname__]
-        lines.append(f"{name}: {_name(type(child))} {_name(forward)} {local} {hooks} {describe(plain, 0, known)}")
+        local = [_describe_class(kind, cache) for kind in type(child).__mro__ if "<locals>" in kind.__qualname__]
+        lines.append(f"{name}: {_name(type(child))} {_name(forward)} {local} {hooks} {describe(plain, 0, cache)}")
         tensors = {**child._parameters, **child._buffers}
         lines += [f"  {key}: {describe(tensor, 0)}" for key, tensor in tensors.items()]
     return "\n".join(lines)
 
 
-def _describe_class(kind: type, known: Known) -> str:
+def _describe_class(kind: type, cache: DescriptionCache) -> str:
     """A class defined in a function, by its attributes: the class depends on the function's arguments, its name does not."""
     where = (id(kind), 0)
-    if where not in known:
+    if where not in cache:
         plain = (FunctionType, bool, int, float, str)
         attributes = {
             key: each
             for key, each in sorted(vars(kind).items())
             if key not in _LOCATION_ATTRIBUTES and isinstance(each, plain)
         }
-        known[where] = _digest(describe(attributes, 1, known))
-    return known[where]
+        cache[where] = _digest(describe(attributes, 1, cache))
+    return cache[where]
 
 
 def _unregistered_modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -239,7 +239,7 @@ def _modules_in(thing: Any, depth: int = 0) -> Iterator[nn.Module]:
             yield from _modules_in(item, depth + 1)
 
 
-def describe(thing: Any, depth: int = 0, known: Known | None = None) -> str:
+def describe(thing: Any, depth: int = 0, cache: DescriptionCache | None = None) -> str:
     """A setting as text: plain values, geometry of tensors, names of classes and functions, containers of these; no paths."""
     if thing is None or isinstance(thing, _PLAIN):
         return repr(thing)
@@ -249,42 +249,42 @@ def describe(thing: Any, depth: int = 0, known: Known | None = None) -> str:
         return f"{type(thing).__name__}{tuple(thing.shape)}{tuple(thing.stride())}{thing.dtype}@{thing.device.type}"
     if isinstance(thing, PurePath):
         return "path"
-    known = {} if known is None else known
+    cache = {} if cache is None else cache
     if isinstance(thing, (Mapping, list, tuple, deque, set, frozenset)):
-        return _describe_container(thing, depth, known)
+        return _describe_container(thing, depth, cache)
     if depth > _MAX_DEPTH or isinstance(thing, nn.Module):
         return _name(type(thing))
     if isinstance(thing, MethodType):
-        return f"{_name(thing)} of {describe(thing.__self__, depth + 1, known)}"
+        return f"{_name(thing)} of {describe(thing.__self__, depth + 1, cache)}"
     if isinstance(thing, functools.partial):
-        return f"partial{describe([thing.func, thing.args, thing.keywords], depth + 1, known)}"
+        return f"partial{describe([thing.func, thing.args, thing.keywords], depth + 1, cache)}"
     if isinstance(thing, FunctionType):
-        return _describe_function(thing, depth, known)
+        return _describe_function(thing, depth, cache)
     if callable(thing) and hasattr(thing, "__qualname__"):
         return _name(thing)
-    return _describe_object(thing, depth, known)
+    return _describe_object(thing, depth, cache)
 
 
-def _describe_container(thing: Any, depth: int, known: Known) -> str:
+def _describe_container(thing: Any, depth: int, cache: DescriptionCache) -> str:
     """A list, dict or set at any depth; a container inside itself is described by its class name."""
     where = (id(thing), _IN_PROGRESS)
-    if where in known:
+    if where in cache:
         return f"a {_name(type(thing))} around it"
-    known[where] = ""
+    cache[where] = ""
     try:
         if isinstance(thing, Mapping):
             items = [(_key(key), value) for key, value in thing.items() if not _is_path(str(key), value)]
-            return "{" + ", ".join(f"{key}: {describe(value, depth + 1, known)}" for key, value in items) + "}"
-        texts = [describe(item, depth + 1, known) for item in thing]
+            return "{" + ", ".join(f"{key}: {describe(value, depth + 1, cache)}" for key, value in items) + "}"
+        texts = [describe(item, depth + 1, cache) for item in thing]
         if isinstance(thing, (set, frozenset)):
             return "{" + ", ".join(sorted(texts)) + "}"
         kind = "" if type(thing) is list else _name(type(thing))
         return f"{kind}[{', '.join(texts)}]"
     finally:
-        del known[where]
+        del cache[where]
 
 
-def _describe_function(function: FunctionType, depth: int, known: Known | None) -> str:
+def _describe_function(function: FunctionType, depth: int, cache: DescriptionCache | None) -> str:
     """Its name, code, defaults and closure: lambdas of one line and closures of one function share a name."""
     code, values = function.__code__, [function.__defaults__, function.__kwdefaults__]
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -292,7 +292,7 @@ def _describe_function(function: FunctionType, depth: int, known: Known | None) 
             values.append((name, cell.cell_contents))
         except ValueError:  # a variable that is assigned later
             values.append((name, "empty"))
-    return f"{_name(function)} {_digest(_code_text(code))} {describe(values, depth + 1, known)}"
+    return f"{_name(function)} {_digest(_code_text(code))} {describe(values, depth + 1, cache)}"
 
 
 def _code_text(code: CodeType) -> str:
@@ -300,13 +300,13 @@ def _code_text(code: CodeType) -> str:
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
-def _describe_object(thing: Any, depth: int, known: Known) -> str:
+def _describe_object(thing: Any, depth: int, cache: DescriptionCache) -> str:
     where = (id(thing), depth)
-    if where not in known:
+    if where not in cache:
         slots = [name for kind in type(thing).__mro__ for name in _slots(kind) if hasattr(thing, name)]
         facts = {**{name: getattr(thing, name) for name in slots}, **getattr(thing, "__dict__", {})}
-        known[where] = f"{_name(type(thing))}{describe(dict(sorted(facts.items())), depth + 1, known) if facts else ''}"
-    return known[where]
+        cache[where] = f"{_name(type(thing))}{describe(dict(sorted(facts.items())), depth + 1, cache) if facts else ''}"
+    return cache[where]
 
 
 def _slots(kind: type) -> list[str]:

@@ -61,7 +61,7 @@ def summaries(cache: CompileCache) -> Iterator[Summary]:
             continue
         try:
             entry, fault = read_entry(path), ""
-            if cache.path(entry) != path:
+            if cache.path(entry.kind, entry.key) != path:
                 entry, fault = None, "its content is another entry than its name"
         except (OSError, DamagedEntryError) as error:
             entry, fault = None, str(error)
@@ -159,10 +159,11 @@ def import_archive(cache: CompileCache, file: Path) -> tuple[int, list[str]]:
                     continue
                 data = content.read()
                 try:
-                    path = cache.path(parse_entry(data))
+                    entry = parse_entry(data)
                 except DamagedEntryError as error:
                     faults.append(f"{member.name}: {error}")
                     continue
+                path = cache.path(entry.kind, entry.key)
                 if not path.exists():
                     path.parent.mkdir(exist_ok=True, mode=0o700)
                     write_atomic(path, data)

@@ -83,7 +83,7 @@ class CompileCache:
         """The entry with these factors, or None."""
         key = key_of(kind, factors)
         self.report.event("cache_key", entry=kind, key=key[:12], factors=dict(factors))
-        path = self._path(kind, key)
+        path = self.path(kind, key)
         try:
             self._wait(path)
             entry = read_entry(path)
@@ -111,7 +111,7 @@ class CompileCache:
         }
         text = _json(header)
         try:
-            path = self._path(kind, key)
+            path = self.path(kind, key)
             path.parent.mkdir(exist_ok=True, mode=0o700)
             write_atomic(path, MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text + payload)
         except OSError as error:
@@ -133,7 +133,7 @@ class CompileCache:
     def hit(self, entry: Entry) -> None:
         """Record the use of an entry, in the report and as the file's time for pruning."""
         with contextlib.suppress(OSError):
-            os.utime(self._path(entry.kind, entry.key))
+            os.utime(self.path(entry.kind, entry.key))
         self.report.event("cache", outcome="hit", entry=entry.kind, key=entry.key[:12])
 
     def miss(self, kind: str, key: str, why: str) -> None:
@@ -155,11 +155,8 @@ class CompileCache:
         """The files of the cache."""
         yield from sorted(self.folder.glob(f"*/*{SUFFIX}"))  # the other folders hold no such files
 
-    def path(self, entry: Entry) -> Path:
+    def path(self, kind: str, key: str) -> Path:
         """The path of an entry, which need not exist."""
-        return self._path(entry.kind, entry.key)
-
-    def _path(self, kind: str, key: str) -> Path:
         return self.folder / kind / f"{key}{SUFFIX}"
 
 

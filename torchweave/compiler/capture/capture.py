@@ -36,15 +36,7 @@ from torchweave.compiler.errors import (
     user_location,
 )
 from torchweave.compiler.ir.aliasing import op_name
-from torchweave.compiler.ir.graph import (
-    Binding,
-    CapturedGraph,
-    Constant,
-    Input,
-    Size,
-    UnusedInput,
-    clean_up_graph,
-)
+from torchweave.compiler.ir.graph import Binding, CapturedGraph, Constant, Input, Size, UnusedInput, clean_up_graph
 from torchweave.compiler.ir.mutation import mutated_args, storage_id
 from torchweave.compiler.ir.sources import SourceError, resolve
 from torchweave.compiler.ir.symbols import (

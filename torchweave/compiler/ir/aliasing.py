@@ -15,43 +15,21 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 
 from torchweave.compiler.ir.collectives import collective_group
+from torchweave.compiler.ir.fake_tensors import run_target
 from torchweave.compiler.ir.mutation import mutated_args
-from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.ir.symbols import SYMBOLIC, value
 
 # Functions whose result may or may not be a view of their argument, depending on the sizes.
-_MAYBE_VIEWS = frozenset(
-    {
-        "reshape",
-        "reshape_as",
-        "flatten",
-        "unflatten",
-        "ravel",
-        "contiguous",
-        "to",
-        "type",
-        "type_as",
-        "float",
-        "half",
-        "bfloat16",
-        "double",
-        "int",
-        "long",
-        "bool",
-        "expand",
-        "expand_as",
-        "dropout",
-        "squeeze",
-        "view_as_real",
-        "resolve_conj",
-        "resolve_neg",
-        "real",
-        "pad",
-    }
-)
+_MAYBE_VIEWS = frozenset({
+    "reshape", "reshape_as", "flatten", "unflatten", "ravel", "contiguous", "to", "type", "type_as", "float",
+    "half", "bfloat16", "double", "int", "long", "bool", "expand", "expand_as", "dropout", "squeeze",
+    "view_as_real", "resolve_conj", "resolve_neg", "real", "pad",
+})  # fmt: skip
 # Functions of Torch IR that draw from the random generator; ATen ops have a tag for it.
-_RANDOM = frozenset(
-    {"dropout", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "bernoulli", "multinomial", "normal"}
-)
+_RANDOM = frozenset({
+    "dropout", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "bernoulli", "multinomial",
+    "normal",
+})  # fmt: skip
 _SIDE_EFFECTS = -1  # the group of everything but tensors: the random generator, assertions, the other ranks
 
 
@@ -90,9 +68,7 @@ class AliasInfo:
 def computes_sizes(node: fx.Node) -> bool:
     """Whether a node's value is a size or a shape."""
     leaves = list(_leaves(value(node)))
-    return bool(leaves) and all(
-        isinstance(each, (torch.SymInt, torch.SymBool, torch.SymFloat, int, float)) for each in leaves
-    )
+    return bool(leaves) and all(isinstance(each, (*SYMBOLIC, int, float)) for each in leaves)
 
 
 def op_name(node: fx.Node) -> tuple[str, str]:
@@ -197,10 +173,7 @@ def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         raise AliasAnalysisError(f"{node.name} is a {node.op}")
     args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
     try:
-        if node.op == "call_method":
-            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        result = run_target(node.target, args, kwargs)
     except Exception as error:  # an op may raise anything
         raise AliasAnalysisError(f"{node.name} cannot be run on fake tensors ({str(error).splitlines()[0]})") from error
     if not all(isinstance(leaf, (Tensor, torch.SymInt, int, float, bool, type(None))) for leaf in _leaves(result)):

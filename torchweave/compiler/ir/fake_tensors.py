@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache, in_kernel_invocation_manager
 
-from torchweave.compiler.ir.symbols import expression, free_symbols
+from torchweave.compiler.ir.symbols import SYMBOLIC, expression, free_symbols
 
-_SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -92,7 +91,7 @@ class FakeOpCache:
             return _rebuild_result(self._results[key], tensors, FakeTensorFactory(self._mode))
         # This cache replaces torch's own, whose bookkeeping takes longer than the operation.
         with self._enable_fake_mode(), disable_fake_tensor_cache(self._mode):
-            out = _call(target, args, kwargs)
+            out = run_target(target, args, kwargs)
         if key is None:
             return out
         if _is_cacheable(out) and free_symbols(_flat(out)) <= free_symbols(
@@ -106,14 +105,15 @@ def _is_cacheable(out: Any) -> bool:
     """Whether a result consists of tensors and sizes in tuples and lists, which can be rebuilt."""
     if type(out) in (tuple, list):
         return all(map(_is_cacheable, out))
-    return isinstance(out, (Tensor, *_SIZES))
+    return isinstance(out, (Tensor, *SYMBOLIC))
 
 
 class _Uncacheable(Exception):
     """An argument that cannot be compared."""
 
 
-def _call(target: Callable[..., Any] | str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+def run_target(target: Callable[..., Any] | str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Call a function, or a method of the first argument by its name."""
     if isinstance(target, str):
         return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)
@@ -124,7 +124,7 @@ def _key(thing: Any, tensors: list[Tensor]) -> Hashable:
     if isinstance(thing, Tensor):
         tensors.append(thing)
         return geometry(thing)
-    if isinstance(thing, _SIZES):
+    if isinstance(thing, SYMBOLIC):
         return ("size", expression(thing))
     if isinstance(thing, Mapping):
         return tuple((name, _key(item, tensors)) for name, item in thing.items())

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 
-from torchweave.compiler.ir.fake_tensors import FakeOpCache, FakeTensorFactory
-from torchweave.compiler.ir.symbols import expression, symbol_name, value
+from torchweave.compiler.ir.fake_tensors import FakeOpCache, FakeTensorFactory, run_target
+from torchweave.compiler.ir.symbols import SYMBOLIC, expression, symbol_name, value
 
 
 @dataclass(frozen=True)
@@ -211,6 +211,8 @@ _NOISE = (
     torch._C._set_grad_enabled,
     torch.autograd.grad_mode._enter_inference_mode,
     torch.autograd.grad_mode._exit_inference_mode,
+    torch._check,
+    torch.ops.aten._assert_scalar.default,
     operator.ge,
     operator.eq,
     operator.le,
@@ -223,9 +225,7 @@ def _is_noise(node: fx.Node) -> bool:
         return False
     if node.target in _NOISE:
         return True
-    if node.target in (torch.ops.aten._assert_scalar.default, torch._check):
-        return True
-    return isinstance(value(node), (torch.SymInt, torch.SymBool, torch.SymFloat))
+    return isinstance(value(node), SYMBOLIC)
 
 
 def update_fake_values(graph: CapturedGraph, changed: dict[fx.Node, Any], commit: bool = True) -> dict[fx.Node, Any]:
@@ -262,8 +262,7 @@ def update_fake_values(graph: CapturedGraph, changed: dict[fx.Node, Any], commit
 def run_fake(node: fx.Node, changed: dict[fx.Node, Any]) -> Any:
     """The result of a call on the fake values of its arguments, or on newer ones in `changed`; inside `enable_fake_mode()`."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda arg: changed.get(arg, value(arg)))
-    target = _called(node)
-    return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+    return run_target(_called(node), args, kwargs)
 
 
 def _called(node: fx.Node) -> Callable[..., Any] | str:

@@ -14,21 +14,10 @@ from torch import Tensor, fx
 from torchweave.compiler.ir.symbols import value
 
 _IN_PLACE_OPERATORS = (
-    operator.setitem,
-    operator.iadd,
-    operator.isub,
-    operator.imul,
-    operator.itruediv,
-    operator.ifloordiv,
-    operator.imod,
-    operator.ipow,
-    operator.imatmul,
-    operator.iand,
-    operator.ior,
-    operator.ixor,
-    operator.ilshift,
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+    operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift,
     operator.irshift,
-)
+)  # fmt: skip
 _IN_PLACE_METHODS = frozenset(f"__{each.__name__}__" for each in _IN_PLACE_OPERATORS)
 # Functions of torch that write to the arguments when the option is given and true.
 _CONDITIONAL_MUTATIONS = {

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torchweave.config.options import DynamicShapes
 
 DynamicDims = Mapping[str, Mapping[int, str]]
+SYMBOLIC = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
 _PRIMES = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113)
 
@@ -29,7 +30,7 @@ def is_size(node: fx.Node) -> bool:
     """Whether the node is a size or an expression over sizes, which every piece can recompute."""
     return (
         node.op in ("call_function", "call_method")
-        and isinstance(value(node), (torch.SymInt, torch.SymBool, torch.SymFloat))
+        and isinstance(value(node), SYMBOLIC)
         and all(isinstance(value(argument), torch.SymInt) for argument in node.all_input_nodes)
     )
 
@@ -41,7 +42,7 @@ def token_count(symbols: Mapping[str, str]) -> str | None:
 
 def expression(size: Any) -> Any:
     """The expression of a symbolic size, which can be compared and hashed; a number is returned as it is."""
-    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymBool, torch.SymFloat)) else size
+    return size.node.expr if isinstance(size, SYMBOLIC) else size
 
 
 def symbol_name(size: Any) -> str | None:
@@ -59,7 +60,7 @@ def fixed_sizes(shape_env: Any) -> dict[str, int]:
 
 def free_symbols(thing: Any) -> set[str]:
     """Names of all symbols in a size, a fake tensor's shape and strides, or nested tuples and lists of them."""
-    if isinstance(thing, (torch.SymInt, torch.SymBool, torch.SymFloat)):
+    if isinstance(thing, SYMBOLIC):
         return {str(symbol) for symbol in thing.node.expr.free_symbols}
     if isinstance(thing, Tensor):
         return free_symbols([*thing.shape, *thing.stride(), thing.storage_offset()])

@@ -80,7 +80,9 @@ class KernelSpec:
         if self.target[0] == "cuda":
             # Up to Triton 3.6 the launcher is C code and takes as long as a small kernel. The first launch reports an error.
             with contextlib.suppress(Exception):
-                _cuda_launcher(source, compiled.metadata)
+                from triton.backends.nvidia.driver import CudaLauncher
+
+                CudaLauncher(source, compiled.metadata)
         return built
 
     def install(self, built: BuiltKernel) -> None:
@@ -153,12 +155,6 @@ def kernel_specs(launch: Callable[[], None]) -> list[KernelSpec]:
         finally:
             JITFunction.run, knobs.runtime.jit_cache_hook = run, hook  # type: ignore[method-assign]
     return list(specs.values())
-
-
-def _cuda_launcher(source: Any, facts: Any) -> None:
-    from triton.backends.nvidia.driver import CudaLauncher
-
-    CudaLauncher(source, facts)
 
 
 def _hash_inner_first(kernel: Any) -> None:

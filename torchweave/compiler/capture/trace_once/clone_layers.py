@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
@@ -22,7 +21,7 @@ from torchweave.compiler.ir.fake_tensors import FakeTensorFactory, TensorGeometr
 from torchweave.compiler.ir.graph import CapturedGraph, Constant, run_fake, same_geometry
 from torchweave.compiler.ir.mutation import op_overload, storage_id
 from torchweave.compiler.ir.sources import SourceError, resolve
-from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.ir.symbols import SYMBOLIC, value
 
 _NUMBERED = re.compile(r"_\d+$")
 
@@ -177,7 +176,7 @@ def _traced_layer(kind: LayerKind, layer: Layer, first: fx.Node, last: fx.Node) 
     inside, results = set(body), list(last.args[1:])
     for node in body:
         leaks = any(user not in inside and user is not last for user in node.users)
-        if leaks and node not in results and not isinstance(value(node), (torch.SymInt, torch.SymBool, torch.SymFloat)):
+        if leaks and node not in results and not isinstance(value(node), SYMBOLIC):
             raise CloneError(f"a value of {layer.path} that is not its result is read outside of it")
         if node.op not in ("call_function", "call_method", "get_attr"):
             raise CloneError(f"{layer.path} holds a node of kind {node.op}")

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchweave.compiler.cache.keys import Known, describe_module
+from torchweave.compiler.cache.keys import DescriptionCache, describe_module
 from torchweave.compiler.capture.trace_once.layer_recorder import (
     LayerRecord,
     NotRepeatableError,
@@ -155,13 +155,13 @@ def layer_lists(module: nn.Module) -> list[list[Layer]]:
     return list(_search(module, "", set(), {}))
 
 
-def _search(module: nn.Module, path: str, seen: set[int], known: Known) -> Iterator[list[Layer]]:
+def _search(module: nn.Module, path: str, seen: set[int], cache: DescriptionCache) -> Iterator[list[Layer]]:
     if id(module) in seen:
         return
     seen.add(id(module))
     if isinstance(module, _LISTS) and len(module) >= MIN_LAYERS:
         layers = [
-            _layer(child, path + name, position, known)
+            _layer(child, path + name, position, cache)
             for position, (name, child) in enumerate(module._modules.items())
             if child is not None
         ]
@@ -169,11 +169,11 @@ def _search(module: nn.Module, path: str, seen: set[int], known: Known) -> Itera
             yield layers
             return
     for name, child in module.named_children():
-        yield from _search(child, f"{path}{name}.", seen, known)
+        yield from _search(child, f"{path}{name}.", seen, cache)
 
 
-def _layer(module: nn.Module, path: str, position: int, known: Known) -> Layer:
-    text = describe_module(module, known)
+def _layer(module: nn.Module, path: str, position: int, cache: DescriptionCache) -> Layer:
+    text = describe_module(module, cache)
     return Layer(path, position, module, _NUMBER.sub("#", text), tuple(map(int, _NUMBER.findall(text))))
 
 
