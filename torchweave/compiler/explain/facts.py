@@ -1,4 +1,4 @@
-"""The plan and the report's events as plain data: every key of `explain.schema.json`, empty where nothing happened."""
+"""Plan and report events as plain data, with every key of `explain.schema.json`; keys without events are empty."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Facts = dict[str, Any]
 
 
 def explain(plan: Plan | None, report: Report) -> Facts:
-    """Everything that was decided so far; see `explain.schema.json`. `plan` is None for a module without an engine."""
+    """All decisions so far; see `explain.schema.json`. `plan` is None for a module without an engine."""
     choices = _choices(report)
     passes = _passes(report, choices)
     return {
@@ -60,7 +60,7 @@ def schema() -> Facts:
 def _package_version() -> str:
     try:
         return version("torchweave")
-    except PackageNotFoundError:  # run from a checkout
+    except PackageNotFoundError:  # a checkout that is not installed
         return "unknown"
 
 
@@ -88,7 +88,7 @@ def _without_time(event: Mapping[str, Any]) -> Facts:
 
 
 def _passes(report: Report, choices: Sequence[Facts]) -> list[Facts]:
-    """One row a pass, in the order in which they ran; a pass over pieces counts a piece as often as it is used."""
+    """One row per pass, in execution order; passes over pieces count a piece once per use."""
     rows: dict[str, Facts] = {}
     for event in _events(report, "pass"):
         row = rows.setdefault(event["name"], _pass_row(event, choices))
@@ -129,14 +129,14 @@ def _pass_row(event: Mapping[str, Any], choices: Sequence[Facts]) -> Facts:
 
 
 def _choices(report: Report) -> list[Facts]:
-    """What measurements say, from the tables that came with the package or were kept, and from tuning in this start."""
-    found: dict[tuple, Facts] = {}
+    """Measured choices, from loaded tables and from tuning in this start."""
+    rows: dict[tuple, Facts] = {}
     table_entries = [entry for event in report.select("table") for entry in event.get("entries", ())]
     for entry in [*table_entries, *_events(report, "tuned")]:
         row = {key: entry[key] for key in ("subject", "shape", "tokens", "choice", "microseconds", "baseline")}
         row["saved"] = round(entry["baseline"] - entry["microseconds"], 3) if entry["choice"] else 0.0
-        found[entry["subject"], entry["shape"], entry["tokens"]] = row
-    return list(found.values())
+        rows[entry["subject"], entry["shape"], entry["tokens"]] = row
+    return list(rows.values())
 
 
 def _memory(report: Report) -> Facts:
@@ -155,7 +155,7 @@ def _memory(report: Report) -> Facts:
 
 
 def _cache(report: Report) -> Facts:
-    """Look-ups by outcome, and for each entry what its key is made of."""
+    """Look-ups by outcome, and the key factors of each entry."""
     factors = {event["key"]: event["factors"] for event in report.select("cache_key")}
     entries = [{**event, "factors": factors.get(event["key"], {})} for event in _events(report, "cache")]
     count = {name: sum(entry["outcome"] == name for entry in entries) for name in ("hit", "miss", "stored")}
@@ -163,11 +163,11 @@ def _cache(report: Report) -> Facts:
 
 
 def _communication(report: Report, passes: Sequence[Facts], max_num_tokens: int | None) -> Facts:
-    """Collectives of each distinct piece and the passes that changed them.
+    """Collectives of each distinct piece, and the passes that changed them.
 
     Args:
-        passes: rows of `explain`.
-        max_num_tokens: of one step; None where nobody said.
+        passes: rows of `_passes`.
+        max_num_tokens: largest token count of a step; None if unknown.
     """
     pieces = [
         {
@@ -182,14 +182,14 @@ def _communication(report: Report, passes: Sequence[Facts], max_num_tokens: int 
 
 
 def _bytes_at(exchange: Facts, tokens: int | None) -> int | None:
-    """Bytes of a message at that many tokens; of one that does not grow with them, always the same."""
+    """Bytes of a message at a token count; None if unknown."""
     if exchange["per"] == "T":
         return None if tokens is None else tokens * exchange["bytes"]
     return exchange["bytes"] if not exchange["per"] else None
 
 
 def _collectives_after_passes(piece: str, exchanges: Sequence[Facts], passes: Sequence[Facts]) -> list[Facts]:
-    """Collectives of a piece as it was built, by range of the token count."""
+    """Collectives of a built piece, by range of the token count."""
     ranges: dict[tuple, dict[str, int]] = {}
     for row in passes:
         for run in row["runs"]:
@@ -201,20 +201,16 @@ def _collectives_after_passes(piece: str, exchanges: Sequence[Facts], passes: Se
         for row in passes:
             for run in row["runs"]:
                 if run["piece"] == piece and tuple(run["tokens"] or ()) == tokens:
-                    _add(ops, run["collectives"])
+                    for op, change in run["collectives"].items():
+                        ops[op] = ops.get(op, 0) + change
     return [
         {"tokens": list(tokens) or None, "ops": {op: count for op, count in sorted(ops.items()) if count}}
         for tokens, ops in ranges.items()
     ]
 
 
-def _add(ops: dict[str, int], changes: Mapping[str, int]) -> None:
-    for op, change in changes.items():
-        ops[op] = ops.get(op, 0) + change
-
-
 def _collective_changes(diff: Mapping[str, int]) -> dict[str, int]:
-    """Of a pass's changes, those of collectives, by the names of ops."""
+    """The changes of a pass that concern collectives, by op name."""
     words = ("all_reduce", "all_gather", "reduce_scatter")
     return {
         "::".join(name.split(".")[:2]): change for name, change in diff.items() if any(word in name for word in words)
@@ -222,7 +218,7 @@ def _collective_changes(diff: Mapping[str, int]) -> dict[str, int]:
 
 
 def _fusions(passes: Sequence[Facts]) -> list[Facts]:
-    """The passes that changed collectives or their operands, each with what it was measured to save at some number of tokens."""
+    """The passes that changed collectives or their operands, each with its measured savings by token count."""
     keys = ("shape", "tokens", "microseconds", "baseline", "saved")
     return [
         {

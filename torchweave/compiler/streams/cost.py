@@ -20,54 +20,15 @@ EVENT = 1.0
 """Cost of a wait for another stream, besides the waiting time."""
 
 ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
-_ZERO_COST_OPS = ALLOCATIONS | frozenset(
-    [
-        "getitem",
-        "size",
-        "shape",
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-        "transpose",
-        "permute",
-        "t",
-        "expand",
-        "expand_as",
-        "slice",
-        "select",
-        "split",
-        "split_with_sizes",
-        "chunk",
-        "unbind",
-        "detach",
-        "alias",
-        "as_strided",
-    ]
-)
-_MATMULS = frozenset(
-    [
-        "linear",
-        "matmul",
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "einsum",
-        "conv1d",
-        "conv2d",
-        "convolution",
-        "scaled_mm",
-        "_scaled_mm",
-        "grouped_mm",
-        "_grouped_mm",
-        "_scaled_grouped_mm",
-        "scaled_dot_product_attention",
-        "__matmul__",
-    ]
-)
+_ZERO_COST_OPS = ALLOCATIONS | frozenset({
+    "getitem", "size", "shape", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose",
+    "permute", "t", "expand", "expand_as", "slice", "select", "split", "split_with_sizes", "chunk", "unbind",
+    "detach", "alias", "as_strided",
+})  # fmt: skip
+_MATMULS = frozenset({
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "convolution", "scaled_mm",
+    "_scaled_mm", "grouped_mm", "_grouped_mm", "_scaled_grouped_mm", "scaled_dot_product_attention", "__matmul__",
+})  # fmt: skip
 
 
 def is_opaque(node: fx.Node) -> bool:
