@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from torchweave.compiler.passes.matcher import Pattern
+from torchweave.compiler.passes.matcher import Match, Pattern
 from torchweave.compiler.passes.pattern import Fusion
 from torchweave.compiler.passes.testing import T, check, graph_of
 
@@ -68,8 +69,8 @@ def test_S10_several_outputs_and_a_reader_between() -> None:
     ("function", "why"),
     [
         (lambda x, y: torch.add(x, y, alpha=2) * 3.0, "argument alpha of add is 2, not 1"),
-        (lambda x, y: (x + y) * x, "argument other of mul is input_0, no float"),
-        (lambda x, y: (x + 1.5) * 3.0, "argument other of add is 1.5, no Tensor"),
+        (lambda x, y: (x + y) * x, "argument other of mul is input_0, not float"),
+        (lambda x, y: (x + 1.5) * 3.0, "argument other of add is 1.5, not Tensor"),
         (lambda x, y: (x - y) * 3.0, ""),
     ],
 )
@@ -90,6 +91,22 @@ def test_S9_a_part_of_another_result_is_no_near_miss() -> None:
     fusion = Fusion("second", second, lambda x, sizes: torch.exp(x).split(sizes, 1)[1])
     result = check(fusion, lambda x, y: torch.chunk(x + y, 2, 1)[1] * 2.0, XY, matches=0)
     assert not result.near_misses
+
+
+def test_where_is_the_deprecated_name_of_extra_check() -> None:
+    def refuse(match: Match) -> str:
+        return "refused"
+
+    old: dict[str, Any] = {"where": refuse}
+    with pytest.warns(DeprecationWarning, match="pass extra_check"):
+        fusion = Fusion("scaled", alone, first, **old)
+    assert fusion.extra_check is refuse
+    with pytest.warns(DeprecationWarning, match="read Fusion.extra_check"):
+        assert fusion.where is refuse
+    check(fusion, lambda x, y: (x + y) * 3.0, XY, near_miss="refused")
+    with pytest.raises(ValueError, match="both"):
+        Fusion("scaled", alone, first, extra_check=refuse, **old)
+    assert dataclasses.replace(fusion, name="other").extra_check is refuse
 
 
 def test_S9_where_decides_and_says_why() -> None:
@@ -174,7 +191,7 @@ def test_lists_with_symbolic_sizes_are_wildcards() -> None:
 def test_bad_fusions_are_one_sentence() -> None:
     with pytest.raises(ValueError, match="parameter x has no annotation"):
         Pattern(lambda x: aten.exp.default(x))
-    with pytest.raises(ValueError, match="no parameter of its pattern is called z"):
+    with pytest.raises(ValueError, match="its pattern has no parameter z"):
         Fusion("bad", alone, lambda z: z)
-    with pytest.raises(ValueError, match="2 patterns need one replacement or 2"):
+    with pytest.raises(ValueError, match="2 patterns need 1 or 2 replacements"):
         Fusion("bad", (alone, alone), (first, first, first))

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.compiler.passes.written import BF16, heads, rotary, rotary_part, rotary_wide
+from tests.compiler.passes.written import (
+    BF16,
+    heads,
+    rotary,
+    rotary_each,
+    rotary_part,
+    rotary_tokens_first,
+    rotary_wide,
+)
 from torchweave.compiler.passes.aten import qk_norm_rope, rope
 from torchweave.compiler.passes.manager import run_pass
 from torchweave.compiler.passes.testing import T, check, graph_of
@@ -33,6 +41,11 @@ def of(turn: Any) -> Any:
 def test_S10_rope_fires_once_for_q_and_k(turn: Any, width: int, dtype: torch.dtype) -> None:
     result = check(rope.FUSION, of(turn), operands(width, dtype, dtype), matches=1)
     assert result.rewritten >= 14
+
+
+@pytest.mark.parametrize("turn", [rotary_each, rotary_tokens_first])
+def test_rope_with_an_unsqueeze_for_each_projection(turn: Any) -> None:
+    check(rope.FUSION, of(turn), operands(), matches=1)
 
 
 def test_S10_rope_with_float32_angles() -> None:

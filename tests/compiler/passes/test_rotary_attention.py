@@ -11,12 +11,16 @@ from torch import Tensor, nn
 
 from tests.compiler.passes.written import (
     BF16,
+    gemma4_power_norm,
     gemma_norm,
     heads,
+    helium_norm,
     llama_norm,
     olmo_norm,
     rotary,
+    rotary_each,
     rotary_part,
+    rotary_tokens_first,
     rotary_wide,
 )
 from torchweave.compiler import compile_graph
@@ -84,6 +88,10 @@ LAYERS = {
     "float32": (Layer(rotary, dtype=torch.float32), 2),
     "part": (Layer(rotary_part, width=8), 2),
     "wide": (Layer(rotary_wide), 2),
+    "an unsqueeze for each": (Layer(rotary_each), 2),
+    "tokens first": (Layer(rotary_tokens_first), 2),
+    "tokens first, gemma 4 norm": (Layer(rotary_tokens_first, gemma4_power_norm), 7),
+    "helium norm": (Layer(rotary, helium_norm), 7),
     "llama norm": (Layer(rotary, llama_norm), 7),
     "olmo norm": (Layer(rotary, olmo_norm), 7),
     "gemma norm": (Layer(rotary, gemma_norm, before=False), 7),
@@ -126,7 +134,7 @@ def test_S10_rotary_attention_in_every_mode_of_dynamic_shapes(mode: DynamicShape
 
 
 def two_angles(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return rotary(q, k, cos, sin)[0], rotary(q, k, cos, sin)[1]
+    return rotary(q, k, cos, sin)[0], rotary(q, k, cos * 2, sin)[1]
 
 
 def swapped_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +144,7 @@ def swapped_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 
 
 @pytest.mark.parametrize(
-    ("turn", "why"), [(two_angles, "turn by different angles"), (swapped_halves, "not neg")], ids=["angles", "halves"]
+    ("turn", "why"), [(two_angles, "rotate by different angles"), (swapped_halves, "not neg")], ids=["angles", "halves"]
 )
 def test_S9_rotary_attention_names_near_misses(turn: Any, why: str) -> None:
     result, node = rewritten(Layer(turn))

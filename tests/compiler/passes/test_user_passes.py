@@ -79,9 +79,9 @@ def test_S1_a_pass_of_ones_own_as_an_argument(own_module: str) -> None:
     [
         ("scale_once", "does not name a pass; write module:Name"),
         ("no_such_module:X", "cannot be imported"),
-        ("my_passes:NOTHING", "module my_passes has nothing called NOTHING"),
-        ("my_passes:NOT_A_PASS", "is no pass, it has no name, stage"),
-        ("torchweave.compiler:Fusion", "cannot be made without arguments"),
+        ("my_passes:NOTHING", "module my_passes has no attribute NOTHING"),
+        ("my_passes:NOT_A_PASS", "is not a pass, it lacks name, stage"),
+        ("torchweave.compiler:Fusion", "cannot be constructed without arguments"),
     ],
 )
 def test_S1_a_bad_name_is_one_sentence(own_module: str, name: str, why: str) -> None:

@@ -38,7 +38,13 @@ def gemma4_norm(x: Tensor, weight: Tensor) -> Tensor:
     return (y * weight.float()).type_as(x)
 
 
-NORMS = (llama_norm, olmo_norm, helium_norm, gemma_norm, gemma4_norm)
+def gemma4_power_norm(x: Tensor, weight: Tensor) -> Tensor:
+    y = x.float()
+    y = y * torch.pow(y.pow(2).mean(-1, keepdim=True) + 1e-6, -0.5)
+    return (y * weight.float()).type_as(x)
+
+
+NORMS = (llama_norm, olmo_norm, helium_norm, gemma_norm, gemma4_norm, gemma4_power_norm)
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -63,6 +69,19 @@ def rotary_wide(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     """As OLMo 2 writes it: cos and sin are float32."""
     q_turned, k_turned = rotary(q, k, cos, sin)
     return q_turned.to(q.dtype), k_turned.to(k.dtype)
+
+
+def rotary_each(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As Gemma 4 writes it: each projection has an `unsqueeze` of its own."""
+    return rotary(q, k, cos, sin)[0], rotary(q, k, cos, sin)[1]
+
+
+def rotary_tokens_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As Gemma 4 writes it: rotated as `[1, T, H, D]`, one projection after the other, and transposed behind that."""
+    turned = []
+    for x in (q.transpose(1, 2), k.transpose(1, 2)):
+        turned.append((x * cos.unsqueeze(2) + rotate_half(x) * sin.unsqueeze(2)).transpose(1, 2))
+    return turned[0], turned[1]
 
 
 def heads(x: Tensor, dim: int = 16) -> Tensor:
