@@ -96,7 +96,7 @@ def test_S1_no_aten_pass_no_lowering() -> None:
         ({"numerics": "tolerance"}, TorchCompileConfig(pass_numerics="tolerance"), None),
         ({"gated": True}, TorchCompileConfig(), "no measurement"),
         ({"gated": True, "numerics": "tolerance"}, TorchCompileConfig(enabled_passes=("gate",)), None),
-        ({"builds": ("inductor",)}, FX, "only for pieces built by inductor"),
+        ({"builds": ("inductor",)}, FX, "runs only in inductor builds"),
     ],
 )
 def test_S1_what_runs_is_decided_by_config_and_said(
@@ -223,7 +223,7 @@ def test_S9_debug_finds_fake_values_that_are_wrong() -> None:
 
     graph = graph_of(lambda x: torch.exp(x).neg(), [torch.randn(T, 4)])
     run_pass(Lies(), graph)  # what a graph returns is looked at without `debug` too
-    with pytest.raises(RuntimeError, match="pass lies left a graph that does not hold together: exp says"):
+    with pytest.raises(RuntimeError, match="pass lies left an invalid graph: the fake value of exp"):
         run_pass(Lies(), graph, debug=True)
 
 
@@ -245,7 +245,7 @@ def test_S9_debug_takes_no_offence_at_strides_along_which_nobody_steps() -> None
     graph = graph_of(torch.exp, [torch.randn(3, 1, 4)])
     run_pass(Strides(12), graph, debug=True)
     graph = graph_of(torch.exp, [torch.randn(3, 2, 4)])
-    with pytest.raises(RuntimeError, match="pass strides left a graph that does not hold together"):
+    with pytest.raises(RuntimeError, match="pass strides left an invalid graph"):
         run_pass(Strides(12), graph, debug=True)
 
 

@@ -130,7 +130,7 @@ def test_S9_a_replacement_of_another_kind_is_refused() -> None:
     ("replacement", "why"),
     [
         (lambda x, y: x.add_(y).mul_(3.0), "writes to input_0; compute"),
-        (lambda x, y: (x + y) * 3.0 if x.shape[0] == T else x, "not of all sizes"),
+        (lambda x, y: (x + y) * 3.0 if x.shape[0] == T else x, "not for all sizes"),
     ],
 )
 def test_S9_a_replacement_that_is_none_is_one_sentence(replacement: Any, why: str) -> None:

@@ -212,12 +212,12 @@ def _write_to_an_input(graph: Any) -> None:
 @pytest.mark.parametrize(
     ("harm", "why"),
     [
-        (_drop_an_output, "it returns .* and returned"),
-        (_swap_outputs, "it returns .* and returned"),
-        (_no_output, "it returns nothing, and returned"),
+        (_drop_an_output, "it returns .* expected"),
+        (_swap_outputs, "it returns .* expected"),
+        (_no_output, "it returns nothing, expected"),
         (_other_dtype, "it returns .*float64"),
-        (_add_an_input, "its inputs are extra|nothing is bound to the input extra"),
-        (_write_to_an_input, "it writes to the input .*, as it did not before"),
+        (_add_an_input, "its inputs are extra|the input extra has no binding"),
+        (_write_to_an_input, "it writes to the input .*, unlike"),
     ],
 )
 def test_S1_a_pass_that_changes_what_others_see_of_a_graph_is_named(stage: Any, harm: Any, why: str) -> None:
@@ -230,5 +230,5 @@ def test_S1_a_pass_that_changes_what_others_see_of_a_graph_is_named(stage: Any, 
 
     each = Harm()
     each.stage = stage
-    with pytest.raises(RuntimeError, match=f"pass harm left a graph that does not hold together: ({why})"):
+    with pytest.raises(RuntimeError, match=f"pass harm left an invalid graph: ({why})"):
         compile_graph(Two(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX, passes=[each])

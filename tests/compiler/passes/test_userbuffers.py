@@ -272,9 +272,9 @@ PRODUCED = [
     (lambda a, r, w, n: buffered(ops.linear(a, w, None, "1=blas")), None),
     (lambda a, r, w, n: buffered(a + r), None),
     (lambda a, r, w, n: buffered(torch.add(a, r, alpha=2)), "alpha"),
-    (lambda a, r, w, n: buffered(a + r[:, :1]), "adds what has another shape"),
-    (lambda a, r, w, n: buffered(a + 1), "adds what has another shape"),
-    (lambda a, r, w, n: buffered(torch.sin(a)), "sin.default, which cannot write where it is told"),
+    (lambda a, r, w, n: buffered(a + r[:, :1]), "has an addend of another shape"),
+    (lambda a, r, w, n: buffered(a + 1), "has an addend of another shape"),
+    (lambda a, r, w, n: buffered(torch.sin(a)), "sin.default, which cannot write to a given buffer"),
     (lambda a, r, w, n: buffered(a), "made in another piece"),
     (lambda a, r, w, n: [buffered(b := a + r), b * 2], "is also read by"),
 ]
@@ -317,7 +317,7 @@ def post_norm(a: Tensor, r: Tensor, w: Tensor, n: Tensor) -> Any:
         (other_reader, "not by another collective as its residual"),
         (as_operand, "not by another collective as its residual"),
         (of_other_ranks, "whose ranks are another group"),
-        (post_norm, "it adds no residual"),
+        (post_norm, "it has no residual"),
     ],
 )
 def test_T8_a_sum_that_somebody_else_reads_is_not_left_in_rows(function: Any, why: str) -> None:
@@ -347,7 +347,7 @@ def test_T8_enable_userbuffers_and_the_number_of_ranks_switch_the_passes() -> No
     alone = settings(TorchCompileConfig(), 1)
     rank_passes = [each.name for each in default_passes() if "ranks" in getattr(each, "needs", ())]
     assert len(rank_passes) == 7
-    assert all(alone[name] == (False, "one rank exchanges nothing") for name in rank_passes)
+    assert all(alone[name] == (False, "needs more than one rank") for name in rank_passes)
 
 
 def test_T8_forms_by_rows_run_from_the_token_count_at_which_they_won_for_this_many_ranks() -> None:
@@ -356,7 +356,7 @@ def test_T8_forms_by_rows_run_from_the_token_count_at_which_they_won_for_this_ma
 
     table = Table("cpu", (entry(256, "rows"), entry(512, ""), entry(1024, "rows"), entry(4096, "rows")))
     enabled = {ranks: settings(TorchCompileConfig(), ranks, table)["sequence_parallel"] for ranks in (2, 4)}
-    assert enabled == {2: (True, ""), 4: (False, "no measurement says that it pays here")}
+    assert enabled == {2: (True, ""), 4: (False, "no measurement shows that it pays here")}
     assert SequenceParallel(table, 2).token_range == (1024, None), "not from 256: it lost at 512"
     keys = {describe_pass(SequenceParallel(*each)) for each in ((None, 2), (None, 4), (table, 2))}
     assert len(keys) == 3, "both are in the keys of the compile cache"

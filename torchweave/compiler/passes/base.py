@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -85,6 +85,11 @@ class Pass(Protocol):
     def run(self, graph: Any) -> PassResult:
         """Rewrite a graph in place: a `CapturedGraph` in the Torch IR stage, a lowered `Piece` in the ATen stage."""
         ...
+
+
+def near_misses_by_reason(names_by_reason: Mapping[str, Sequence[str]]) -> tuple[NearMiss, ...]:
+    """One near-miss for each reason, with the names of all its nodes."""
+    return tuple(NearMiss(", ".join(names), why) for why, names in names_by_reason.items() if names)
 
 
 def document(each: Pass) -> str:

@@ -27,7 +27,16 @@ from torch import fx
 
 from torchweave.compiler.ir.graph import FakeGraph
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.passes.base import Build, NearMiss, Need, Numerics, PassResult, Stage, TokenRange
+from torchweave.compiler.passes.base import (
+    Build,
+    NearMiss,
+    Need,
+    Numerics,
+    PassResult,
+    Stage,
+    TokenRange,
+    near_misses_by_reason,
+)  # fmt: skip
 from torchweave.compiler.passes.matcher import Match, PartialMatch, Pattern
 from torchweave.compiler.passes.rewrite import describe_tensor, erase, insert, move_readers_after, same_tensor_metadata
 
@@ -168,7 +177,7 @@ Fusion.__init__ = _accept_where(Fusion.__init__)
 def _surviving_near_misses(near_nodes_by_reason: dict[str, list[fx.Node]]) -> tuple[NearMiss, ...]:
     """Near-misses whose nodes no later match erased: the inside of a pattern may resemble a smaller pattern."""
     surviving = {why: [node.name for node in nodes if not node._erased] for why, nodes in near_nodes_by_reason.items()}
-    return tuple(NearMiss(", ".join(names), why) for why, names in surviving.items() if names)
+    return near_misses_by_reason(surviving)
 
 
 def _kind_mismatch(outputs: Sequence[fx.Node], new: Sequence[Any]) -> str | None:

@@ -4,10 +4,10 @@ Before                                                          After
     q, k = torchweave.rms_norm(q, ...), torchweave.rms_norm(k, ...)     q', k' = torchweave.qk_norm_rope(q, k, ...)
     q', k' = torchweave.rope(q, k, cos, sin)
 
-When      each norm is over the heads of one tensor (Qwen 3, Gemma 3; not OLMo 2, whose norm is over all heads), both in one
-          dialect with one eps, and nothing else reads what it gives.
+When      each norm is over the heads of one tensor (Qwen 3, Gemma 3; not OLMo 2, whose norm is over all heads), both have
+          one dialect and eps, and nothing else reads their results.
 Numerics  exact.
-Pays      two launches in an FX build. In a decode graph `rotary_attention` goes further, and leaves none.
+Pays      two launches in an FX build. In a decode graph `rotary_attention` goes further and leaves none.
 """
 
 from __future__ import annotations

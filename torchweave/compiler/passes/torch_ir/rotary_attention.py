@@ -1,15 +1,15 @@
-"""Attention turns queries and keys itself, and norms their heads first where the model does.
+"""Move the rotary embedding of queries and keys, and the RMSNorm of their heads before it, into attention.
 
 Before                                                      After
     q, k = rotary(norm(q)), rotary(norm(k))                     torchweave.attention(q, k, v, out, ..., cos, sin,
     torchweave.attention(q, k, v, out, ...)                                          q_weight, k_weight, eps, ...)
 
-When      on a GPU, where the kernel that carries out a decode step turns what it loads anyway; both q and k turn by the same cos
-          and sin, in the half style, whole or in part. The norm comes along when it is over heads, in one of the dialects of
-          `torchweave.ops.norm`, and the same for both (Qwen 3, Gemma 3); else it stays in the piece.
+When      on a GPU, where the decode kernel rotates the values that it loads; q and k rotate by the same cos and sin in a dialect
+          of `torchweave.compiler.passes.rope_dialects`. A norm over heads moves as well when it is in a dialect of
+          `norm_dialects` and the same for both (Qwen 3, Gemma 3); else it stays in the piece.
 Numerics  exact.
 Pays      one launch a layer in a decode graph of more than a few rows, two with norms; in mixed steps the launch that writes
-          the cache turns as well. See bench/fusions.py.
+          the cache rotates as well. See bench/fusions.py.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import boundary_op, normalize_call
 from torchweave.compiler.passes import norm_dialects as norm
 from torchweave.compiler.passes import rope_dialects as rope
-from torchweave.compiler.passes.base import GraphPass, NearMiss, PassResult
+from torchweave.compiler.passes.base import GraphPass, PassResult, near_misses_by_reason
 from torchweave.compiler.passes.matcher import Match, PartialMatch, Pattern, either, same_value
 from torchweave.compiler.passes.rewrite import erase
 
 ATTENTION = "torchweave::attention"
 _ROTARY = 10
-"""Position of `cos` among the op's arguments."""
+"""Position of `cos` in the op's arguments."""
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor, half: int, width: int, dtype: torch.dtype) -> Any:
@@ -56,12 +56,12 @@ _NORMS = (
 
 @dataclass(frozen=True)
 class _Heads:
-    """Queries or keys before they are normed or turned.
+    """Queries or keys before norm and rotation.
 
     Attributes:
         node: `[1, T, H, D]`, or `[1, H, T, D]` when `transposed`.
         norm: (weight, eps, offset, wide) or None.
-        covered: the calls between it and its turning.
+        covered: the calls between the node and the rotation.
     """
 
     node: fx.Node
@@ -75,7 +75,7 @@ class RotaryAttention(GraphPass):
     name = "rotary_attention"
 
     def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
-        """`devices`: types of devices on which attention's kernels turn queries and keys themselves."""
+        """`devices`: device types on which the kernels of attention rotate queries and keys."""
         self.devices = frozenset(devices)
 
     def run(self, graph: CapturedGraph) -> PassResult:
@@ -94,12 +94,11 @@ class RotaryAttention(GraphPass):
                 matches += 1
             elif why:
                 rejected.setdefault(why, []).append(node.name)
-        misses = tuple(NearMiss(", ".join(names), why) for why, names in rejected.items())
-        return PassResult(matches, before - graph.num_calls(), misses)
+        return PassResult(matches, before - graph.num_calls(), near_misses_by_reason(rejected))
 
 
 def _rewrite(graph: CapturedGraph, node: fx.Node, arguments: list[Any]) -> str | None:
-    """Let one attention turn its queries and keys; else why not, empty where nothing turns them."""
+    """Rewrite one call of attention; else return the reason, empty where no rotation is found."""
     rope_matches = []
     for argument in arguments[:2]:
         match = _ROPE.match_at(argument)
