@@ -186,12 +186,12 @@ def two_names(x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (read_later, "add_1 reads add, which shares memory with add, later"),
-        (view_read_later, "reads view"),
+        (read_later, "add_1 later reads add, which shares memory with add"),
+        (view_read_later, "later reads view"),
         (returned, "the piece returns view"),
         (input_written, "is an input, and the result is not written back"),
         (view_of_input, "shares memory with the input input_0"),
-        (two_names, "which the op takes too, shares memory with"),
+        (two_names, "another argument of the op, shares memory with"),
     ],
 )
 def test_T9_reinplace_refuses_what_could_be_seen(function: Any, why: str) -> None:

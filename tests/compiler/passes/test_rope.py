@@ -43,7 +43,11 @@ def test_S10_rope_fires_once_for_q_and_k(turn: Any, width: int, dtype: torch.dty
     assert result.rewritten >= 14
 
 
-@pytest.mark.parametrize("turn", [rotary_each, rotary_tokens_first])
+def tokens_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return rotary_tokens_first(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+
+
+@pytest.mark.parametrize("turn", [rotary_each, tokens_first])
 def test_rope_with_an_unsqueeze_for_each_projection(turn: Any) -> None:
     check(rope.FUSION, of(turn), operands(), matches=1)
 

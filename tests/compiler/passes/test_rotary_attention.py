@@ -60,6 +60,9 @@ class Layer(nn.Module):
         return out.flatten(1)
 
     def _normed(self, part: Tensor, weight: Tensor) -> Tensor:
+        if self.turn is rotary_tokens_first:
+            part = part.view(1, part.shape[1], -1, 16)
+            return part if self.norm is None else self.norm(part, weight)
         if self.norm is None:
             return heads(part)
         if self.before:

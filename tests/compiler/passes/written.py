@@ -72,16 +72,14 @@ def rotary_wide(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
 
 
 def rotary_each(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As Gemma 4 writes it: each projection has an `unsqueeze` of its own."""
+    """With an `unsqueeze` for each projection."""
     return rotary(q, k, cos, sin)[0], rotary(q, k, cos, sin)[1]
 
 
 def rotary_tokens_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As Gemma 4 writes it: rotated as `[1, T, H, D]`, one projection after the other, and transposed behind that."""
-    turned = []
-    for x in (q.transpose(1, 2), k.transpose(1, 2)):
-        turned.append((x * cos.unsqueeze(2) + rotate_half(x) * sin.unsqueeze(2)).transpose(1, 2))
-    return turned[0], turned[1]
+    """As Gemma 4 writes it: q `[1, T, H, D]` and k rotate one after the other and are transposed behind that."""
+    rotated = [(x * cos.unsqueeze(2) + rotate_half(x) * sin.unsqueeze(2)).transpose(1, 2) for x in (q, k)]
+    return rotated[0], rotated[1]
 
 
 def heads(x: Tensor, dim: int = 16) -> Tensor:

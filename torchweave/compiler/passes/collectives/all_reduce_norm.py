@@ -56,8 +56,8 @@ def _variant(residual: bool, total: bool) -> tuple[Callable[..., Any], Callable[
     def replacement(
         x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str, residual: Any = None
     ) -> Any:
-        y, h = _fused(x, residual, weight, eps, offset, wide, total, group)
-        return (y, h) if total else y
+        results = _fused(x, residual, weight, eps, offset, wide, total, group)
+        return results if total else results[0]
 
     return pattern if residual else pattern_without_residual, replacement
 
