@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweave.compiler.passes.matcher import Match, Pattern
+from torchweave.compiler.passes.matcher import Match, Pattern, either
 from torchweave.compiler.passes.pattern import Fusion
 from torchweave.compiler.passes.testing import T, check, graph_of
 
@@ -107,6 +107,27 @@ def test_where_is_the_deprecated_name_of_extra_check() -> None:
     with pytest.raises(ValueError, match="both"):
         Fusion("scaled", alone, first, extra_check=refuse, **old)
     assert dataclasses.replace(fusion, name="other").extra_check is refuse
+
+
+def test_either_matches_each_spelling_and_defaults_fill_what_it_leaves_unbound() -> None:
+    def pattern(x: Tensor, y: Tensor, factor: float) -> Tensor:
+        total = aten.add.Tensor(x, y)
+        return torch.ops.aten.relu.default(either(total, aten.mul.Tensor(total, factor)))
+
+    def replacement(x: Tensor, y: Tensor, factor: float = 1.0) -> Tensor:
+        return torch.clamp_min((x + y) * factor, 0.0)
+
+    fusion = Fusion("scaled_relu", pattern, replacement)
+    check(fusion, lambda x, y: torch.relu(x + y), XY, matches=1)
+    check(fusion, lambda x, y: torch.relu((x + y) * 3.0), XY, matches=1)
+    check(fusion, lambda x, y: torch.relu((x + y) / 3.0), XY, matches=0)
+    with pytest.raises(ValueError, match="returns `either` among several outputs"):
+        Pattern(either_and_another)
+
+
+def either_and_another(x: Tensor, y: Tensor) -> Any:
+    total = aten.add.Tensor(x, y)
+    return either(total, aten.exp.default(total)), aten.sin.default(total)
 
 
 def test_S9_where_decides_and_says_why() -> None:

@@ -79,7 +79,9 @@ class Fusion:
         if len(replacements) not in (1, len(patterns)):
             raise ValueError(f"{self.name}: {len(patterns)} patterns need 1 or {len(patterns)} replacements")
         for pattern, replacement in self._variant_pairs():
-            if unknown := set(inspect.signature(replacement).parameters) - set(inspect.signature(pattern).parameters):
+            parameters = inspect.signature(replacement).parameters
+            required = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+            if unknown := required - set(inspect.signature(pattern).parameters):
                 raise ValueError(f"{self.name}: its pattern has no parameter {', '.join(sorted(unknown))}")
 
     def _variant_pairs(self) -> list[tuple[Function, Function]]:
