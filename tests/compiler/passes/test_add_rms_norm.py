@@ -1,4 +1,4 @@
-"""add_rms_norm: the fusion across modules, with the sum kept where somebody else reads it."""
+"""add_rms_norm: the fusion across modules; the sum is written only where other operations read it."""
 
 from __future__ import annotations
 

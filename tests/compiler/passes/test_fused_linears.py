@@ -1,4 +1,4 @@
-"""fused_linears: norm, gate and residual join the product between them, and nothing else does."""
+"""fused_linears: norm, gate and residual are fused into the linear between them; near-misses are not."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def small(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
     ],
     ids=["alpha", "broadcast", "norm read twice", "computed weight", "small", "float32", "batch"],
 )  # fmt: skip
-def test_near_misses_are_told(function: Callable[..., Any], examples: list[Tensor], why: str) -> None:
+def test_near_misses_have_reasons(function: Callable[..., Any], examples: list[Tensor], why: str) -> None:
     check(PASS, function, examples, near_miss=why)
 
 

@@ -1,4 +1,4 @@
-"""The matcher: what it finds, in which order of arguments, and what it refuses with which reason."""
+"""Matcher and Fusion: argument order, alternatives, near-misses and their reasons, rejected replacements."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_S10_fires_once_for_symbolic_T_and_passes_opcheck() -> None:
 
 
 def test_S10_several_outputs_and_a_reader_between() -> None:
-    """The sum has a reader that stands before the last call of the pattern; it is moved behind."""
+    """A reader of the sum precedes the last call of the pattern, and is moved behind it."""
 
     def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         h = x + y
@@ -130,7 +130,7 @@ def either_and_another(x: Tensor, y: Tensor) -> Any:
     return either(total, aten.exp.default(total)), aten.sin.default(total)
 
 
-def test_S9_where_decides_and_says_why() -> None:
+def test_S9_extra_check_decides_and_gives_the_reason() -> None:
     def extra_check(match) -> str | None:
         return None if match["factor"] == 3.0 and match.value("x").shape[-1] == 8 else "the factor is not 3"
 
@@ -154,7 +154,7 @@ def test_S9_a_replacement_of_another_kind_is_refused() -> None:
         (lambda x, y: (x + y) * 3.0 if x.shape[0] == T else x, "not for all sizes"),
     ],
 )
-def test_S9_a_replacement_that_is_none_is_one_sentence(replacement: Any, why: str) -> None:
+def test_S9_an_invalid_replacement_is_one_sentence(replacement: Any, why: str) -> None:
     with pytest.raises(ValueError, match=f"a replacement .*{why}"):
         check(Fusion("none", alone, replacement), lambda x, y: (x + y) * 3.0, XY, matches=1)
 

@@ -1,4 +1,4 @@
-"""rope and qk_norm_rope: whole and partial, in one dtype or with float32 angles, and what turns in another way."""
+"""rope and qk_norm_rope: full and partial, in one dtype or with float32 angles, and near-misses."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def normed(eps: float = 1e-6, k_eps: float = 1e-6) -> Any:
 
 
 def raised(function: Any) -> Any:
-    """The graph in which rope stands as one operation, for the pass behind it."""
+    """A graph in which rope is one op, as qk_norm_rope expects."""
     graph = graph_of(function, [*operands(), *WEIGHTS])
     assert run_pass(rope.FUSION, graph).matches == 1
     return graph

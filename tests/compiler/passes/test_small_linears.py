@@ -1,4 +1,4 @@
-"""small_linears: large half-precision linears with few tokens become `torchweave::linear`, and nothing else does."""
+"""small_linears: large half-precision linears of few tokens become `torchweave::linear`; others do not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BF16 = torch.bfloat16
 
 
 class Half(Toy):
-    """The small decoder with its angles in the weights' dtype, as decoders in half precision have them."""
+    """The small decoder with cos and sin in the weights' dtype, as in half-precision decoders."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, logits_index: Tensor) -> Tensor:
         x = self.embed(input_ids)
@@ -70,7 +70,7 @@ def apply(
 
 
 class One(nn.Module):
-    """One linear over x, as asked for."""
+    """One linear over x."""
 
     def __init__(
         self, form: str = "", rows: int = 1024, width: int = 1024, dtype: torch.dtype = BF16, bias: bool = False
@@ -123,7 +123,7 @@ def test_it_fires_once_for_a_linear(module: One, shape: tuple[int, ...], mode: D
     ],
     ids=["float32", "small", "computed weight", "computed bias", "batch", "autocast"],
 )
-def test_near_misses_are_left_alone_and_told(module: One, dtype: torch.dtype, why: str) -> None:
+def test_near_misses_are_unchanged_and_have_reasons(module: One, dtype: torch.dtype, why: str) -> None:
     graph, result = apply(module, 5, 1024, dtype=dtype)
     assert result.matches == 0 and targets(graph) == [LINEAR]
     (miss,) = result.near_misses
@@ -235,7 +235,7 @@ def test_pass_list_and_switch() -> None:
 
 
 def test_a_pass_list_changes_the_key_of_pieces_and_needs_no_part_in_that_of_graphs(tmp_path: Path) -> None:
-    """The graph is kept as it was captured, passes run on it at each start; a piece is keyed by what they made of it."""
+    """The cache holds the graph as captured, and passes run at each start; the rewritten piece is the key of its build."""
     cache, keys = CompileCache(tmp_path / "cache", Report(show=False)), []
     for passes in (PASSES[:1], PASSES):
         report = cache.report = Report(show=False)
@@ -252,7 +252,7 @@ def test_a_pass_list_changes_the_key_of_pieces_and_needs_no_part_in_that_of_grap
 
 
 class Calls(TorchDispatchMode):
-    """What the op is called with."""
+    """Arguments of the op's calls."""
 
     def __init__(self) -> None:
         super().__init__()

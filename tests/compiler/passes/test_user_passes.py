@@ -1,4 +1,4 @@
-"""Passes from outside the package: named by the config or handed over, and refused in one sentence when they are none."""
+"""User passes: named by the config or passed as objects; invalid passes are rejected in one sentence."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import torchweave
 from torchweave.compiler import Fusion, GraphPass, PassResult, compile_graph
 from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.passes.base import load_pass
 from torchweave.compiler.passes.cache_keys import aten_cache_keys
-from torchweave.compiler.passes.load import load_pass
 from torchweave.compiler.passes.manager import PassManager
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
@@ -127,7 +127,7 @@ def test_V2_a_pass_set_otherwise_is_another_factor(kind: Any) -> None:
         ("token_range", (None, 0), "token_range None..0 holds no token count"),
     ],
 )
-def test_S1_a_pass_that_declares_what_means_nothing_is_refused(fact: str, declared: Any, why: str) -> None:
+def test_S1_a_pass_with_an_invalid_fact_is_rejected(fact: str, declared: Any, why: str) -> None:
     each = Times(2.0)
     setattr(each, fact, declared)
     with pytest.raises(ValueError, match=f"^pass times: {why}$"):
@@ -220,7 +220,7 @@ def _write_to_an_input(graph: Any) -> None:
         (_write_to_an_input, "it writes to the input .*, unlike"),
     ],
 )
-def test_S1_a_pass_that_changes_what_others_see_of_a_graph_is_named(stage: Any, harm: Any, why: str) -> None:
+def test_S1_a_pass_that_changes_the_interface_of_a_graph_is_named(stage: Any, harm: Any, why: str) -> None:
     class Harm(GraphPass):
         name = "harm"
 

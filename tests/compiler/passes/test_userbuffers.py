@@ -1,4 +1,4 @@
-"""User buffers and norms by rows: counted on a block of five linears, near-misses with reasons, and numbers on two ranks."""
+"""User buffers and row-sharded norms: matches on a block of five linears, near-misses, and results on two ranks."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ BY_ROWS = {"finalize": BUFFERS, "sequence": (SequenceParallel(),)}
 
 
 def quantized_on_two_ranks(process_groups: ProcessGroups) -> dict[str, float]:
-    """By scheme, how far a norm is from float64 that is quantised behind a sum; fused, and by rows, it has the same bits."""
+    """Error of a quantised norm behind a sum against float64, by scheme; the fused and row-sharded forms have equal bits."""
     found = {}
     wide = [
         torch.randn(T, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
@@ -152,7 +152,7 @@ def dequantized(scheme: str, q: Tensor, s: Tensor, scale: Tensor) -> Tensor:
 
 
 def on_two_ranks(process_groups: ProcessGroups) -> dict[str, float]:
-    """By case, how far each form is from float64; all forms of a case have equal bits on this rank."""
+    """Error of each form against float64, by case; all forms of a case have equal bits on this rank."""
     register_communicator("tp", ProcessGroupCommunicator(process_groups.groups["tp"]))
     found = quantized_on_two_ranks(process_groups)
     for dtype, quantized, reads_sum in (
@@ -171,7 +171,7 @@ def on_two_ranks(process_groups: ProcessGroups) -> dict[str, float]:
 
 
 def distance(compiled_graph: CompiledGraph, rank: int, dtype: torch.dtype) -> float:
-    """Largest error, as a part of the largest number of the result."""
+    """Largest error relative to the largest number of the result."""
     worst = 0.0
     for tokens in (1, 5):
         x, residual = inputs(tokens)
@@ -258,9 +258,9 @@ def test_T8_convert_names_near_misses(function: Any, why: str) -> None:
 
 def test_T8_slots_begin_with_0_end_with_1_and_neighbours_differ() -> None:
     for count in range(2, 12):
-        found = slots(count)
-        assert found[0] == 0 and found[-1] == 1 and len(found) == count and set(found) <= {0, 1, 2}
-        assert all(one != other for one, other in pairwise([*found, *found]))
+        indices = slots(count)
+        assert indices[0] == 0 and indices[-1] == 1 and len(indices) == count and set(indices) <= {0, 1, 2}
+        assert all(one != other for one, other in pairwise([*indices, *indices]))
 
 
 def buffered(x: Tensor) -> Tensor:
@@ -320,7 +320,7 @@ def post_norm(a: Tensor, r: Tensor, w: Tensor, n: Tensor) -> Any:
         (post_norm, "it has no residual"),
     ],
 )
-def test_T8_a_sum_that_somebody_else_reads_is_not_left_in_rows(function: Any, why: str) -> None:
+def test_T8_a_sum_with_other_readers_is_not_left_in_rows(function: Any, why: str) -> None:
     with mirrored("ep"):
         graph = graph_of(function, [A, R, W, N])
         if run_pass(CONVERT, graph).matches:
@@ -330,7 +330,7 @@ def test_T8_a_sum_that_somebody_else_reads_is_not_left_in_rows(function: Any, wh
         assert any(why in miss.why for miss in result.near_misses), result
 
 
-# -- what switches them --------------------------------------------------------------------------------------------------
+# -- settings ------------------------------------------------------------------------------------------------------------
 
 
 def settings(config: TorchCompileConfig, ranks: int, table: Table | None = None) -> dict[str, tuple[bool, str]]:

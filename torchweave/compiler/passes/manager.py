@@ -25,7 +25,7 @@ from torchweave.compiler.passes.aten.fp8_norm import FUSION as FP8_NORM
 from torchweave.compiler.passes.aten.fused_linears import FusedLinears
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.aten.route import FUSION as ROUTE
-from torchweave.compiler.passes.base import Build, NearMiss, Pass, PassResult, Stage, declaration_error
+from torchweave.compiler.passes.base import Build, NearMiss, Pass, PassResult, Stage, declaration_error, load_pass
 from torchweave.compiler.passes.collectives import all_reduce_norm, all_reduce_norm_quant
 from torchweave.compiler.passes.collectives.sequence_parallel import SequenceParallel
 from torchweave.compiler.passes.collectives.user_buffers import (
@@ -33,7 +33,6 @@ from torchweave.compiler.passes.collectives.user_buffers import (
     UserBuffersFinalize,
     UserBuffersPrologue,
 )
-from torchweave.compiler.passes.load import load_pass
 from torchweave.compiler.passes.torch_ir.fp8_attention import Fp8Attention
 from torchweave.compiler.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
 from torchweave.compiler.passes.torch_ir.merge_linears import MergeLinears
