@@ -14,7 +14,7 @@ The canonical op is `torchweave::rms_norm` (`torchweave.ops.norm`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,58 +24,34 @@ from torchweave.compiler.passes.matcher import either
 aten = torch.ops.aten
 
 
-class NormOps(Protocol):
+class NormOps(NamedTuple):
     """Spellings of the casts and reductions of a norm in the graphs of a stage."""
 
-    def to_float32(self, x: Any) -> Any: ...
-    def weight_to_float32(self, weight: Any) -> Any: ...
-    def rounded(self, y: Any, dtype: Any) -> Any: ...
-    def type_as(self, y: Any, x: Any) -> Any: ...
-    def mean_of_squares(self, x: Any) -> Any: ...
-    def inverse_root(self, mean: Any) -> Any: ...
+    to_float32: Callable[[Any], Any]
+    weight_to_float32: Callable[[Any], Any]
+    rounded: Callable[[Any, Any], Any]
+    type_as: Callable[[Any, Any], Any]
+    mean_of_squares: Callable[[Any], Any]
+    inverse_root: Callable[[Any], Any]
 
 
-class AtenNormOps:
-    """Lowered graphs: `to` is `_to_copy`, and missing where it changes nothing, as in a model in float32."""
-
-    def to_float32(self, x: Any) -> Any:
-        return either(aten._to_copy.default(x, dtype=torch.float32), x)
-
-    weight_to_float32 = to_float32
-
-    def rounded(self, y: Any, dtype: Any) -> Any:
-        return either(aten._to_copy.default(y, dtype=dtype), y)
-
-    def type_as(self, y: Any, x: Any) -> Any:
-        return aten.type_as.default(y, x)
-
-    def mean_of_squares(self, x: Any) -> Any:
-        return aten.mean.dim(aten.pow.Tensor_Scalar(x, 2), [-1], True)
-
-    def inverse_root(self, mean: Any) -> Any:
-        return either(aten.rsqrt.default(mean), aten.pow.Tensor_Scalar(mean, -0.5))
-
-
-class TorchNormOps:
-    """Captured graphs: methods and functions as the model's code calls them."""
-
-    def to_float32(self, x: Any) -> Any:
-        return either(x.to(torch.float32), x.float())
-
-    def weight_to_float32(self, weight: Any) -> Any:
-        return either(weight.to(torch.float32), weight.float(), weight)
-
-    def rounded(self, y: Any, dtype: Any) -> Any:
-        return y.to(dtype)
-
-    def type_as(self, y: Any, x: Any) -> Any:
-        return y.type_as(x)
-
-    def mean_of_squares(self, x: Any) -> Any:
-        return x.pow(2).mean(-1, keepdim=True)
-
-    def inverse_root(self, mean: Any) -> Any:
-        return either(torch.rsqrt(mean), torch.pow(mean, -0.5))
+# Lowered graphs have no `_to_copy` where it changes nothing, as in a model in float32.
+ATEN = NormOps(
+    to_float32=lambda x: either(aten._to_copy.default(x, dtype=torch.float32), x),
+    weight_to_float32=lambda weight: either(aten._to_copy.default(weight, dtype=torch.float32), weight),
+    rounded=lambda y, dtype: either(aten._to_copy.default(y, dtype=dtype), y),
+    type_as=aten.type_as.default,
+    mean_of_squares=lambda x: aten.mean.dim(aten.pow.Tensor_Scalar(x, 2), [-1], True),
+    inverse_root=lambda mean: either(aten.rsqrt.default(mean), aten.pow.Tensor_Scalar(mean, -0.5)),
+)
+TORCH_IR = NormOps(
+    to_float32=lambda x: either(x.to(torch.float32), x.float()),
+    weight_to_float32=lambda weight: either(weight.to(torch.float32), weight.float(), weight),
+    rounded=lambda y, dtype: y.to(dtype),
+    type_as=lambda y, x: y.type_as(x),
+    mean_of_squares=lambda x: x.pow(2).mean(-1, keepdim=True),
+    inverse_root=lambda mean: either(torch.rsqrt(mean), torch.pow(mean, -0.5)),
+)
 
 
 def rounded_before_weight(ops: NormOps) -> Callable[..., Any]:

@@ -12,7 +12,8 @@ The canonical op is `torchweave::rope` (`torchweave.ops.rope`).
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,38 +24,26 @@ aten = torch.ops.aten
 _END = 2**63 - 1
 
 
-class RopeOps(Protocol):
-    """Spellings of slices, concatenation and casts in the graphs of a stage."""
+class RopeOps(NamedTuple):
+    """Spellings of slices of the last dimension, concatenation and casts in the graphs of a stage."""
 
-    def columns(self, x: Any, start: Any, stop: Any) -> Any: ...
-    def join(self, parts: list[Any]) -> Any: ...
-    def rounded(self, y: Any, dtype: Any) -> Any: ...
-
-
-class AtenRopeOps:
-    """Lowered graphs."""
-
-    def columns(self, x: Any, start: Any, stop: Any) -> Any:
-        return aten.slice.Tensor(x, 3, 0 if start is None else start, _END if stop is None else stop)
-
-    def join(self, parts: list[Any]) -> Any:
-        return aten.cat.default(parts, -1)
-
-    def rounded(self, y: Any, dtype: Any) -> Any:
-        return aten._to_copy.default(y, dtype=dtype)
+    columns: Callable[[Any, Any, Any], Any]
+    join: Callable[[list[Any]], Any]
+    rounded: Callable[[Any, Any], Any]
 
 
-class TorchRopeOps:
-    """Captured graphs."""
-
-    def columns(self, x: Any, start: Any, stop: Any) -> Any:
-        return x[..., start:stop]
-
-    def join(self, parts: list[Any]) -> Any:
-        return torch.cat(parts, dim=-1)
-
-    def rounded(self, y: Any, dtype: Any) -> Any:
-        return y.to(dtype)
+ATEN = RopeOps(
+    columns=lambda x, start, stop: aten.slice.Tensor(
+        x, 3, 0 if start is None else start, _END if stop is None else stop
+    ),
+    join=lambda parts: aten.cat.default(parts, -1),
+    rounded=lambda y, dtype: aten._to_copy.default(y, dtype=dtype),
+)
+TORCH_IR = RopeOps(
+    columns=lambda x, start, stop: x[..., start:stop],
+    join=lambda parts: torch.cat(parts, dim=-1),
+    rounded=lambda y, dtype: y.to(dtype),
+)
 
 
 def full_rope(ops: RopeOps, x: Any, cos: Any, sin: Any, half: Any) -> Any:

@@ -25,7 +25,7 @@ import torchweave.ops.rope  # noqa: F401 (defines the ops)
 from torchweave.compiler.ir.graph import FakeGraph
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import normalize_call
-from torchweave.compiler.passes.base import Build, GraphPass, Numerics, PassResult, Stage
+from torchweave.compiler.passes.base import Build, GraphPass, PassResult, Stage
 from torchweave.compiler.passes.rewrite import insert
 from torchweave.ops.registry import op_info
 
@@ -51,7 +51,6 @@ class Expand(GraphPass):
 
     name = "expand"
     stage: Stage = "aten"
-    numerics: Numerics = "exact"
     builds: tuple[Build, ...] = ("inductor",)
 
     def __init__(self, ops: Iterable[str] = EXPANDED_OPS, devices: Iterable[str] = ("cpu",)) -> None:
@@ -59,7 +58,6 @@ class Expand(GraphPass):
         self.devices = frozenset(devices)
 
     def run(self, graph: FakeGraph) -> PassResult:
-        """See `Pass.run`."""
         matches = 0
         for node in list(graph.graph.nodes):
             op = node.target

@@ -29,7 +29,7 @@ from torch import Tensor, fx
 import torchweave.ops.linear  # noqa: F401 (defines the ops)
 from torchweave.compiler.ir.graph import FakeGraph, same_geometry
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.passes.base import GraphPass, Mismatch, Numerics, PassResult, Stage, near_misses_by_reason
+from torchweave.compiler.passes.base import GraphPass, Mismatch, PassResult, Stage, near_misses_by_reason
 from torchweave.compiler.passes.torch_ir.small_linears import describe_weight, linear_choices
 from torchweave.compiler.tuning.linears import FUSED_TOKENS
 from torchweave.compiler.tuning.table import Table
@@ -68,7 +68,6 @@ class FusedLinears(GraphPass):
 
     name = "fused_linears"
     stage: Stage = "aten"
-    numerics: Numerics = "exact"
     token_range: tuple[int | None, int | None] = (1, FUSED_TOKENS)
 
     def __init__(self, devices: Iterable[str] = ("cuda",), table: Table | None = None) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import torchweave.ops.activation  # noqa: F401 (defines the ops)
-from torchweave.compiler.passes.matcher import Match
+from torchweave.compiler.passes.matcher import Match, either
 from torchweave.compiler.passes.pattern import Fusion
 
 aten = torch.ops.aten
@@ -37,19 +37,8 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def _merged(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def pattern(gate_up: Tensor, sizes: list, dim: int) -> Any:
-        parts = aten.split_with_sizes.default(gate_up, sizes, dim)
-        return aten.mul.Tensor(_ACTIVATIONS[name](parts[0]), parts[1])
-
-    def replacement(gate_up: Tensor) -> Any:
-        return torchweave_ops.gated_activation.default(gate_up, name)
-
-    return pattern, replacement
-
-
-def _chunked(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def pattern(gate_up: Tensor, size: int, dim: int) -> Any:
-        parts = aten.split.Tensor(gate_up, size, dim)
+    def pattern(gate_up: Tensor, sizes: list, size: int, dim: int) -> Any:
+        parts = either(aten.split_with_sizes.default(gate_up, sizes, dim), aten.split.Tensor(gate_up, size, dim))
         return aten.mul.Tensor(_ACTIVATIONS[name](parts[0]), parts[1])
 
     def replacement(gate_up: Tensor) -> Any:
@@ -84,7 +73,7 @@ def extra_check(match: Match) -> str | None:
     return None
 
 
-_VARIANTS = [form(name) for form in (_merged, _chunked, _pair) for name in _ACTIVATIONS]
+_VARIANTS = [form(name) for form in (_merged, _pair) for name in _ACTIVATIONS]
 
 FUSION = Fusion(
     "gated_activation",

@@ -27,7 +27,6 @@ from torchweave.compiler.passes.matcher import Match
 from torchweave.compiler.passes.pattern import Fusion
 
 aten = torch.ops.aten
-_OPS = dialects.AtenNormOps()
 
 
 def narrow(x: Tensor, weight: Tensor, eps: float) -> Any:
@@ -71,7 +70,7 @@ def extra_check(match: Match) -> str | None:
 
 FUSION = Fusion(
     "raise_rms_norm",
-    (dialects.rounded_before_weight(_OPS), dialects.rounded_after_weight(_OPS)),
+    (dialects.rounded_before_weight(dialects.ATEN), dialects.rounded_after_weight(dialects.ATEN)),
     (narrow, wide),
     extra_check=extra_check,
 )

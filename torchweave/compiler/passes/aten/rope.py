@@ -25,19 +25,18 @@ from torchweave.compiler.passes.matcher import Match
 from torchweave.compiler.passes.pattern import Fusion
 
 aten = torch.ops.aten
-_OPS = dialects.AtenRopeOps()
 
 
 def full_rope_float32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, half: int, dtype: torch.dtype) -> Any:
-    return tuple(dialects.full_rope_float32(_OPS, x, cos, sin, half, dtype) for x in (q, k))
+    return tuple(dialects.full_rope_float32(dialects.ATEN, x, cos, sin, half, dtype) for x in (q, k))
 
 
 def full_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, half: int) -> Any:
-    return tuple(dialects.full_rope(_OPS, x, cos, sin, half) for x in (q, k))
+    return tuple(dialects.full_rope(dialects.ATEN, x, cos, sin, half) for x in (q, k))
 
 
 def partial_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, half: int, width: int) -> Any:
-    return tuple(dialects.partial_rope(_OPS, x, cos, sin, half, width) for x in (q, k))
+    return tuple(dialects.partial_rope(dialects.ATEN, x, cos, sin, half, width) for x in (q, k))
 
 
 def replacement(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:

@@ -257,7 +257,6 @@ class RouterFusion(Fusion):
     """Fusion that drops near-misses unrelated to routers."""
 
     def run(self, graph: FakeGraph) -> PassResult:
-        """See `Pass.run`."""
         result = super().run(graph)
         near = tuple(miss for miss in result.near_misses if not miss.why.endswith(_UNRELATED))
         return replace(result, near_misses=near)

@@ -26,7 +26,7 @@ import torchweave.ops.collectives.sequence_parallel_norm  # noqa: F401 (defines 
 from torchweave.compiler.ir.graph import FakeGraph
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import normalize_call
-from torchweave.compiler.passes.base import GraphPass, NearMiss, Need, Numerics, PassResult, Stage, TokenRange
+from torchweave.compiler.passes.base import GraphPass, NearMiss, Need, PassResult, Stage, TokenRange
 from torchweave.compiler.passes.collectives.user_buffers import (
     next_collective,
     profitable_token_range,
@@ -55,7 +55,6 @@ class SequenceParallel(GraphPass):
 
     name = "sequence_parallel"
     stage: Stage = "aten"
-    numerics: Numerics = "exact"
     gated = True
     needs: tuple[Need, ...] = ("ranks",)
 
@@ -64,7 +63,6 @@ class SequenceParallel(GraphPass):
         self.token_range: TokenRange = profitable_token_range(table, self.name, self.shape)
 
     def run(self, graph: FakeGraph) -> PassResult:
-        """See `Pass.run`."""
         near_misses: list[NearMiss] = []
         local_rows_of: dict[fx.Node, fx.Node] = {}  # sum -> node with this rank's rows of it
         matches = 0

@@ -15,7 +15,7 @@ import torchweave.ops.collectives.user_buffers  # noqa: F401 (defines the ops)
 from torchweave.compiler.ir.graph import FakeGraph, same_geometry
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import normalize_call
-from torchweave.compiler.passes.base import GraphPass, Mismatch, NearMiss, Need, Numerics, PassResult, Stage, TokenRange
+from torchweave.compiler.passes.base import GraphPass, Mismatch, NearMiss, Need, PassResult, Stage, TokenRange
 from torchweave.compiler.passes.rewrite import erase
 from torchweave.compiler.tuning.table import Table
 
@@ -46,14 +46,12 @@ class UserBuffersConvert(GraphPass):
 
     name = "userbuffers_convert"
     stage: Stage = "aten"
-    numerics: Numerics = "exact"
     needs: tuple[Need, ...] = ("ranks", "userbuffers")
 
     def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
         self.devices = frozenset(devices)
 
     def run(self, graph: FakeGraph) -> PassResult:
-        """See `Pass.run`."""
         near_misses: list[NearMiss] = []
         matches = 0
         for nodes in _by_group(graph, self.devices):
@@ -135,11 +133,9 @@ class UserBuffersPrologue(GraphPass):
 
     name = "userbuffers_prologue"
     stage: Stage = "aten"
-    numerics: Numerics = "exact"
     needs: tuple[Need, ...] = ("ranks", "userbuffers")
 
     def run(self, graph: FakeGraph) -> PassResult:
-        """See `Pass.run`."""
         matches = rewritten = 0
         near_misses: list[NearMiss] = []
         for node in list(graph.graph.nodes):
@@ -198,7 +194,6 @@ class UserBuffersFinalize(GraphPass):
 
     name = "userbuffers_finalize"
     stage: Stage = "aten"
-    numerics: Numerics = "exact"
     gated = True
     needs: tuple[Need, ...] = ("ranks", "userbuffers")
 
@@ -207,7 +202,6 @@ class UserBuffersFinalize(GraphPass):
         self.token_range: TokenRange = profitable_token_range(table, self.name, self.shape)
 
     def run(self, graph: FakeGraph) -> PassResult:
-        """See `Pass.run`."""
         all_reduce_norm_ops = list(BUFFERED.values())[1:]
         matches = 0
         near_misses: list[NearMiss] = []

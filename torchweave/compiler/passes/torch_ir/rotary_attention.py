@@ -39,18 +39,17 @@ _ROTARY = 10
 def _rope(x: Tensor, cos: Tensor, sin: Tensor, half: int, width: int, dtype: torch.dtype) -> Any:
     """A projection from its heads to the op's `[T, H, D]`, rotated before or after tokens and heads change places."""
     rotated = either(
-        rope.full_rope(_ROPE_OPS, x, cos, sin, half),
-        rope.partial_rope(_ROPE_OPS, x, cos, sin, half, width),
-        rope.full_rope_float32(_ROPE_OPS, x, cos, sin, half, dtype),
+        rope.full_rope(rope.TORCH_IR, x, cos, sin, half),
+        rope.partial_rope(rope.TORCH_IR, x, cos, sin, half, width),
+        rope.full_rope_float32(rope.TORCH_IR, x, cos, sin, half, dtype),
     )
     return either(rotated, rotated.transpose(1, 2)).squeeze(0).transpose(0, 1)
 
 
-_ROPE_OPS, _NORM_OPS = rope.TorchRopeOps(), norm.TorchNormOps()
 _ROPE = Pattern(_rope, torch_ir=True)
 _NORMS = (
-    (Pattern(norm.rounded_before_weight(_NORM_OPS), torch_ir=True), False),
-    (Pattern(norm.rounded_after_weight(_NORM_OPS), torch_ir=True), True),
+    (Pattern(norm.rounded_before_weight(norm.TORCH_IR), torch_ir=True), False),
+    (Pattern(norm.rounded_after_weight(norm.TORCH_IR), torch_ir=True), True),
 )
 
 
@@ -79,7 +78,6 @@ class RotaryAttention(GraphPass):
         self.devices = frozenset(devices)
 
     def run(self, graph: CapturedGraph) -> PassResult:
-        """See `Pass.run`."""
         matches, before = 0, graph.num_calls()
         rejected: dict[str, list[str]] = {}
         for node in list(graph.graph.nodes):

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from torchweave.compiler.ir.graph import CapturedGraph, same_geometry
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.passes.base import GraphPass, Mismatch, Numerics, PassResult, near_misses_by_reason
+from torchweave.compiler.passes.base import GraphPass, Mismatch, PassResult, near_misses_by_reason
 from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR
 from torchweave.compiler.tuning.linears import LinearShape
 from torchweave.compiler.tuning.table import Table, device_kind, shipped_table
@@ -38,7 +38,6 @@ class SmallLinears(GraphPass):
     """
 
     name = "small_linears"
-    numerics: Numerics = "exact"
 
     def __init__(self, devices: Iterable[str] = ("cuda",), table: Table | None = None) -> None:
         self.devices = frozenset(devices)
