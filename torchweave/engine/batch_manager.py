@@ -77,7 +77,7 @@ class BatchManager:
         tell_moves: NotifyStateChanges | None = None,
     ) -> None:
         if (send_response is None) == (send_responses is None):
-            raise ValueError("Exactly one of send_response and send_responses is required; give one of them.")
+            raise ValueError("Responses need exactly one callback; give either send_response or send_responses.")
         if tell_moves is not None:
             message = "tell_moves is deprecated and will be removed in the next release; use notify_state_changes."
             warnings.warn(message, DeprecationWarning, stacklevel=2)

@@ -101,17 +101,7 @@ class Callbacks:
 
 
 class GenerationLoop:
-    """Runs on one thread (`run`); `stop` and `wake` may be called from any thread.
-
-    Args:
-        scheduler: schedules the steps.
-        runner: executes the steps.
-        callbacks: source of requests and destination of responses.
-        run_ahead: most steps in flight.
-        max_num_requests: most requests in flight, including waiting ones; negative: any number.
-        idle_seconds: longest interval between polls for requests while idle; None: only `wake` ends the wait.
-        stats_interval: least seconds between two statistics.
-        seed: seed for the requests without a seed; None: random.
+    """Runs on one thread (`run`); `stop` and `wake` may be called from any thread. For the arguments see `BatchManager`.
 
     Attributes:
         failure: exception that ended the loop; None without a failure.

@@ -1,4 +1,4 @@
-"""Penalties, biases and barred words through the whole engine: transformers' processors say which tokens, one by one."""
+"""Penalties, biases and bad words in the whole engine, compared with transformers' logits processors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of the prompt's own tokens: those of the plain model, however the prompt was read."""
+"""Prompt log-probabilities equal those of the plain model, however the prompt is split."""
 
 from __future__ import annotations
 

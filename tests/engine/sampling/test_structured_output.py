@@ -1,4 +1,4 @@
-"""Answers of a given form, by the built-in model at any temperature: they parse, they match, and nobody else notices."""
+"""Structured outputs of the demo model: valid at any temperature, without effect on other requests."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a(b"}, "structured_outputs.regex cannot be used: .*unclosed group"),
     ({"regex": "(?=a)b"}, "look-around"),
     ({"json": "{3"}, "structured_outputs.json cannot be used: it is not JSON"),
-    ({"json": "[3]"}, "a JSON schema is an object"),
+    ({"json": "[3]"}, "a JSON schema must be an object"),
     ({"json": {"type": "foo"}}, "Invalid type: foo"),
     (
         {"json": '{"items":' * 5000 + "{}" + "}" * 5000},

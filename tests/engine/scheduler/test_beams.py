@@ -1,4 +1,4 @@
-"""Beam searches in the batch: they find what they would find alone, whatever runs, is paused or is shared beside them."""
+"""Beam searches in the scheduler: the same answers as alone, under any policy, pause and sharing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies: whatever is admitted, paused, chunked or shared, every request gets the tokens it would get alone."""
+"""Capacity policies: each request gets the same tokens as alone, however it is admitted, paused, chunked or shared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchweave.engine.scheduler.snapshot import LazySequence
 
 
 def prompts(rng: np.random.Generator, count: int, longest: int) -> list[list[int]]:
-    """Prompts of which many begin alike."""
+    """Prompts, many with a common prefix."""
     stems = [rng.integers(0, VOCAB, longest).tolist() for _ in range(3)]
     found = []
     for _ in range(count):
@@ -56,7 +56,7 @@ def test_B4_tokens_are_those_of_an_undisturbed_run(
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_B4_random_arrivals_cancels_and_a_tiny_cache(policy: str) -> None:
-    """No block is lost, nobody is answered twice or never, under arrivals, cancels and pauses."""
+    """No block is lost and each request is answered once, under arrivals, cancels and pauses."""
     rng = np.random.default_rng(7)
     scheduler, runner = make(policy=policy, max_batch_size=5, num_blocks=24, max_num_tokens=16, equal_progress=True)
     number, asked = iter(range(400)), {}
@@ -92,7 +92,7 @@ def test_two_equal_prompts_in_one_step_do_not_share_what_is_being_written() -> N
 
 
 def test_answers_are_reused_as_the_next_prompt() -> None:
-    """The second turn of a conversation begins with the first and its answer."""
+    """The prompt of a conversation's second turn begins with the first prompt and its answer."""
     scheduler, runner = make()
     first = [1, 2, 3, 4, 5]
     scheduler.add(request(0, first, max_tokens=20), 0)
@@ -275,20 +275,22 @@ def test_delayed_prefills_start_after_the_timeout() -> None:
     assert [len(step.chunks) for step in steps if step is not None] == [0, 0, 0, 0, 1]
 
 
-def test_waiting_requests_are_evaluated_lazily():
-    looked: list[int] = []
+def test_waiting_requests_are_evaluated_lazily() -> None:
+    evaluated: list[int] = []
 
-    def found() -> Iterator[WaitingRequest]:
+    def requests() -> Iterator[WaitingRequest]:
         for number in range(6):
-            looked.append(number)
+            evaluated.append(number)
             yield WaitingRequest(number, 1)
 
-    waiting = LazySequence(found())
-    assert waiting[0].remaining_tokens == 0 and looked == [0]
-    assert [each.remaining_tokens for each in waiting[:3]] == [0, 1, 2] == looked
-    assert not waiting[:0] and waiting[1].remaining_tokens == 1 and len(looked) == 3
+    waiting = LazySequence(requests())
+    assert waiting[0].remaining_tokens == 0 and evaluated == [0]
+    assert [each.remaining_tokens for each in waiting[:3]] == [0, 1, 2] == evaluated
+    assert not waiting[:0] and waiting[1].remaining_tokens == 1 and len(evaluated) == 3
     assert waiting[-1].remaining_tokens == 5 and len(waiting) == 6 and waiting[2:][0].remaining_tokens == 2
-    assert [each.remaining_tokens for each in waiting] == looked == list(range(6))
+    assert [each.remaining_tokens for each in waiting] == evaluated == list(range(6))
     with pytest.raises(IndexError):
         waiting[6]
-    assert [each.remaining_tokens for each in LazySequence(found())][:0] == [] and len(LazySequence(found())[1:]) == 5
+    assert [each.remaining_tokens for each in LazySequence(requests())][:0] == [] and len(
+        LazySequence(requests())[1:]
+    ) == 5
