@@ -210,7 +210,7 @@ REQUESTS: list[tuple[str, Callable[[LLM], object], str]] = [
     (
         "scored",
         lambda llm: llm.stream("1", SamplingParams(prompt_logprobs=1)),
-        "A stream tells of new tokens alone; ask for prompt_logprobs by generate",
+        "A stream does not return prompt_logprobs; use generate",
     ),
     ("streamed", lambda llm: llm.stream("1" * 600), "shorten the prompt"),
     ("empty", lambda llm: llm.generate([[]]), "The prompt is empty"),

@@ -64,5 +64,7 @@ def test_the_wheel_installs_and_answers(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert "<html" in (tmp_path / "report.html").read_text()
-    code = "from importlib.resources import files; print(files('torchweave.serving.http').joinpath('page.html').is_file())"
+    code = (
+        "from importlib.resources import files; print(files('torchweave.serving.http').joinpath('page.html').is_file())"
+    )
     assert _run(str(python), "-c", code, cwd=tmp_path).strip() == "True"
