@@ -11,7 +11,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -21,11 +20,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 
 from torchweave.compiler.precompile.kernel_jobs import BuiltKernel, KernelSpec
+from torchweave.utils.child_process import ChildProcess
 
 _MAX_PARALLEL_BUILDS = 16  # kernels that are built at once
 _TIMEOUT_SECONDS = 120.0  # seconds; what is still missing then is built when it is first launched
 _ENDED = "the process that builds kernels ended"
-_START = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {most})"
 
 
 class KernelWorkers:
@@ -39,12 +38,8 @@ class KernelWorkers:
         self._connection, theirs = Pipe()
         most = max(min(most, len(os.sched_getaffinity(0))), 1)
         with theirs:
-            start = _START.format(module=__name__, path=sys.path, fd=theirs.fileno(), most=most)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", start],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+            self._process = ChildProcess(
+                main, theirs.fileno(), most, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL
             )
         self._requested: dict[int, tuple[KernelSpec, Future[str | None]]] = {}
         self._finished = 0  # how many of them were waited for
