@@ -109,7 +109,7 @@ class RankProcesses:
 
 
 def _rank_main(fd: int, rank: int, size: int, stages: int, address: tuple[str, int]) -> None:
-    """A rank's process: it answers until it is ended."""
+    """Process of a rank: serve requests until the pipe closes."""
     exit_with_parent()
     pipe = Connection(fd)
     torch.set_num_threads(1)
