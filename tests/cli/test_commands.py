@@ -53,7 +53,7 @@ def test_json_tells_logprobs_and_text_has_no_place_for_them(tiny_args: list[str]
     assert drawn == [max(each.values()) for each in told]
     assert output["cumulative_logprob"] == pytest.approx(sum(drawn))
     assert main(asked) == 2
-    assert "--logprobs has no place in a text; add --json" in capsys.readouterr().err
+    assert "--logprobs needs --json" in capsys.readouterr().err
 
 
 def test_an_output_without_all_characters_gets_those_that_it_lacks_escaped(tiny_args: list[str], monkeypatch: Lines):
@@ -118,7 +118,7 @@ def test_chat_survives_a_turn_that_is_too_long(
     monkeypatch.setattr("builtins.input", turns)
     assert main(["chat", *tiny_args, "--max_tokens", "4", "--ignore_eos"]) == 0
     captured = capsys.readouterr()
-    assert len(captured.out.splitlines()) == 1 and "/new forgets" in captured.err
+    assert len(captured.out.splitlines()) == 1 and "/new starts a new conversation" in captured.err
 
 
 def test_S9_explain_shows_the_plan_and_what_was_built(
@@ -185,11 +185,11 @@ FAULTS = [
     (["serve", "demo", "--chat_template", "/"], "chat_template / cannot be read: Is a directory"),
     (["doctor", "demo", "--tp", "2"], "Leave --tp and --pp out"),
     (["models", "verify"], "give --all"),
-    (["models", "list", "llama"], "`torchweave models list` takes no llama; leave it out"),
+    (["models", "list", "llama"], "`torchweave models list` takes no llama; remove it"),
     (["models", "list", "--write", "x"], "`torchweave models list` takes no --write"),
-    (["cache", "list", "0186"], "`torchweave cache list` is of all entries and takes no '0186'; leave it out"),
-    (["cache", "import", "a", "b"], "`torchweave cache import` takes one file, and no 'b'"),
-    (["cache", "export", "a", "--all"], "--all is of `torchweave cache prune`; leave it out"),
+    (["cache", "list", "0186"], "`torchweave cache list` applies to all entries; remove '0186'"),
+    (["cache", "import", "a", "b"], "`torchweave cache import` takes one file; remove 'b'"),
+    (["cache", "export", "a", "--all"], "--all is an option of `torchweave cache prune`; remove it"),
     (["models", "verfy"], "invalid choice: 'verfy'"),
     (["models", "verify", "lama"], "Unknown architecture 'lama'; did you mean llama?"),
     (["bench", "lateny", "--model", "demo"], "unknown scenario 'lateny'; did you mean latency?"),
@@ -203,10 +203,10 @@ FAULTS = [
     (["explain", "demo", "--html", "~nobody-of-this-name/a.html"], "there is no home folder ~nobody-of-this-name"),
     (["explain", "demo", "--dump-dir", "~nobody-of-this-name/a"], "there is no home folder ~nobody-of-this-name"),
     (["bench", "host", "--output", "/"], "--output /: this is a folder; name a file in it"),
-    (["bench", "host", "--output", f"{__file__}/a.json"], "is no folder; name another file"),
+    (["bench", "host", "--output", f"{__file__}/a.json"], "is not a folder; name another file"),
     (["bench", "host", "--output", f"/{'a' * 300}.json"], "File name too long; name another file"),
-    (["bench", "host", "--output", "a.md"], "the JSON needs another name than the Markdown beside it, such as a.json"),
-    (["models", "verify", "llama", "--tensor_parallel_size", "2;4"], "expected a number of ranks, or several"),
+    (["bench", "host", "--output", "a.md"], "name the JSON file, such as a.json"),
+    (["models", "verify", "llama", "--tensor_parallel_size", "2;4"], "expected a number of ranks, or a list"),
 ]
 
 

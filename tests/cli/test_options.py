@@ -88,8 +88,8 @@ def test_values_take_the_annotated_type(name: str, text: Any, value: Any):
         ("limt", "3", "unknown option limt; did you mean limit?"),
         ("inner.dept", "3", "did you mean inner.depth?"),
         ("depth", "3", "did you mean inner.depth?"),
-        ("wholly_else", "3", "`--help` lists"),
-        ("inner", 3, "inner is no option by itself, but holds some; give those, as inner."),
+        ("wholly_else", "3", "`--help-all` lists"),
+        ("inner", 3, "inner is a group of options; set one of them, such as inner."),
     ],
 )
 def test_other_values_and_names_are_refused(name: str, text: Any, sentence: str):
@@ -203,7 +203,7 @@ def test_a_file_holds_every_option_that_the_command_has(tmp_path: Path):
     assert (params.temperature, params.max_tokens, params.logit_bias) == (0.5, 5, {25: -2.0})
     assert params.structured_outputs is not None and params.structured_outputs.json == {"type": "object"}
 
-    with pytest.raises(ValueError, match=r"serve.yaml: unknown option port; `--help` lists those that are known"):
+    with pytest.raises(ValueError, match=r"serve.yaml: unknown option port; `--help-all` lists all options"):
         generate.parser().parse_argv(["demo", "--config", str(tmp_path / "serve.yaml")])
 
 

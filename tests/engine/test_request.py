@@ -33,8 +33,8 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": [3]}, "token ids"),
     ({"allowed_token_ids": []}, "at least one token id"),
     ({"allowed_token_ids": [True]}, "at least one token id"),
-    ({"bad_words": ["a", ""]}, "none of them empty"),
-    ({"bad_words": [[]]}, "none of them empty"),
+    ({"bad_words": ["a", ""]}, "non-empty strings"),
+    ({"bad_words": [[]]}, "non-empty strings"),
     ({"bad_words": "word"}, "a list of texts"),
     ({"prompt_logprobs": 101}, "between 0 and 100"),
 ]

@@ -84,7 +84,7 @@ def test_experts_are_merged_as_they_are_read(tmp_path: Path) -> None:
     model = save("qwen3_moe", tmp_path, max_shard_size="50KB")
     report = Report(show=False)
     loaded = load(tmp_path, report=report)
-    assert report.select("weights_converted")[0]["by"] == "torchweave, as they are read"
+    assert report.select("weights_converted")[0]["by"] == "torchweave, while reading"
     for name, parameter in model.named_parameters():
         assert torch.equal(loaded.module.model.get_parameter(name), parameter), name
     progress = [event for event in report.select("progress") if event["title"] == "weights"]

@@ -204,15 +204,15 @@ def test_shards_within_a_scale_block_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "size", "expert_parallel", "said"),
     [
-        ("llama", 3, False, "4 attention heads do not divide; choose among 1, 2, 4"),
-        ("gpt_bigcode", 8, False, "4 attention heads do not divide"),
+        ("llama", 3, False, "4 attention heads are not divisible; choose among 1, 2, 4"),
+        ("gpt_bigcode", 8, False, "4 attention heads are not divisible"),
         ("codegen", 8, False, "cannot be laid out for 2 heads; use fewer ranks"),
         ("llama4", 2, True, "cannot be told apart by number; leave enable_expert_parallel off"),
     ],
 )
 def test_indivisible_models_are_refused_with_a_reason(name: str, size: int, expert_parallel: bool, said: str) -> None:
     config = zoo.zoo_model(name).config().to_dict()
-    with pytest.raises(UnsupportedModel, match=f"cannot be divided over {size} ranks: .*{said}"):
+    with pytest.raises(UnsupportedModel, match=f"cannot be sharded over {size} ranks: .*{said}"):
         part_of(config, 0, size, load_format="dummy", expert_parallel=expert_parallel)
 
 
@@ -222,7 +222,7 @@ def test_more_refusals() -> None:
     config = odd.config().to_dict()
     for by_number, said in (
         (False, "33 of the experts .* or enable_expert_parallel"),
-        (True, "7 experts .* do not divide"),
+        (True, "7 experts .* are not divisible"),
     ):
         with pytest.raises(UnsupportedModel, match=said):
             part_of(config, 0, load_format="dummy", expert_parallel=by_number)

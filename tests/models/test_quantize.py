@@ -342,7 +342,7 @@ TRANSFORMS = {
         ({"quant_method": "awq"}, "by awq"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "by modelopt"),
         (compressed_tensors({"strategy": "group", "num_bits": 4, "type": "int"}, None), "int4"),
-        (compressed_tensors({"strategy": "tensor"}, None), "activations as they are"),
+        (compressed_tensors({"strategy": "tensor"}, None), "unquantized activations"),
         (compressed_tensors({"strategy": "channel", "type": "int"}, {"strategy": "token", "type": "int"}), "int8 by channel"),
         (compressed_tensors({"strategy": "block", "block_structure": [64, 64]}, {"strategy": "token", "dynamic": True}), "block"),
         (BLOCKS | {"weight_block_size": [64, 64]}, r"blocks of \[64, 64\]"),
@@ -389,7 +389,7 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
         (
             "input_scale",
             torch.tensor([torch.nan]),
-            "nan as the scale of what model.layers.1.mlp.up_proj is given: expected one finite",
+            "nan as input scale of model.layers.1.mlp.up_proj: expected one finite",
         ),
         ("input_scale", torch.zeros(1), r"has 0\.0 as the scale"),
         ("input_scale", torch.ones(2), r"a tensor of shape \[2\] as the scale of what"),

@@ -127,7 +127,7 @@ def test_pipeline_stages_are_even(layers: int, stages: int, expected: list[int])
 
 def test_more_pipeline_stages_than_layers_are_refused() -> None:
     config = zoo.zoo_model("llama").config().to_dict()
-    with pytest.raises(UnsupportedModel, match="has 3 layers, which are too few for 4 stages; lower pipeline_parallel"):
+    with pytest.raises(UnsupportedModel, match="has 3 layers, fewer than 4 stages; lower pipeline_parallel"):
         stage_of(config, 0, 4, load_format="dummy")
 
 
@@ -135,6 +135,6 @@ def test_layers_that_return_more_than_hidden_states_are_no_pipeline(monkeypatch:
     seen = [(torch.empty(1, 53, 64, device="meta"), -1)] * 3
     monkeypatch.setattr(stages, "_record_layer_calls", lambda *_: seen)
     with pytest.raises(
-        UnsupportedModel, match=r"LlamaForCausalLM cannot be divided into stages: .* return more than hidden"
+        UnsupportedModel, match=r"LlamaForCausalLM cannot be split into pipeline stages: .* or tensors besides the hidden"
     ):
         stage_of(zoo.zoo_model("llama").config().to_dict(), 0, load_format="dummy")

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, schedule
 
 from torchweave.engine.request import InferenceRequest, SamplingParams
-from torchweave.engine.scheduler.policies.mixed_step_size import step_token_budget
+from torchweave.engine.scheduler.policies.admission import step_token_budget
 from torchweave.engine.scheduler.step import Step
 from torchweave.engine.startup.build import Engine
 

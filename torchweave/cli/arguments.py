@@ -1,13 +1,15 @@
-"""The command line: one argparse parser a command, with an option for every field of the dataclasses that it fills.
+"""Command-line parsers: an option for every field of the dataclasses that a command fills.
 
-All spellings of an option are brought to one before argparse sees them, so that argparse's own guessing is not needed:
-`--max-model-len 512`, `--max_model_len=512`, `--ignore_eos`, `--no-ignore_eos`, `-cc.debug=true`, `-O1`.
+Spellings of an option are normalized before argparse parses them: `--max-model-len 512`, `--max_model_len=512`, `--ignore_eos`,
+`--no-ignore_eos`, `-cc.debug=true`, `-O1`. `--help` shows common options, `--help-all` all of them.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from torchweave.cli.options import Option, build_config, convert, options_of, read_yaml, unknown_option
@@ -16,7 +18,7 @@ from torchweave.config.validate import VLLM_NAMES
 
 Config = TypeVar("Config")
 
-# What each level turns off, laid under everything else that is asked.
+# Settings of each level; the config file and the command line override them.
 OPTIMIZATION_LEVELS: dict[int, dict[str, Any]] = {
     0: {
         "torch_compile_config.enable_fullgraph": False,
@@ -32,7 +34,7 @@ OPTIMIZATION_LEVELS: dict[int, dict[str, Any]] = {
         "torch_compile_config.compile_sizes": (1, 2, 4, 8),
     },
 }
-# Names that users of vLLM know, and short ones.
+# vLLM's names and short forms.
 ALIASES = {
     **VLLM_NAMES,
     "cudagraph_capture_sizes": "torch_compile_config.capture_num_tokens",
@@ -44,42 +46,144 @@ ALIASES = {
     "dp": "data_parallel_size",
 }
 SHORT_PREFIX, LONG_PREFIX = "-cc.", "--torch_compile_config."
+ENGINE_GROUPS = {
+    "model": (
+        "dtype", "quantization", "max_model_len", "device", "load_format", "trust_remote_code", "attention_backend", "seed",
+    ),
+    "parallelism": (
+        "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "executor", "rank_timeout",
+        "symmetric_memory",
+    ),
+    "memory": (
+        "gpu_memory_utilization", "cpu_kv_cache_gib", "kv_cache_dtype", "enable_prefix_caching", "kv_offload_gb", "block_size",
+        "num_kv_blocks",
+    ),
+    "scheduling": (
+        "max_batch_size", "max_num_tokens", "enable_chunked_context", "mixed_step_tokens", "capacity_scheduler_policy",
+        "context_chunking_policy", "batch_wait_timeout_iters", "batch_wait_max_tokens_ratio", "run_ahead",
+    ),
+    "compile (-cc.NAME is short for --torch_compile_config.NAME)": tuple(
+        name for name in options_of(EngineConfig) if name.startswith("torch_compile_config.")
+    ),
+    "CUDA graphs": tuple(name for name in options_of(EngineConfig) if name.startswith("cuda_graph_config.")),
+}  # fmt: skip
+"""Every option of the engine but the model, by the group under which help and docs/cli.md list it."""
+COMMON_ENGINE_OPTIONS = frozenset(
+    {
+        "dtype", "quantization", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization",
+        "cpu_kv_cache_gib", "kv_cache_dtype", "max_batch_size", "max_num_tokens", "torch_compile_config.compile_cache_dir",
+        "torch_compile_config.dump_dir", "cuda_graph_config.max_batch_size",
+    }
+)  # fmt: skip
+"""Options that `--help` shows; `--help-all` shows every option."""
+COMMON_SERVER_OPTIONS = frozenset(
+    {"host", "port", "served_model_name", "api_key", "api_key_file", "tool_call_parser", "data_parallel_size"}
+)
+COMMON_SAMPLING_OPTIONS = frozenset(
+    {"n", "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "logprobs"}
+)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose faults are `ValueError`s, so that `main` reports all faults in one way."""
+    """An argparse parser that raises `ValueError` on errors and has a short and a full help."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        super().__init__(
+            add_help=False, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs
+        )
         self.options: dict[str, Option] = {}
-        self.add_argument("--traceback", action="store_true", help="show where in the code a fault was found")
+        self._advanced: set[str] = set()  # options that only --help-all shows
+        self._last_groups: list[argparse._ArgumentGroup] = []
+        self.general = self.add_argument_group("general")
+        self.general.add_argument("-h", "--help", action=_Help, help="show common options and exit")
+        # normalize_argv writes underscores; the help shows the customary spelling.
+        self._help_all = self.general.add_argument("--help_all", action=_Help, help="show all options and exit")
+        self._help_all.option_strings = ["--help-all"]
+        self.general.add_argument("--traceback", action="store_true", help="print the Python traceback of an error")
 
     def error(self, message: str) -> NoReturn:
         missing = message.startswith("the following arguments are required")
         raise ValueError(f"{message}; {self.format_usage().strip()}" if missing else message)
 
-    def add_config(self, config: type, title: str, skip: Iterable[str] = ()) -> None:
-        """An option for every field of a dataclass, but for those in `skip`. A name that is there already serves both."""
-        group = self.add_argument_group(title)
-        for name, option in options_of(config).items():
-            if name in skip:
-                continue
-            if name in self.options:  # `seed`: of the engine and of a request; one number serves both
-                assert self.options[name].hint == option.hint, f"{name} means two things"
+    def format_help(self, full: bool = False) -> str:
+        """The help text: positional arguments, the command's own options, the engine's by group, general ones."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        width = shutil.get_terminal_size().columns - 2
+        paragraphs = (self.description or "").split("\n\n")
+        formatter.add_text("\n\n".join(text if text[:1] == " " else textwrap.fill(text, width) for text in paragraphs))
+        last = [*self._last_groups, self.general]
+        for group in [*(group for group in self._action_groups if group not in last), *last]:
+            shown = [
+                action
+                for action in group._group_actions
+                if (full or action.dest not in self._advanced) and (self._advanced or action is not self._help_all)
+            ]
+            formatter.start_section(group.title)
+            formatter.add_arguments(shown)
+            formatter.end_section()
+        hidden = 0 if full else len(self._advanced)
+        formatter.add_text(f"{hidden} more options: {self.prog} --help-all" if hidden else None)
+        return formatter.format_help()
+
+    def add_config(
+        self,
+        config: type,
+        title: str,
+        skip: Iterable[str] = (),
+        common: Collection[str] | None = None,
+        show_defaults: bool = True,
+    ) -> None:
+        """Add an option for every field of a dataclass but those in `skip`.
+
+        An option that the parser has already (`seed` of the engine and of a request) serves both dataclasses.
+
+        Args:
+            common: options of the short help; None: all.
+            show_defaults: append the dataclass's defaults to the help texts.
+        """
+        names = [name for name in options_of(config) if name not in skip]
+        self._add_options(config, self.add_argument_group(title), names, common, show_defaults)
+
+    def add_config_groups(self, config: type, groups: Mapping[str, Sequence[str]], common: Collection[str]) -> None:
+        """Add options of a dataclass in named groups, which the help lists behind all others."""
+        for title, names in groups.items():
+            group = self.add_argument_group(title)
+            self._last_groups.append(group)
+            self._add_options(config, group, names, common)
+
+    def _add_options(
+        self,
+        config: type,
+        group: argparse._ArgumentGroup,
+        names: Iterable[str],
+        common: Collection[str] | None,
+        show_defaults: bool = True,
+    ) -> None:
+        options = options_of(config)
+        for name in names:
+            option = options[name]
+            if name in self.options:
+                assert self.options[name].hint == option.hint, f"{name} has two types"
+                self._advanced -= {name} if common is None or name in common else set()
                 continue
             self.options[name] = option
-            action = "append" if option.is_list else "store"
+            self._advanced |= {name} if common is not None and name not in common else set()
             group.add_argument(
                 f"--{name}",
                 dest=name,
                 metavar=option.metavar,
-                action=action,
+                action="append" if option.is_list else "store",
                 default=argparse.SUPPRESS,
-                help=option.text.replace("%", "%%"),
+                help=(option.text + (option.default_text if show_defaults else "")).replace("%", "%%"),
             )
 
     def parse_argv(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The arguments; a name that no option has is refused with the nearest one."""
+        """Parse arguments and the config file.
+
+        Raises:
+            ValueError: an unknown option (with the nearest known name), an unexpected argument or a bad config file.
+        """
         args, unknown = self.parse_known_args(self._options_first(normalize_argv(argv, self.options)))
         for argument in unknown:
             name = argument.partition("=")[0]
@@ -94,13 +198,13 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def _read_file(self, path: str) -> dict[str, Any]:
-        """The options in a file, of which there may be any that the command has."""
+        """Options of the command from a YAML file, by dotted name."""
         known = [*self.options, "model"]
-        found = _resolve_aliases(read_yaml(path, known))
-        for name in found:
+        values = {ALIASES.get(name.rsplit(".", 1)[-1], name): value for name, value in read_yaml(path, known).items()}
+        for name in values:
             if name not in known:
                 raise ValueError(f"config file {path}: {unknown_option(name, known)}")
-        return found
+        return values
 
     def _options_first(self, argv: Sequence[str]) -> list[str]:
         """Options with their values, then `--`, then the rest: argparse would end a list of prompts at an option."""
@@ -120,6 +224,18 @@ class Parser(argparse.ArgumentParser):
         return [*options, "--", *rest] if rest else options
 
 
+class _Help(argparse.Action):
+    """Print the short or the full help and exit."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **kwargs)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        print(parser.format_help(full=self.dest == "help_all"), end="")
+        raise SystemExit(0)
+
+
 def engine_parser(name: str, description: str, positionals: str = "MODEL") -> Parser:
     """A parser with MODEL, `--config`, `-O` and every option of the engine; `positionals` as the usage shows them."""
     usage = f"torchweave {name} {positionals} [OPTION...]"
@@ -130,23 +246,25 @@ def engine_parser(name: str, description: str, positionals: str = "MODEL") -> Pa
 
 
 def add_engine_options(parser: Parser) -> None:
-    """`--config`, `-O` and every option of the engine but the model."""
-    parser.add_argument("--config", metavar="FILE", help="read options from a YAML file; the command line wins")
-    parser.add_argument(
+    """Add `--config`, `-O`, `--quiet` and every option of the engine but the model."""
+    parser.add_config_groups(EngineConfig, ENGINE_GROUPS, COMMON_ENGINE_OPTIONS)
+    parser.general.add_argument(
+        "--config", metavar="FILE", help="read options from a YAML file; the command line overrides them"
+    )
+    parser.general.add_argument(
         "-O",
         dest="level",
         type=int,
         choices=sorted(OPTIMIZATION_LEVELS),
         default=2,
-        help="0: no capture, no compiler, no CUDA graphs; 1: compiled pieces and piecewise CUDA graphs; 2: whole steps too; "
-        "3: also passes within a tolerance, and small batches built for their size alone",
+        help="optimization level. 0: eager; 1: compiled pieces and piecewise CUDA graphs; 2 (default): whole-step CUDA graphs "
+        "too; 3: also passes within a tolerance, and batches of 1, 2, 4 and 8 compiled with static shapes",
     )
-    parser.add_argument("--quiet", action="store_true", help="draw no progress bars")
-    parser.add_config(EngineConfig, "engine (-cc.NAME is short for --torch_compile_config.NAME)", skip=("model",))
+    parser.general.add_argument("--quiet", action="store_true", help="show no progress bars")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine's config: the level, then the file, then the command line; later ones win.
+    """The engine's config from the level, the config file and the command line; later sources win.
 
     Raises:
         ValueError: see `options.build_config`.
@@ -155,24 +273,24 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's options as far as they were given, by dotted name, not yet converted."""
-    return {**OPTIMIZATION_LEVELS[args.level], **_requested_options(EngineConfig, args)}
+    """The engine's options that were set, by dotted name, not yet converted."""
+    return {**OPTIMIZATION_LEVELS[args.level], **_options_set(EngineConfig, args)}
 
 
 def config_from_args(config: type[Config], args: argparse.Namespace, **defaults: Any) -> Config:
-    """A dataclass from those of its options that were given, in the file or on the command line, over `defaults`."""
-    return build_config(config, defaults, _requested_options(config, args))
+    """A dataclass from `defaults`, the config file and the command line; later sources win."""
+    return build_config(config, defaults, _options_set(config, args))
 
 
-def _requested_options(config: type, args: argparse.Namespace) -> dict[str, Any]:
-    """What was asked of a dataclass: by the file, and over that on the command line."""
+def _options_set(config: type, args: argparse.Namespace) -> dict[str, Any]:
+    """Options of a dataclass from the config file, overridden by those of the command line."""
     known = options_of(config)
     from_file = {name: value for name, value in args.from_file.items() if name in known}
     return {**from_file, **_join_repeated(config, {name: value for name, value in vars(args).items() if name in known})}
 
 
 def _join_repeated(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that may be repeated, as argparse collected them: `--stop a --stop b`, `--sizes 1,2 --sizes 4`."""
+    """Join the values of repeated options: `--stop a --stop b`, `--sizes 1,2 --sizes 4`."""
     known = options_of(config)
     joined: dict[str, Any] = {}
     for name, value in given.items():
@@ -188,23 +306,19 @@ def _as_items(part: Any) -> Sequence[Any]:
     return part if isinstance(part, tuple) else () if part is None else (part,)
 
 
-def _resolve_aliases(source: Mapping[str, Any]) -> dict[str, Any]:
-    return {ALIASES.get(name.rsplit(".", 1)[-1], name): value for name, value in source.items()}
-
-
 def normalize_argv(argv: Sequence[str], options: Mapping[str, Option]) -> list[str]:
-    """`argv` with every option in one spelling, and a value with every flag. What follows `--` is left as it is."""
-    found: list[str] = []
+    """`argv` with options in their canonical spelling and a value for every flag; arguments after `--` are unchanged."""
+    normalized: list[str] = []
     index = 0
     while index < len(argv):
         argument = argv[index]
         index += 1
         if argument == "--":
-            return [*found, argument, *argv[index:]]
+            return [*normalized, argument, *argv[index:]]
         if argument.startswith(SHORT_PREFIX):
             argument = LONG_PREFIX + argument[len(SHORT_PREFIX) :]
         if not argument.startswith("--"):
-            found.append(argument)
+            normalized.append(argument)
             continue
         name, equals, value = argument[2:].partition("=")
         name = _canonical_name(name.replace("-", "_"), options)
@@ -216,12 +330,12 @@ def normalize_argv(argv: Sequence[str], options: Mapping[str, Option]) -> list[s
         negated = _canonical_name(_strip_negation(name), options)
         if not equals and negated in options and options[negated].is_flag:
             name, equals, value = negated, "=", "false"
-        found.append(f"--{name}{equals}{value}")
-    return found
+        normalized.append(f"--{name}{equals}{value}")
+    return normalized
 
 
 def _canonical_name(name: str, options: Mapping[str, Option]) -> str:
-    """The option's own name, where `name` is another one for it."""
+    """The option's own name for an alias of it."""
     other = ALIASES.get(name.rsplit(".", 1)[-1], name)
     return other if other in options else name
 

@@ -1,4 +1,4 @@
-"""`torchweave COMMAND ...`: find the command, run it, and tell of a fault in one sentence with exit code 2."""
+"""`torchweave COMMAND ...`: run a command; report an error in one sentence with exit code 2."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from io import TextIOWrapper
 import torchweave
 from torchweave.utils.suggest import did_you_mean
 
-# Each command is the `run(argv) -> exit code` of a module here, imported only when it is asked for.
+# Each command is `run(argv) -> exit code` of a module in cli/commands, imported on use.
 COMMANDS = {
-    "generate": "answer prompts, from the arguments or from standard input",
-    "chat": "talk with a model",
-    "serve": "serve a model over HTTP, as OpenAI's API does",
-    "explain": "show what is effective and why: options, pieces, passes, graphs, memory",
-    "doctor": "find what keeps a model or a module from being one fast graph, with the fix",
+    "generate": "complete prompts from the arguments or standard input",
+    "chat": "chat with a model",
+    "serve": "serve a model over an OpenAI-compatible HTTP API",
+    "explain": "show effective options with reasons, passes, pieces, CUDA graphs and memory",
+    "doctor": "find obstacles to capturing a model or module as one fast graph, with fixes",
     "models": "list built-in models and supported architectures, or verify them against transformers",
-    "cache": "look after the compile cache: list, inspect, verify, prune, export, import",
-    "tune": "measure on this machine what runs a model best, and keep it",
+    "cache": "manage the compile cache: list, inspect, verify, prune, export, import",
+    "tune": "measure kernel candidates for a model on this machine and keep the results",
     "bench": "measure latency, throughput, start-up and host time",
 }
 FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 1 (a check or a rank failed), 2 (a fault in what was asked), 130 (interrupted)."""
+    """Run a command and return its exit code: 0, 1 (a check or a rank failed), 2 (invalid usage), 130 (interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_streams()
     try:
         return _dispatch(arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone; keep the interpreter from flushing into it
+    except BrokenPipeError:  # the reader of standard output is gone; keep the interpreter from flushing into the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ValueError as error:
@@ -50,15 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_rank_failure(error: RuntimeError) -> bool:
-    """Whether another process of the engine ended, which its sentence says, and not where this one was at that moment."""
-    from torchweave.distributed.worker_group import RankFailure  # with what it imports, for a fault alone
+    """Whether another rank ended; the message suffices then, a traceback of this process misleads."""
+    from torchweave.distributed.worker_group import RankFailure  # slow import, needed for errors only
 
     return isinstance(error, RankFailure) or isinstance(error.__cause__, RankFailure)
 
 
 def _open_streams() -> None:
-    """Streams that can be used: one that was closed when we were started is none to Python, and its number would be given to the
-    next file; and where a locale has not all characters, those that it has not are escaped, as Python does it for errors."""
+    """Replace closed standard streams, whose file numbers the next opened file would take; escape unencodable output."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
@@ -83,7 +82,11 @@ def _dispatch(arguments: list[str]) -> int:
 def _help() -> str:
     width = max(map(len, COMMANDS))
     lines = "\n".join(f"  {name.ljust(width)}  {text}" for name, text in COMMANDS.items())
-    return f"usage: torchweave COMMAND [OPTION...]\n\n{lines}\n\n`torchweave COMMAND --help` lists the options of a command."
+    usage, hint = (
+        "usage: torchweave COMMAND [OPTION...]",
+        "`torchweave COMMAND --help` lists common options, `--help-all` all.",
+    )
+    return f"{usage}\n\n{lines}\n\n{hint}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,8 +1,8 @@
-"""Read options for a frozen dataclass from YAML files and the command line, by its annotations alone.
+"""Build frozen dataclasses from YAML files and command-line options, by their annotations.
 
-An option is a field, named by its dotted path (`torch_compile_config.enable_inductor`). Sources are laid over each other
-as flat dicts `{dotted name: value}`, later ones win, and `build_config` turns the result into the dataclass: each value is
-converted to the field's type, and whatever does not convert, or names no field, is refused with one sentence.
+An option is a field, named by its dotted path (`torch_compile_config.enable_inductor`). Sources are flat dicts
+`{dotted name: value}`; later ones win. `build_config` converts each value to the field's type and raises `ValueError` for
+unknown names and invalid values.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import math
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from torchweave.config.options import read_text_file
+from torchweave.config.plan import format_value
 
 Config = TypeVar("Config")
 
@@ -29,11 +30,12 @@ _TRUE, _FALSE, _NONE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}, 
 
 @dataclass(frozen=True)
 class Option:
-    """One field of a config: its dotted name, its annotation, and what its class's docstring says of it."""
+    """One field of a config: dotted name, annotation, description from the class's docstring, and default."""
 
     name: str
     hint: Any
     text: str = ""
+    default: Any = None
 
     @property
     def is_flag(self) -> bool:
@@ -45,29 +47,34 @@ class Option:
 
     @property
     def metavar(self) -> str:
-        """The values it takes, as a help text shows them."""
+        """Accepted values, as in help texts."""
         return "|".join(dict.fromkeys(_describe(hint) for hint in _alternatives(self.hint) if hint is not type(None)))
+
+    @property
+    def default_text(self) -> str:
+        """The default as in help texts; empty where the description explains it."""
+        return "" if self.default in (None, (), MISSING) else f" Default: {format_value(self.default)}."
 
 
 def options_of(config: type, prefix: str = "") -> dict[str, Option]:
-    """Every option of a dataclass and of the dataclasses in it, by dotted name."""
-    found: dict[str, Option] = {}
-    texts = attribute_docs(config)
+    """Options of a dataclass and its nested dataclasses, by dotted name."""
+    options: dict[str, Option] = {}
+    texts, defaults = attribute_docs(config), {field.name: field.default for field in fields(config)}
     for name, hint in get_type_hints(config).items():
         if nested := _nested(hint):
-            found.update(options_of(nested, f"{prefix}{name}."))
+            options.update(options_of(nested, f"{prefix}{name}."))
         else:
-            found[prefix + name] = Option(prefix + name, hint, texts.get(name, ""))
-    return found
+            options[prefix + name] = Option(prefix + name, hint, texts.get(name, ""), defaults[name])
+    return options
 
 
 def _nested(hint: Any) -> type | None:
-    """The dataclass that a field holds, or may hold."""
+    """The dataclass in an annotation, if any."""
     return next((each for each in _alternatives(hint) if is_dataclass(each) and isinstance(each, type)), None)
 
 
 def attribute_docs(config: type) -> dict[str, str]:
-    """What the `Attributes:` of a docstring say, by name; `a, b: text` is said of both."""
+    """Descriptions in the `Attributes:` section of a docstring, by name; `a, b: text` describes both."""
     _, _, section = inspect.cleandoc(config.__doc__ or "").partition("Attributes:\n")
     texts: dict[str, str] = {}
     names: list[str] = []
@@ -84,7 +91,7 @@ def attribute_docs(config: type) -> dict[str, str]:
 
 
 def read_yaml(path: str | Path, known: Iterable[str] = ()) -> dict[str, Any]:
-    """The options in a YAML file as a flat dict; nested mappings and dotted keys mean the same. `known`: see `flatten`."""
+    """Options of a YAML file as a flat dict; nested mappings and dotted keys are equivalent. `known`: see `flatten`."""
     text = read_text_file("config file", path)
     try:
         loaded = yaml.safe_load(text)
@@ -100,10 +107,10 @@ def read_yaml(path: str | Path, known: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "", known: Sequence[str] = ()) -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`; an empty mapping holds no option.
+    """Flatten `{"a": {"b": 1}}` to `{"a.b": 1}`.
 
-    By the names of `known` options a mapping that is the value of one stays whole, and a section of which every line is
-    commented out, which YAML reads as null, is empty.
+    With `known` option names, a mapping that is an option's value stays whole, and a section without lines, which YAML
+    reads as null, is skipped.
     """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -116,10 +123,10 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "", known: Sequence[str] = ()
 
 
 def build_config(config: type[Config], *sources: Mapping[str, Any]) -> Config:
-    """A `config` from flat sources, later ones over earlier ones; fields that none of them names keep their default.
+    """Build a dataclass from flat sources; later sources win, other fields keep their defaults.
 
     Raises:
-        ValueError: an unknown name (with the nearest known one), a value of the wrong type, or a missing field.
+        ValueError: an unknown name (with the nearest known name), a value of the wrong type, or a missing field.
     """
     known = options_of(config)
     merged: dict[str, Any] = {}
@@ -147,18 +154,18 @@ def _build_nested(config: type[Config], values: Mapping[str, Any], prefix: str) 
 
 
 def unknown_option(name: str, known: Iterable[str], dashes: str = "") -> str:
-    """A sentence that refuses a name, with what it holds, or the nearest known one: by its whole path, else by its last part."""
+    """Error message for an unknown option, with the nearest known name by full path or by last part."""
     names = list(known)
     if within := [full for full in names if full.startswith(f"{name}.")]:
-        return f"{dashes}{name} is no option by itself, but holds some; give those, as {dashes}{within[0]}"
+        return f"{dashes}{name} is a group of options; set one of them, such as {dashes}{within[0]}"
     leaf = name.rsplit(".", 1)[-1]
     by_leaf = {full.rsplit(".", 1)[-1]: full for full in reversed(names)}
     near = difflib.get_close_matches(leaf, list(by_leaf), n=1)
     guess = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    # A name without its section is nearer to the name that it ends than to a short one of the same words.
+    # A name without its section is nearer to the full name than to a short name of the same words.
     if near and (not guess or _similarity(leaf, near[0]) > _similarity(name, guess[0])):
         guess = [by_leaf[near[0]]]
-    hint = f"did you mean {dashes}{guess[0]}?" if guess else "`--help` lists those that are known"
+    hint = f"did you mean {dashes}{guess[0]}?" if guess else "`--help-all` lists all options"
     return f"unknown option {dashes}{name}; {hint}"
 
 
@@ -167,10 +174,10 @@ def _similarity(one: str, other: str) -> float:
 
 
 def convert(hint: Any, value: Any, name: str) -> Any:
-    """`value`, text from the command line or a YAML value, as the annotated type.
+    """Convert text from the command line or a YAML value to the annotated type.
 
     Raises:
-        ValueError: it does not convert; the sentence names the option, the value and what it takes.
+        ValueError: the conversion fails; the message names the option, the value and the accepted values.
     """
     alternatives = _alternatives(hint)
     if type(None) in alternatives and (value is None or _means_none(value, str in alternatives)):
@@ -185,7 +192,7 @@ def convert(hint: Any, value: Any, name: str) -> Any:
 
 
 def _any_of(alternatives: Sequence[Any], value: Any) -> Any:
-    """`value` as the first of the types that it converts to."""
+    """Convert `value` to the first type that accepts it."""
     for alternative in alternatives:
         try:
             return _convert(alternative, value)
@@ -217,7 +224,7 @@ def _convert(hint: Any, value: Any) -> Any:
 
 
 def _means_none(value: Any, is_text: bool) -> bool:
-    """Whether text stands for no value; where text itself is an answer, only `null` does."""
+    """Whether a text stands for None; for options that accept text, only `null` does."""
     return isinstance(value, str) and value.strip().lower() in ({"null"} if is_text else _NONE)
 
 
@@ -241,7 +248,7 @@ def _number(hint: type, value: Any) -> int | float:
 
 
 def _items(value: Any) -> Sequence[Any]:
-    """The items of a list: a YAML list, `[1, 2]`, `1,2` or one item."""
+    """Items of a YAML list, `[1, 2]`, `1,2` or a single item."""
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, str):

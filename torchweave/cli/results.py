@@ -1,4 +1,4 @@
-"""Files that commands write their results to: refused before anything takes long, and a sentence where they fail in the end."""
+"""Output files of commands: validated before long work starts."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torchweave.config.options import expand_path
 
 
 def check_output_path(option: str, requested: str | Path) -> Path:
-    """Where a result is to be; folders that are not there are not made.
+    """The absolute path of an output file; missing folders are not created.
 
     Raises:
-        ValueError: nothing can be written there, as far as that is known.
+        ValueError: the file cannot be written there.
     """
     path = expand_path(requested).absolute()
     try:
         if path.is_dir():
             raise ValueError(f"{option} {requested}: this is a folder; name a file in it")
         nearest = next(each for each in path.parents if each.exists())
-    except OSError as error:  # such as a name that is too long
+    except OSError as error:  # e.g. the name is too long
         raise ValueError(f"{option} {requested}: {error.strerror}; name another file") from None
     if not nearest.is_dir():
-        raise ValueError(f"{option} {requested}: {nearest} is no folder; name another file")
+        raise ValueError(f"{option} {requested}: {nearest} is not a folder; name another file")
     if not os.access(path if path.exists() else nearest, os.W_OK):
         raise ValueError(
             f"{option} {requested}: {path if path.exists() else nearest} cannot be written; name another file"
@@ -31,10 +31,10 @@ def check_output_path(option: str, requested: str | Path) -> Path:
 
 
 def write_output(option: str, path: Path, text: str) -> None:
-    """Write a result.
+    """Write a text file.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the file cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8")

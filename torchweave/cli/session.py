@@ -1,4 +1,4 @@
-"""What the commands share: an engine for the arguments, and a report that can be told to draw nothing."""
+"""Engines and sampling parameters from command-line arguments."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torchweave.utils import gc
 
 
 def start_llm(config: EngineConfig, report: Report) -> LLM:
-    """An engine for a config, in a process of our own.
+    """Start an engine in this process.
 
     Raises:
-        ValueError: the model or an option cannot be.
+        ValueError: the model or an option is invalid.
     """
     with prestart_workers(config) as worker_pool:
         with report.stage("imports"), gc.gc_frozen_after():
@@ -32,9 +32,9 @@ def start_llm(config: EngineConfig, report: Report) -> LLM:
 
 @contextmanager
 def engine(args: argparse.Namespace) -> Iterator[LLM]:
-    """An engine for the arguments; requests in flight end with it."""
+    """An engine for the arguments; leaving the context cancels running requests."""
     config = engine_config(args)
-    for name in ("transformers", "torch"):  # their advice on start-up is not for whoever runs a command
+    for name in ("transformers", "torch"):  # their start-up advice does not concern users of a command
         logging.getLogger(name).setLevel(logging.ERROR)
     llm = start_llm(config, Report(show=False if args.quiet else None))
     try:
@@ -44,8 +44,7 @@ def engine(args: argparse.Namespace) -> Iterator[LLM]:
 
 
 def sampling_params_from_args(args: argparse.Namespace, llm: LLM) -> SamplingParams:
-    """Sampling parameters from the arguments, over what the checkpoint asks for: of a beam search, which draws nothing, no more
-    than its length."""
+    """Sampling parameters from the arguments over the checkpoint's defaults; beam search takes only its max_tokens."""
     defaults, names = llm.default_sampling_params(), ["max_tokens"]
     if config_from_args(SamplingParams, args).beam_width == 1:
         names += ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
@@ -54,5 +53,5 @@ def sampling_params_from_args(args: argparse.Namespace, llm: LLM) -> SamplingPar
 
 
 def check_sampling_args(args: argparse.Namespace) -> SamplingParams:
-    """The sampling parameters as they were asked for: bad ones are refused before a model is loaded."""
+    """Validate the sampling parameters before a model is loaded."""
     return config_from_args(SamplingParams, args)

@@ -1,7 +1,7 @@
-"""Every option and its default, once. Frozen; `plan.resolve` turns a config into what is effective, and says why.
+"""Options of the engine and the server with their defaults: frozen dataclasses whose docstrings are the help texts.
 
-Names follow TensorRT-LLM (`torch_compile_config`, `cuda_graph_config`) and vLLM (`max_model_len`, `gpu_memory_utilization`)
-where users know them. The only place of the package that reads the environment.
+Names follow TensorRT-LLM (`torch_compile_config`, `cuda_graph_config`) and vLLM (`max_model_len`, `gpu_memory_utilization`).
+`config.resolve` turns a config into a plan. No other module of the package reads the environment.
 """
 
 from __future__ import annotations
@@ -27,34 +27,33 @@ Executor = Literal["local", "torchrun", "ray"]
 
 @dataclass(frozen=True)
 class TorchCompileConfig:
-    """How the model's graph is captured, fused and built.
+    """Capture, fusion and compilation of the model's graph.
 
     Attributes:
-        enable_fullgraph: capture the model as one graph. Off: the module runs as it is, cut at boundary ops while
-            CUDA graphs are recorded.
-        enable_inductor: build each distinct piece with Inductor. Off: run the pieces as plain FX code.
-        enable_piecewise_cuda_graph: record context and mixed steps as CUDA graphs by token count.
-        capture_num_tokens: the token counts (buckets) to record; None takes powers of two to 128, 256, 384, then steps of 256
-            from 512 to 3072, and mixed_step_tokens, as far as a step can hold them. vLLM calls these `cudagraph_capture_sizes`.
-        compile_sizes: token counts for which pieces are built once more with that size fixed, tuned by Inductor.
-        max_padding_ratio: a step that would be padded by more than this factor runs unpadded instead.
-        dynamic_shapes: how the token count is kept symbolic while the graph is captured.
-        passes: passes of your own, as `module:Name`; they run behind the stack's.
-        disabled_passes: names of passes that are left out.
-        enabled_passes: names of passes that run although no measurement says that they pay, or that they are exact.
-        pass_numerics: `exact` leaves out passes that add or omit a rounding; `tolerance` lets them run, each within its
-            documented bound.
-        compile_cache: keep captured graphs and built pieces on disk, so that the next start loads them.
-        compile_cache_dir: where; None means `torchweave` under the user's cache home.
-        compile_cache_format: `binary` keeps entries alone; `unpacked` also writes each piece's code beside them, to be read.
-        enable_userbuffers: what several GPUs add up is made in memory that all of them see, where collectives read it, and not
-            copied there first.
-        max_num_streams: CUDA streams that a piece may be spread over. Above 1, a piece is split where the longest path through
-            it, or a measurement, promises a gain.
-        tune: measure, at the first start on a kind of GPU, what runs the model's products and pieces best there, and keep it
-            in the compile cache. Off: take what the package measured for that GPU, or a rule.
-        dump_dir: a folder that gets the graph before and after each pass, the code of each piece, a timeline and the report
-            as a page; None writes nothing.
+        enable_fullgraph: capture the model as one graph. Off: run the module eagerly, split at boundary ops while CUDA graphs
+            are recorded.
+        enable_inductor: compile each distinct piece with Inductor. Off: run pieces as plain FX code.
+        enable_piecewise_cuda_graph: record context and mixed steps as piecewise CUDA graphs, by token count.
+        capture_num_tokens: token counts (buckets) to record. None: powers of two to 128, 256, 384, steps of 256 from 512 to
+            3072, and mixed_step_tokens, up to max_num_tokens. vLLM: `cudagraph_capture_sizes`.
+        compile_sizes: token counts for which pieces are also compiled with a static shape and Inductor's autotuning.
+        max_padding_ratio: largest ratio of padded to real tokens; a step above it runs unpadded.
+        dynamic_shapes: how capture keeps the token count symbolic.
+        passes: your own passes as `module:Name`; they run after the built-in passes.
+        disabled_passes: names of passes to skip.
+        enabled_passes: names of passes to run without a measured gain, or in spite of `pass_numerics`.
+        pass_numerics: `exact` skips passes that add or omit a rounding; `tolerance` runs them, each within its documented
+            bound.
+        compile_cache: keep captured graphs and compiled pieces on disk and load them at the next start.
+        compile_cache_dir: folder of the compile cache. None: `torchweave` in the user's cache folder.
+        compile_cache_format: `binary` stores cache entries only; `unpacked` also writes each piece's code next to its entry.
+        enable_userbuffers: write all-reduce inputs directly into symmetric memory, which saves the copy before the collective.
+        max_num_streams: largest number of CUDA streams for a piece. Above 1, a piece is split where its critical path or a
+            measurement promises a gain.
+        tune: measure kernel candidates at the first start on a kind of GPU and keep the results in the compile cache. Off:
+            use the measurements shipped for that GPU, or a heuristic.
+        dump_dir: folder for the graph before and after each pass, the code of each piece, a timeline and an HTML report.
+            None: no dump.
         debug: check addresses and shapes at every replay, and lint the graph after every pass.
     """
 
@@ -81,13 +80,13 @@ class TorchCompileConfig:
 
 @dataclass(frozen=True)
 class CudaGraphConfig:
-    """Whole-step graphs of the decode phase.
+    """CUDA graphs of whole decode steps.
 
     Attributes:
-        enable_padding: pad a decode batch up to the next recorded size; off, only exact sizes replay.
-        max_batch_size: largest batch that is recorded; 0 means the engine's `max_batch_size`; negative: none.
-        batch_sizes: sizes to record; None takes 1, 2, 4, then steps of 8 to 128, of 64 beyond, and the maximum.
-        capture_mixed: record mixed steps whole too, where the attention backend declares that it can.
+        enable_padding: pad a decode batch to the next recorded size. Off: replay exact sizes only.
+        max_batch_size: largest batch size to record. 0: the engine's `max_batch_size`; negative: none.
+        batch_sizes: batch sizes to record. None: 1, 2, 4, steps of 8 to 128, steps of 64 above, and the maximum.
+        capture_mixed: record mixed steps as whole-step graphs too, if the attention backend supports it.
     """
 
     enable_padding: bool = True
@@ -98,55 +97,54 @@ class CudaGraphConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """One engine: a model, the memory it may use, and how its steps are formed.
+    """One engine: model, parallelism, memory and scheduling.
 
     Attributes:
-        model: a folder in Hugging Face's layout, a hub id, or the name of a built-in model (`demo`).
-        dtype: of weights and activations; auto takes the checkpoint's (float32 on a CPU).
+        model: a folder in Hugging Face's layout, a hub id, a built-in model (`demo`) or `shape:NAME`.
+        dtype: dtype of weights and activations. auto: the checkpoint's on a GPU, float32 on a CPU.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        load_format: `auto` reads the checkpoint; `dummy` fills random weights of the right shapes, for benchmarks.
-        quantization: quantise linears as they are loaded: `fp8` (`fp8_per_tensor`: a scale for each weight), `fp8_per_channel`,
-            `fp8_per_block` (128 x 128); None keeps what the checkpoint has, which may be FP8.
-        trust_remote_code: run Python code that comes with the checkpoint.
-        max_model_len: longest request in tokens, prompt and output; None takes the model's own limit, and no more than the
-            KV cache can hold.
-        max_batch_size: requests in one step. None: 512 on a GPU, 32 on a CPU. vLLM calls it `max_num_seqs`.
-        max_num_tokens: tokens in one step over all requests (the budget). None: 8192 on a GPU, 2048 on a CPU. vLLM calls it
+        load_format: `auto` reads the checkpoint; `dummy` fills random weights, for benchmarks.
+        quantization: quantize linears at load time: `fp8` or `fp8_per_tensor` (one scale per weight), `fp8_per_channel`,
+            `fp8_per_block` (128 x 128). None: keep the checkpoint's format, which may be FP8.
+        trust_remote_code: run Python code that is part of the checkpoint.
+        max_model_len: longest request in tokens, prompt and output. None: the model's limit, lowered to the KV cache's
+            capacity.
+        max_batch_size: most requests per step. None: 512 on a GPU, 32 on a CPU. vLLM: `max_num_seqs`.
+        max_num_tokens: token budget per step over all requests. None: 8192 on a GPU, 2048 on a CPU. vLLM:
             `max_num_batched_tokens`.
-        enable_chunked_context: a prompt may be read in several steps. Off: a prompt longer than the budget is refused. vLLM calls
-            it `enable_chunked_prefill`.
-        block_size: tokens in one block of the paged KV cache. None: what the attention backend prefers.
-        num_kv_blocks: blocks of the KV cache; None sizes it from the memory that is free once all else is in place. vLLM calls it
+        enable_chunked_context: split prompts over several steps. Off: refuse prompts above max_num_tokens. vLLM:
+            `enable_chunked_prefill`.
+        block_size: tokens per block of the paged KV cache. None: the attention backend's preference.
+        num_kv_blocks: number of KV-cache blocks. None: as many as fit into the remaining memory. vLLM:
             `num_gpu_blocks_override`.
-        kv_cache_dtype: numbers in which keys and values are kept: auto takes the model's dtype, or FP8 where the checkpoint says
-            so; `fp8` (`fp8_e4m3`) and `fp8_e5m2` keep twice as many tokens in the same memory.
-        gpu_memory_utilization: part of the GPU's memory that the engine may use, weights and graphs included.
-        cpu_kv_cache_gib: memory for the KV cache on a CPU.
-        kv_offload_gb: host memory (GiB; pinned on a GPU) for blocks of the KV cache that later requests may use again but the
-            device has no more room for; 0: what is lost there is computed again.
-        attention_backend: auto takes what measured fastest on this kind of device.
-        capacity_scheduler_policy: which requests a step may run. `guaranteed_no_evict`: those that the KV cache can hold to
-            their end; `max_utilization`: those that it can hold now, the last one is paused when blocks run out;
-            `static_batch`: a batch starts and ends together.
-        context_chunking_policy: whose prompt is read where not all fit into a step: the oldest's, or a part of each.
-        mixed_step_tokens: while requests generate, prompts are read in steps of so many tokens, so that nobody waits long for the
-            next token, and the more prompt tokens wait, in larger ones of the recorded sizes. None: 256 on a GPU, 0 on a CPU;
-            0: a step holds what max_num_tokens allows.
-        batch_wait_timeout_iters: steps that prompts wait at the most for more of them while others generate.
-        batch_wait_max_tokens_ratio: part of `max_num_tokens` that is worth reading without waiting for more.
-        enable_prefix_caching: requests that begin alike share KV cache blocks, and blocks are kept for later requests.
-        run_ahead: steps that are launched before the tokens of an earlier one are read back.
-        tensor_parallel_size: ranks that share each layer of the model, each with a GPU (or a process of a CPU) of its own.
-        pipeline_parallel_size: stages that the layers of the model are divided into, each of `tensor_parallel_size` ranks; one
-            works while the others wait.
-        enable_expert_parallel: over several ranks each has some of a layer's experts whole; off: a part of every expert.
-        executor: what starts the ranks. `local`: this process starts the others on this machine; `torchrun`: they are there, and
-            all run the same script; `ray`: a Ray cluster starts the others, on this machine or on several.
-        rank_timeout: seconds after which a rank that gives no sign of life counts as hung, which ends all of them.
-        symmetric_memory: GPUs that see each other's memory exchange small and middle sums by kernels of the project, not NCCL.
-        seed: makes requests without a seed of their own reproducible; None draws one.
-        torch_compile_config: how the model's graph is built.
-        cuda_graph_config: which whole steps are recorded as CUDA graphs.
+        kv_cache_dtype: dtype of keys and values. auto: the model's dtype, or FP8 if the checkpoint asks for it; `fp8`
+            (`fp8_e4m3`) and `fp8_e5m2` hold twice as many tokens as a 16-bit dtype.
+        gpu_memory_utilization: fraction of GPU memory for the engine, weights and CUDA graphs included.
+        cpu_kv_cache_gib: size of the KV cache on a CPU, in GiB.
+        kv_offload_gb: host memory (GiB, pinned on a GPU) that keeps reusable KV blocks evicted from the device. 0: recompute
+            them.
+        attention_backend: attention implementation. auto: the fastest measured on this kind of device.
+        capacity_scheduler_policy: admission of requests. `guaranteed_no_evict` reserves KV blocks up to each request's end;
+            `max_utilization` reserves for the next step and pauses the newest request when blocks run out; `static_batch`
+            starts and ends a batch together.
+        context_chunking_policy: prefill order when prompts exceed a step: the oldest first, or an equal chunk of each.
+        mixed_step_tokens: token budget of steps that prefill while other requests decode, which bounds the time between
+            tokens; the budget grows with the waiting prompt tokens, over the recorded sizes. None: 256 on a GPU, 0 on a
+            CPU; 0: max_num_tokens.
+        batch_wait_timeout_iters: most steps that a prefill waits for further prompts while other requests decode.
+        batch_wait_max_tokens_ratio: fraction of `max_num_tokens` at which waiting prompts start without waiting for more.
+        enable_prefix_caching: share KV blocks between requests with a common prefix, and keep them for later requests.
+        run_ahead: steps to launch before reading back the tokens of an earlier step.
+        tensor_parallel_size: ranks that share each layer, each on its own GPU (or CPU process).
+        pipeline_parallel_size: pipeline stages, each of `tensor_parallel_size` ranks; stages work in turn.
+        enable_expert_parallel: distribute whole experts over the ranks. Off: shard every expert.
+        executor: launcher of the ranks. `local`: this process starts them on this machine; `torchrun`: torchrun started them
+            with one script; `ray`: a Ray cluster starts them on one machine or several.
+        rank_timeout: seconds without a heartbeat after which a rank counts as hung and all ranks end.
+        symmetric_memory: run small and medium all-reduces with Torchweave's kernels over peer GPU memory instead of NCCL.
+        seed: seed of requests that have none of their own. None: a random seed.
+        torch_compile_config: capture and compilation.
+        cuda_graph_config: CUDA graphs of whole steps.
     """
 
     model: str
@@ -185,12 +183,12 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that run the model together."""
+        """Processes that run the model: tensor-parallel times pipeline-parallel size."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def parallel_sizes_text(self) -> str:
-        """The options that ask for so many ranks, as sentences name them."""
+        """The parallel sizes above 1 as `option=value`, for messages."""
         stages = f" pipeline_parallel_size={self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
         tensor = (
             f" tensor_parallel_size={self.tensor_parallel_size}" if self.tensor_parallel_size > 1 or not stages else ""
@@ -200,32 +198,29 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The HTTP server before one engine, or several.
+    """The HTTP server and its engine replicas.
 
     Attributes:
         host: address to listen on; `0.0.0.0` is every IPv4 address of this machine.
-        port: 0 takes one that is free.
-        served_model_name: names under which clients ask for the model; the first one is what answers say. None: the name that
-            it was started with.
-        api_key: keys that clients may give as `Authorization: Bearer KEY`. Arguments of a command can be seen by other users
-            of the machine: a file is better.
-        api_key_file: a file with such keys, one a line.
-        allowed_origins: web pages, by the beginning of their address (`https://chat.example.com`; `*`: all), whose scripts browsers
-            let ask this server.
-        chat_template: a file with a Jinja template that turns conversations into text, in the place of the model's own.
-        tool_call_parser: the form in which the model calls tools; auto goes by its chat template.
-        max_body_bytes: longest body of a request; a longer one is answered with 413.
-        max_request_tokens: tokens of one HTTP request, prompts and answers together; None: what the engine holds.
-        max_request_sequences: answers of one HTTP request (prompts times `n`).
-        max_waiting_requests: requests that wait beyond those which a step can hold; more are answered with 429.
-        request_timeout: seconds after which a request is stopped; 0: never.
-        drain_timeout: seconds that running requests have to finish once the server was told to end.
-        restart_engine: start an engine again when it fails; else the server goes on with the replicas that are left, and ends with
-            exit code 1 when none is.
-        data_parallel_size: replicas: engines of the whole model behind the one server, each with a GPU of its own for each of its
-            ranks (of R ranks, replica i takes those from i * R on), or a process of a CPU.
-        api_server_count: HTTP processes that read requests and write answers; a small model with many streams keeps more than one
-            busy. None: one for each four cores, four at the most.
+        port: TCP port; 0 picks a free port.
+        served_model_name: model names that clients may use; responses carry the first. None: the name given at start.
+        api_key: accepted keys (`Authorization: Bearer KEY`). Other users of the machine can read command lines: prefer
+            api_key_file.
+        api_key_file: file with accepted keys, one per line.
+        allowed_origins: origins (`https://chat.example.com`; `*`: all) whose web pages may send requests (CORS).
+        chat_template: file with a Jinja chat template that replaces the model's own.
+        tool_call_parser: format of the model's tool calls. auto: chosen from the chat template.
+        max_body_bytes: largest request body in bytes; larger bodies get status 413.
+        max_request_tokens: most tokens per HTTP request, prompts and outputs together. None: the engine's capacity.
+        max_request_sequences: most output sequences per HTTP request (prompts times `n`).
+        max_waiting_requests: most requests queued beyond those in a step; further requests get status 429.
+        request_timeout: seconds until a request is cancelled. 0: never.
+        drain_timeout: seconds that running requests have to finish at shutdown.
+        restart_engine: restart an engine that failed. Off: continue with the remaining replicas, and exit with code 1 after
+            the last.
+        data_parallel_size: engine replicas behind the server, each with its own GPUs (replica i of engines with R ranks
+            uses GPUs i * R to i * R + R - 1) or its own CPU process.
+        api_server_count: HTTP processes that parse requests and write responses. None: one per four cores, at most four.
     """
 
     host: str = "127.0.0.1"
@@ -248,38 +243,38 @@ class ServerConfig:
 
 
 def expand_path(text: str | Path) -> Path:
-    """A path, with `~` and `~NAME` at its beginning as home folders.
+    """Expand `~` and `~NAME` in a path.
 
     Raises:
-        ValueError: there is no such home folder.
+        ValueError: the home folder does not exist.
     """
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        # There is no user of that name; or none of this process's number, as in some containers, and HOME is not set.
-        raise ValueError(f"{text}: there is no home folder {Path(text).parts[0]}; write the whole path") from None
+        # No user of that name, or (in some containers) no user of this uid and no HOME.
+        raise ValueError(f"{text}: there is no home folder {Path(text).parts[0]}; write the absolute path") from None
 
 
-def read_text_file(what: str, path: str | Path) -> str:
-    """The text of a file; `what` it is, as a sentence names it.
+def read_text_file(description: str, path: str | Path) -> str:
+    """Read a UTF-8 file; `description` names it in error messages.
 
     Raises:
-        ValueError: it cannot be read, or is no text.
+        ValueError: the file cannot be read or is not UTF-8.
     """
     try:
         return expand_path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{what} {path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{description} {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{what} {path} is not UTF-8 text") from None
+        raise ValueError(f"{description} {path} is not UTF-8 text") from None
 
 
 def cache_dir(configured: str | None) -> Path:
-    """The folder of the compile cache: `configured`, else `torchweave` under XDG_CACHE_HOME or `~/.cache`.
+    """Folder of the compile cache: `configured`, else `torchweave` under XDG_CACHE_HOME or `~/.cache`.
 
     Raises:
-        ValueError: `configured` is in a home folder that is none.
-        OSError: nothing is configured, and this user has no home folder.
+        ValueError: the home folder in `configured` does not exist.
+        OSError: no folder is configured and this user has no home folder.
     """
     if configured is not None:
         return expand_path(configured)
@@ -287,17 +282,17 @@ def cache_dir(configured: str | None) -> Path:
     try:
         return (Path(home) if home else Path.home() / ".cache") / "torchweave"
     except RuntimeError:
-        raise OSError("this user has no home folder to keep it in; name a folder as compile_cache_dir") from None
+        raise OSError("this user has no home folder for the compile cache; set compile_cache_dir") from None
 
 
 def api_key_from_environment() -> str:
-    """OPENAI_API_KEY, which clients of an OpenAI server send; empty where it is not set."""
+    """Value of OPENAI_API_KEY, or empty text."""
     return os.environ.get("OPENAI_API_KEY", "")
 
 
 @dataclass(frozen=True)
 class TorchrunEnv:
-    """What torchrun told this process: its rank, how many there are, its number on this machine, and where rank 0 is."""
+    """torchrun's environment: rank, world size, rank on this machine, address of rank 0."""
 
     rank: int
     size: int
@@ -306,19 +301,19 @@ class TorchrunEnv:
 
 
 def read_torchrun_env() -> TorchrunEnv | None:
-    """None where torchrun did not start this process."""
-    known = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")]
-    if None in known:
+    """Read torchrun's variables; None if torchrun did not start this process."""
+    values = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")]
+    if None in values:
         return None
-    rank, size, local_rank, address = known
+    rank, size, local_rank, address = values
     return TorchrunEnv(int(rank or 0), int(size or 1), int(local_rank or 0), str(address))
 
 
 def disable_multicast() -> None:
-    """torch's symmetric memory asks for no multicast objects from now on in this process; the kernels use none."""
+    """Disable multicast objects of torch's symmetric memory in this process; no kernel uses them."""
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
 
 
 def set_triton_cache_dir(folder: str) -> None:
-    """Name the folder of Triton's cache for this process and those that it starts, unless the environment names it."""
+    """Set Triton's cache folder for this process and its children unless TRITON_CACHE_DIR is set."""
     os.environ.setdefault("TRITON_CACHE_DIR", folder)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Store, TCPStore
+from torch.distributed import ProcessGroup, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.ops.collectives.op import communicator, find_communicator, register_communicator
@@ -202,8 +202,8 @@ def abort_groups(process_groups: ProcessGroups) -> None:
 def _new_group(ranks: list[int], device: str, limit: datetime.timedelta) -> ProcessGroup | None:
     """Create a group for tensors on `device`."""
     if device.startswith("cuda"):
-        return dist.new_group(ranks, timeout=limit, backend="nccl", device_id=torch.device(device))
-    return dist.new_group(ranks, timeout=limit, backend="gloo")
+        return dist.new_group(ranks, timeout=limit, backend="nccl", device_id=torch.device(device))  # type: ignore[return-value]
+    return dist.new_group(ranks, timeout=limit, backend="gloo")  # type: ignore[return-value]
 
 
 def _neighbor_groups(

@@ -23,10 +23,7 @@ from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.ops.collectives.all_reduce_norm import NormOutput, NormSpec
 from torchweave.ops.collectives.op import Communicator, register_communicator
 from torchweave.ops.collectives.symmetric_memory import (
-    PROGRAMS,
     SIZES,
-    SymmetricLayout,
-    SymmetricWorkspace,
     can_gather,
     gather,
     kernels_can_run,
@@ -35,6 +32,7 @@ from torchweave.ops.collectives.symmetric_memory import (
     supports_shape,
     two_shot,
 )
+from torchweave.ops.kernels.collectives.workspace import PROGRAMS, SymmetricLayout, SymmetricWorkspace
 from torchweave.report import Report
 
 WAIT_SECONDS = 300.0

@@ -1,12 +1,11 @@
-"""Hugging Face decoders, loaded unmodified and made ready to be captured. The only room that imports transformers' models."""
+"""Hugging Face decoders, loaded unmodified and prepared for capture. No other package imports transformers' models."""
 
 from __future__ import annotations
 
-from torchweave.models.lazy_imports import postponed
-from torchweave.models.model_listing import import_models
+from torchweave.models.transformers_import import import_models, postponed
 
 with postponed():
-    import_models()  # before anything else of transformers is imported
+    import_models()  # before any other import of transformers
 
     from torchweave.models.attention import UnsupportedModel
     from torchweave.models.decoder import DecoderStep

@@ -1,8 +1,7 @@
-"""Turn a model that transformers built (on the meta device) into a `DecoderStep`: attention and experts become custom ops.
+"""Adapt a transformers model on the meta device: replace attention and experts by custom ops and read the layers' shapes.
 
-What the model needs of the engine is found by watching one run of it on the meta device, not by reading its config: the
-layers' shapes come from the calls of the attention op, and a tensor of `tokens x tokens` anywhere means that some attention
-was not replaced or some mask was built, which is refused.
+A probe run on the meta device, not the config, yields the layers: their shapes come from the calls of the attention op. A tensor
+of `tokens x tokens` reveals an attention that was not replaced or a mask, and the model is rejected.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from torchweave.models.hooks import disable_dynamic_rope, disable_padding_warnin
 from torchweave.ops.attention.op import LayerSpec
 from torchweave.report import Report
 
-# Layers that keep a running state instead of keys and values, by the name that `config.layer_types` gives them.
+# Layers with a recurrent state instead of keys and values, by their name in `config.layer_types`.
 _RECURRENT_KINDS = frozenset(
     {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe_mamba", "hybrid", "rwkv"}
 )
-# Operations that mix tokens outside attention. A decoder whose layers use them needs a state of its own per request.
+# Operations that mix tokens outside attention; they need a state per request.
 _MIXING_OPS = frozenset({"aten::convolution", "aten::cumsum", "aten::roll", "aten::_fft_r2c", "aten::cumprod"})
 _PROBE_TOKENS = 53
-"""Tokens of the run on the meta device: a prime that is no width of a model, so that a size of 53 means the tokens."""
+"""Tokens of the probe run: a prime that is no model width, so that a size of 53 identifies the token dimension."""
 
 _PROBE_LOGITS = 3
-"""Tokens of it whose logits are asked for."""
+"""Rows of logits that the probe run requests."""
 
 
 def adapt(model: PreTrainedModel, report: Report) -> list[LayerSpec]:
-    """Put the engine's ops into `model`, which has no memory yet (meta device), and find out what its layers keep.
+    """Install the engine's ops in a model on the meta device; returns the specs of its attention layers.
 
     Raises:
-        UnsupportedModel: the model cannot be served; the message says what it needs.
+        UnsupportedModel: the model needs a feature that the engine lacks; the message names it.
     """
     check_config(model.config)
     hooked = install_ops(model)
@@ -58,13 +57,13 @@ def adapt(model: PreTrainedModel, report: Report) -> list[LayerSpec]:
     )
     if not supports_logits_to_keep(model):
         name = type(model).__name__
-        why = f"{name} computes those of every token of a step, not of each request's last alone: it has no logits_to_keep"
+        why = f"{name} computes logits of every token instead of the last one per request: it has no logits_to_keep"
         report.event("warning", what="logits", why=why)
     return specs
 
 
 def install_ops(model: PreTrainedModel) -> list[str]:
-    """Point the model's configs at the engine's attention and experts; returns the classes that needed a hook."""
+    """Select the engine's attention and experts in the model's configs; returns the classes that needed a hook."""
     by_kind = _uses_layer_types(model)
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -79,7 +78,7 @@ def install_ops(model: PreTrainedModel) -> list[str]:
 
 
 def _uses_layer_types(model: PreTrainedModel) -> bool:
-    """Whether a model's code knows kinds of layers; one that does not has the same attention in all, whatever its config says."""
+    """Whether the model's code reads `layer_types`; otherwise all layers have the same attention, whatever the config lists."""
     classes = {each for module in model.modules() for each in type(module).__mro__}
     names = {each.__module__ for each in classes if not each.__module__.startswith(("torch.", "builtins"))}
     own = [sys.modules[name] for name in names if not re.fullmatch(r"transformers\.(?!models\.).*", name)]
@@ -87,26 +86,26 @@ def _uses_layer_types(model: PreTrainedModel) -> bool:
 
 
 def check_config(config: Any) -> None:
-    """Refuse what a config already shows: layers with a running state, ALiBi, encoders."""
+    """Reject encoders, recurrent layers and ALiBi by the config."""
     name = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder model; only decoders can be served.")
     kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
     if recurrent := sorted(kinds & _RECURRENT_KINDS):
         raise UnsupportedModel(
-            f"{name} has layers of kind {', '.join(recurrent)}, which keep a running state instead of keys and values; "
+            f"{name} has layers of kind {', '.join(recurrent)}, with a recurrent state instead of keys and values; "
             "the engine serves attention layers only."
         )
     uses_alibi = getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False)
     if uses_alibi or name == "bloom":
         raise UnsupportedModel(
-            f"{name} puts positions into its attention mask (ALiBi), and the engine never builds masks; "
+            f"{name} encodes positions in its attention mask (ALiBi), and the engine builds no masks; "
             "choose a model with rotary or learned positions."
         )
 
 
 class _ProbeMode(TorchDispatchMode):
-    """Records the attention op's calls, and refuses what cannot be right when tokens are those of many requests."""
+    """Record calls of the attention op; reject operations that are wrong for a batch of flattened requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,14 +123,12 @@ class _ProbeMode(TorchDispatchMode):
                 f"it mixes tokens outside attention ({name}); the engine serves attention layers only."
             )
         if name.startswith("aten::arange") and out.shape == (_PROBE_TOKENS,):
-            raise UnsupportedModel(
-                "it counts the tokens of its input, where those of many requests stand side by side."
-            )
+            raise UnsupportedModel("it numbers the tokens of its input, which belong to many requests.")
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor) and sum(size == _PROBE_TOKENS for size in tensor.shape) >= 2:
                 raise UnsupportedModel(
-                    f"{name} makes a tensor of tokens x tokens ({tuple(tensor.shape)}): an attention that transformers' "
-                    "attention interface does not reach, or a mask that the model builds itself."
+                    f"{name} creates a tensor of tokens x tokens ({tuple(tensor.shape)}): an attention outside transformers' "
+                    "attention interface, or a mask that the model builds."
                 )
         return out
 
@@ -165,13 +162,13 @@ def _run_probe(model: PreTrainedModel) -> list[dict[str, Any]]:
 
 
 def _failure_reason(error: Exception) -> str:
-    """What stopped a forward, in words that follow a colon."""
+    """Why a forward failed, as a clause."""
     why = " ".join(str(error).split())[:200].rstrip(".")
     if isinstance(error, NotImplementedError) or "item()" in why:
-        return "it reads tensors on the host to decide what to compute, so no one graph of it exists"
+        return "its control flow depends on tensor values, so it cannot be captured as one graph"
     if "'NoneType'" not in why:
         return why
-    # What the engine leaves out is None: the mask, which it builds for no model, and the cache.
+    # The engine passes None for the mask and the cache.
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "transformers/models" in frame.filename]
     line = frames[-1].line if frames else None
     if line and "mask" in line:
@@ -180,27 +177,23 @@ def _failure_reason(error: Exception) -> str:
 
 
 def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
-    """What the attention layers of an adapted model without memory keep, found by a run of it.
+    """Specs of the attention layers of an adapted model on the meta device, from a probe run.
 
     Raises:
-        UnsupportedModel: the model cannot be served; the message says what it needs.
+        UnsupportedModel: the model needs a feature that the engine lacks; the message names it.
     """
     name, calls = type(model).__name__, _run_probe(model)
     if not calls:
-        raise UnsupportedModel(
-            f"{name} cannot be served: its attention does not go through transformers' attention interface."
-        )
+        raise UnsupportedModel(f"{name} cannot be served: its attention bypasses transformers' attention interface.")
     by_layer: dict[int, dict[str, Any]] = {}
     for call in calls:
         layer = call["layer"]
         if layer in by_layer:
-            raise UnsupportedModel(
-                f"{name} cannot be served: two attentions of one forward are both called layer {layer}."
-            )
+            raise UnsupportedModel(f"{name} cannot be served: two attentions of a forward have layer index {layer}.")
         by_layer[layer] = call
     if sorted(by_layer) != list(range(len(by_layer))):
         raise UnsupportedModel(
-            f"{name} cannot be served: only layers {sorted(by_layer)} have attention, the others keep another kind of state."
+            f"{name} cannot be served: only layers {sorted(by_layer)} have attention; the others keep another kind of state."
         )
     specs = [_layer_spec(name, layer, by_layer[layer]) for layer in range(len(by_layer))]
     _check_window(model, specs)
@@ -208,21 +201,21 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
 
 
 def _check_window(model: PreTrainedModel, specs: list[LayerSpec]) -> None:
-    """Refuse a window that only the model's own mask would have had: attention was not told of it."""
+    """Reject a sliding window that exists only in the model's mask and is not passed to attention."""
     config = model.config
     windowed = getattr(config, "sliding_window", None) and getattr(config, "layer_types", None) is None
     in_mask = hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask")
     if windowed and in_mask and not any(spec.window for spec in specs):
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be served: its sliding window is in its mask alone, and the engine builds none."
+            f"{type(model).__name__} cannot be served: its sliding window exists only in its mask, and the engine builds no masks."
         )
 
 
 def _check_positions(model: PreTrainedModel) -> None:
-    """Refuse embeddings that number positions by the tokens they are given, from behind the padding token's id (RoBERTa)."""
+    """Reject embeddings that derive positions from token ids, starting after the padding id (RoBERTa)."""
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be served: its positions begin behind the id of its padding token, the engine's at 0."
+            f"{type(model).__name__} cannot be served: its positions start after its padding token's id, the engine's at 0."
         )
 
 
@@ -245,7 +238,7 @@ def _layer_spec(name: str, layer: int, call: dict[str, Any]) -> LayerSpec:
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """Columns of the logits."""
+    """Number of columns of the logits."""
     head = model.get_output_embeddings()
     if head is None:
         raise UnsupportedModel(f"{type(model).__name__} cannot be served: it has no language-model head.")

@@ -1,8 +1,8 @@
-"""The attention function that transformers' models call, once `adapt` has put its name into their config.
+"""The attention function that transformers' models call after `adapt` has set its name in their config.
 
-It reshapes Hugging Face's `[1, heads, tokens, head_dim]` to the flat `[tokens, heads, head_dim]` of `torchweave::attention`, and
-turns what the model says about its layer (window, soft cap, sinks, chunk) into the op's plain arguments. Nothing that names
-the layer reaches the graph but the op's integer `layer`.
+It reshapes Hugging Face's `[1, heads, tokens, head_dim]` to the flat `[tokens, heads, head_dim]` of `torchweave::attention` and
+converts the layer's settings (window, soft cap, sinks, chunk) to arguments of the op. Only the op's integer `layer` identifies
+the layer in the graph.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from transformers import AttentionInterface
 import torchweave.ops.attention.op  # noqa: F401  (defines torchweave::attention)
 
 NAME = "torchweave"
-"""The attention implementation's name in transformers. No mask function has this name, so models build no masks."""
+"""The implementation's name in transformers. No mask function is registered under it, so models build no masks."""
 
-# Arguments that models pass along and that do not change a causal decoder's result while it serves.
+# Arguments without effect on the inference result of a causal decoder.
 _IGNORED_ARGUMENTS = frozenset(
     {
         "dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
@@ -29,7 +29,7 @@ _IGNORED_ARGUMENTS = frozenset(
 
 
 class UnsupportedModel(ValueError):
-    """The model needs something of attention that the engine does not have; the message says what."""
+    """The model needs a feature that the engine lacks; the message names it."""
 
 
 def attention_forward(
@@ -48,18 +48,18 @@ def attention_forward(
     """Attention over flattened tokens: query `[1, H, T, D]`, key `[1, KH, T, D]`, value `[1, KH, T, Dv]` -> `[1, T, H, Dv]`.
 
     Raises:
-        UnsupportedModel: the model brought its own mask, is bidirectional, or passed an argument of unknown effect.
+        UnsupportedModel: the model passes its own mask, is bidirectional, or passes an argument of unknown effect.
     """
     _check(module, attention_mask, extra)
     temperature = getattr(module, "torchweave_temperature", None)
     if temperature is not None:
-        assert token_positions is not None, "the layer hands positions on"
+        assert token_positions is not None, "the layer hook passes positions"
         query = _scale_query_by_position(query, token_positions, *temperature)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = torch.empty(q.shape[0], q.shape[1], v.shape[-1], dtype=q.dtype, device=q.device)
     scale = float(scaling) if scaling is not None else q.shape[-1] ** -0.5
     window, chunk = _window_and_chunk(module, sliding_window)
-    layer = getattr(module, "torchweave_layer", module.layer_idx)  # among those of this rank
+    layer = getattr(module, "torchweave_layer", module.layer_idx)  # index among this rank's layers
     torch.ops.torchweave.attention(q, k, v, out, layer, scale, window, float(softcap or 0.0), s_aux, chunk)
     return out.unsqueeze(0), None
 
@@ -74,22 +74,19 @@ def _check(module: nn.Module, attention_mask: Tensor | None, extra: dict[str, An
     name = type(module).__name__
     if attention_mask is not None:
         raise UnsupportedModel(
-            f"{name} builds its own attention mask; the engine has causal, windowed and chunked masks only."
+            f"{name} builds its own attention mask; the engine supports causal, windowed and chunked attention only."
         )
     if extra.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise UnsupportedModel(
-            f"{name} attends to later tokens (it is not causal); only causal decoders can be served."
-        )
+        raise UnsupportedModel(f"{name} attends to later tokens; only causal decoders can be served.")
     unknown = sorted(key for key, given in extra.items() if given is not None and key not in _IGNORED_ARGUMENTS)
     if unknown:
-        raise UnsupportedModel(f"{name} passes {', '.join(unknown)} to its attention, which the engine does not have.")
+        raise UnsupportedModel(
+            f"{name} passes {', '.join(unknown)} to its attention, which the engine does not support."
+        )
 
 
 def _window_and_chunk(module: Any, sliding_window: int | None) -> tuple[int, int]:
-    """(window, chunk) of this layer, 0 = none.
-
-    The kind that the config gives to a layer decides, as it does for transformers' masks; the argument is only a hint.
-    """
+    """(window, chunk) of this layer in tokens, 0 = none; `config.layer_types` overrides the argument, as in transformers' masks."""
     config: Any = getattr(module, "config", None)
     layer: int = module.layer_idx
     kinds = getattr(config, "layer_types", None)
@@ -103,7 +100,7 @@ def _window_and_chunk(module: Any, sliding_window: int | None) -> tuple[int, int
     window = sliding_window or getattr(config, "sliding_window", None)
     if kind != "sliding_attention" or not window:
         raise UnsupportedModel(
-            f"layer {layer} of {type(module).__name__} is of kind {kind}, which the engine does not have."
+            f"layer {layer} of {type(module).__name__} has type {kind}, which the engine does not support."
         )
     return int(window), 0
 

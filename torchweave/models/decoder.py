@@ -1,4 +1,4 @@
-"""The model as the engine sees it: flat token ids and positions in, logits of the chosen rows out."""
+"""The engine's interface to a model: flat token ids and positions in, logits of selected rows out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def supports_logits_to_keep(model: PreTrainedModel) -> bool:
-    """Whether the forward takes `logits_to_keep`, the rows to compute logits of; many take any name and drop what they lack."""
+    """Whether the forward has `logits_to_keep` (the rows of logits to compute); many forwards ignore unknown arguments."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
@@ -22,9 +22,9 @@ class DecoderStep(nn.Module):
     """One forward of an unmodified `ForCausalLM` over the flattened tokens of a step.
 
     Attributes:
-        attention_layers: what each value of the attention op's `layer` argument keeps in the KV cache.
+        attention_layers: KV-cache layout by the attention op's `layer` argument.
         vocab_size: columns of the logits.
-        max_model_len: longest sequence in tokens for which the positions are right.
+        max_model_len: longest sequence in tokens with valid positions.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""The experts function that transformers' mixture blocks call, once `install_experts` has put its name into their config.
+"""The experts function that transformers' MoE blocks call after `install_experts` has set its name in their config.
 
-The router stays the model's. Blocks whose experts are of a form that `torchweave::experts` does not know (a norm after
-each expert, an unusual gate) use transformers' own grouped matmul, which traces too; blocks that never asked for
-transformers' experts interface are left to the compiler.
+The model's router stays. Experts that `torchweave::experts` does not support (a norm after each expert, an unusual gate) use
+transformers' grouped matmul, which can be traced too. Blocks outside transformers' experts interface are left to the compiler.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ _ACTIVATIONS = {
     "PytorchGELUTanh": "gelu_tanh",
     "ReLU": "relu",
     "ReLUSquaredActivation": "relu2",
-    # torch.nn.functional's, which some blocks call as they are
+    # functions of torch.nn.functional
     "silu": "silu",
     "gelu": "gelu",
     "relu": "relu",
 }
-# Classes with a gate of their own that is the op's clamped form: (alpha, limit) by attribute name.
+# Classes whose gate is the op's clamped form: attribute names of (alpha, limit).
 _CLAMPED_GATES = {"GptOssExperts": ("alpha", "limit")}
 
 
 def _activation_form(block: Any) -> tuple[str, float, float] | None:
-    """(activation, alpha, limit) of a block, or None where the op does not know its form."""
+    """(activation, alpha, limit) of a block; None if the op does not support it."""
     if getattr(block, "has_post_expert_norm", False):
         return None
     kind = type(block).__name__
@@ -54,7 +53,7 @@ def experts_forward(block: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     """hidden_states `[T, K]`, top_k_index and top_k_weights `[T, k]` -> `[T, K]`."""
     form = _activation_form(block)
     if form is None:
-        if hidden_states.device.type == "meta":  # for shapes alone: the grouped matmul refuses all but bfloat16 there
+        if hidden_states.device.type == "meta":  # shapes only: on meta, the grouped matmul supports bfloat16 only
             return torch.empty_like(hidden_states)
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](block, hidden_states, top_k_index, top_k_weights)
     activation, alpha, limit = form
@@ -83,7 +82,7 @@ def is_experts_module(module: nn.Module) -> bool:
 
 
 def runs_as_op(block: nn.Module) -> bool:
-    """Whether a block runs as `torchweave::experts`; else by transformers' grouped matmul."""
+    """Whether a block runs as `torchweave::experts` instead of transformers' grouped matmul."""
     return _activation_form(block) is not None
 
 
@@ -93,22 +92,22 @@ def experts_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def count_experts(model: nn.Module) -> dict[str, int]:
-    """Experts blocks by how they run: the op, or transformers' grouped matmul."""
+    """Number of experts blocks that run as the op and as transformers' grouped matmul."""
     forms = [runs_as_op(block) for block in experts_modules(model)]
     return {"op": sum(forms), "grouped_mm": len(forms) - sum(forms)}
 
 
 def check_dtype(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse on a GPU what would leave its graphs: transformers' grouped matmul reads counts on the host but for bfloat16."""
+    """Reject dtypes for which transformers' grouped matmul reads counts on the host, which breaks CUDA graphs."""
     if device.type == "cuda" and dtype != torch.bfloat16 and count_experts(model)["grouped_mm"]:
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be served in {str(dtype).removeprefix('torch.')} on a GPU: its experts are of a form "
-            "that runs in bfloat16 alone there; use dtype=bfloat16."
+            f"{type(model).__name__} cannot be served in {str(dtype).removeprefix('torch.')} on a GPU: its experts need "
+            "a grouped matmul in bfloat16 there; use dtype=bfloat16."
         )
 
 
 def launch_samples(module: nn.Module, num_tokens: int) -> None:
-    """Run one experts block of each kind on zeros, so that the kernels of that number of tokens are built."""
+    """Run one experts block of each kind on zeros, which compiles the kernels for `num_tokens` tokens."""
     kinds: dict[tuple[Any, ...], Any] = {}
     for block in experts_modules(module):
         top_k = getattr(block.config, "num_experts_per_tok", None)
@@ -123,7 +122,7 @@ def launch_samples(module: nn.Module, num_tokens: int) -> None:
 
 
 def install_experts(model: PreTrainedModel) -> None:
-    """Let every experts block of the model call `experts_forward`."""
+    """Make every experts block of the model call `experts_forward`."""
     for block in experts_modules(model):
         block.config._experts_implementation = NAME  # type: ignore[union-attr]
 

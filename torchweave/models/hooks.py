@@ -1,6 +1,6 @@
-"""Hooks on instances: for attention that predates transformers' interface, RoPE that changes as it goes, and idle warnings.
+"""Instance hooks: attention outside transformers' interface, length-dependent RoPE, and padding warnings.
 
-Each hook sets a bound method on one module of one model. No class is touched, so other models of the process stay as they are.
+Each hook sets a bound method on one module. Classes, and so other models of the process, stay unchanged.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from torchweave.models.attention import attention_forward
 from torchweave.report import Report
 
-# -- models whose attention is written out in the module ---------------------------------------------------------------
+# -- attention outside transformers' interface -------------------------------------------------------------------------
 
 
 def _make_attn_method(scale: Callable[[nn.Module], float], heads_first: bool) -> Callable[..., Any]:
-    """A stand-in for `_attn(query, key, value, mask)`, all `[1, H, T, D]`, that returns the output in the same layout."""
+    """A replacement of `_attn(query, key, value, mask)`, all `[1, H, T, D]`; `heads_first` keeps that layout in the output."""
 
     def _attn(self: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> Any:
         window = getattr(self, "torchweave_window", 0)
@@ -41,7 +41,7 @@ def _falcon_forward(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Falcon's attention: fused q/k/v `[1, T, (H + 2 KH) D]`, rotary, one key and value head per group (or one in all)."""
+    """Falcon's attention: fused q/k/v `[1, T, (H + 2 KH) D]`, rotary, one KV head per group (or in all)."""
     module: Any = self
     tokens, head_dim = hidden_states.shape[1], module.head_dim
     fused = module.query_key_value(hidden_states)
@@ -52,7 +52,7 @@ def _falcon_forward(
     else:
         query, key, value = module._split_heads(fused)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    assert position_embeddings is not None, "Falcon without rotary embeddings uses ALiBi, which is refused before this"
+    assert position_embeddings is not None, "Falcon without RoPE uses ALiBi, which check_config rejects"
     rotate = inspect.getmodule(type(self)).apply_rotary_pos_emb  # type: ignore[union-attr]
     query, key = rotate(query, key, *position_embeddings)
     out, _weights = attention_forward(self, query, key, value, attention_mask)
@@ -73,25 +73,25 @@ def _hook_attn_method(scale: Callable[[Any], float], heads_first: bool = True) -
 
 
 def _hook_gpt_neo(module: Any) -> None:
-    """GPT-Neo does not scale its scores, counts layers as `layer_id`, and keeps local attention in a mask buffer."""
+    """GPT-Neo: unscaled scores, layer index `layer_id`, local attention in a mask buffer."""
     module.layer_idx = module.layer_id
     module.torchweave_window = module.config.window_size if module.attention_type == "local" else 0
     _hook_attn_method(lambda _: 1.0)(module)
 
 
 def _hook_mask_window(module: Any) -> None:
-    """The window of these is only in their mask, in every layer."""
+    """Read the sliding window, which these models apply in their mask only, from the config."""
     module.torchweave_window = module.config.sliding_window or 0
 
 
 def _llama4_layer_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
-    """The layer as it is, with the tokens' positions handed on to its attention."""
+    """The original layer with token positions passed to its attention."""
     positions = given["position_ids"]
     return type(self).forward(self, hidden_states, *args, token_positions=positions, **given)
 
 
 def _hook_llama4_layer(module: Any) -> None:
-    """Llama 4 scales queries of layers without rotary embedding by their place in the input: give it their position."""
+    """Llama 4 scales queries of layers without RoPE by their index in the input; use their positions instead."""
     inner = module.self_attn
     if inner.attn_temperature_tuning and not inner.use_rope:
         inner.attn_temperature_tuning = False
@@ -111,7 +111,7 @@ _HOOKS_BY_CLASS: dict[str, Callable[[nn.Module], None]] = {
 
 
 def hook_attention(model: nn.Module) -> list[str]:
-    """Give the op to attention modules that transformers' interface does not reach; returns the classes that were hooked."""
+    """Install the op in attention modules outside transformers' interface; returns the hooked classes."""
     hooked = set()
     for module in model.modules():
         name = type(module).__name__
@@ -121,7 +121,7 @@ def hook_attention(model: nn.Module) -> list[str]:
     return sorted(hooked)
 
 
-# -- rotary embeddings that look at the length -------------------------------------------------------------------------
+# -- length-dependent rotary embeddings --------------------------------------------------------------------------------
 
 
 def _length_dependent_rope(model: nn.Module) -> Iterator[tuple[str, Any, dict[str | None, str]]]:
@@ -137,10 +137,10 @@ def _length_dependent_rope(model: nn.Module) -> Iterator[tuple[str, Any, dict[st
 
 
 def _phimoe_rope_forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Phi-3.5-MoE's cosines and sines, each `[1, T, D]`, of the frequencies that `freeze_rope` has chosen.
+    """Phi-3.5-MoE's cosines and sines, each `[1, T, D]`, with the frequencies chosen by `freeze_rope`.
 
-    Its own forward chooses a scale by the largest position of the batch, and has the short factors at any length; the model was
-    published with long factors beside the long scale.
+    The original forward chooses the scale by the largest position of the batch and always uses the short factors; the model
+    was published with long factors for the long scale.
     """
     module: Any = self
     angles = position_ids[..., None].float() * module.inv_freq.float()
@@ -150,27 +150,27 @@ def _phimoe_rope_forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> tu
 
 
 def _has_own_scaling(module: nn.Module) -> bool:
-    """Whether it has factors of its own (`short_mscale`, `long_mscale`), which its forward chooses from the positions."""
+    """Whether the module has its own scales (`short_mscale`, `long_mscale`), which its forward selects by position."""
     return type(module).__name__ == "PhimoeRotaryEmbedding"
 
 
 def disable_dynamic_rope(model: nn.Module) -> None:
-    """Stop rotary embeddings from choosing frequencies in each forward; `freeze_rope` says which they have."""
+    """Stop rotary embeddings from choosing frequencies in each forward; `freeze_rope` sets them."""
     for _, module, _ in _length_dependent_rope(model):
         frozen_forward = _phimoe_rope_forward if _has_own_scaling(module) else inspect.unwrap(type(module).forward)
         module.forward = types.MethodType(frozen_forward, module)
 
 
 def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
-    """Fix the frequencies of dynamic-NTK and long RoPE as they are for a sequence of `max_model_len` tokens.
+    """Fix the frequencies of dynamic-NTK and long RoPE for sequences of `max_model_len` tokens.
 
-    transformers chooses them anew in each forward from the longest sequence of the batch. In a batch of many requests that
-    would let one request change another, and cached keys would have been rotated by other frequencies than new ones.
+    transformers chooses them in each forward by the longest sequence of the batch: one request would change another's
+    results, and cached and new keys would be rotated by different frequencies.
     """
     short = 0
     for name, module, varying in _length_dependent_rope(model):
         if module.config.rope_parameters.get("alpha"):
-            continue  # HunYuan calls dynamic what its alpha has fixed already
+            continue  # HunYuan: type "dynamic" with frequencies fixed by alpha
         for layer, kind in varying.items():
             prefix = f"{layer}_" if layer is not None else ""
             extra = {"layer_type": layer} if layer is not None else {}
@@ -188,20 +188,20 @@ def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
         report.event("rope_frozen", module=name, kinds=sorted(set(varying.values())), max_model_len=max_model_len)
     if 0 < short < max_model_len:
         why = (
-            f"short prompts have the long factors, too, where transformers takes the short ones for up to {short} tokens; ask for "
-            f"max_model_len up to {short} to have those"
+            f"prompts up to {short} tokens use the long factors, where transformers uses the short ones; set max_model_len to "
+            f"at most {short} for the short factors"
         )
         report.event("warning", what="LongRoPE", why=why)
 
 
-# -- warnings that read tensors ----------------------------------------------------------------------------------------
+# -- padding warnings --------------------------------------------------------------------------------------------------
 
 
 def disable_padding_warnings(model: nn.Module) -> None:
-    """Keep models from looking for padding in their tokens to warn of it: there is none, and the look reads them on the host."""
+    """Disable the check for padding tokens, which reads tensors on the host; the engine does not pad."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.warn_if_padding_and_no_attention_mask = _do_nothing
+            module.warn_if_padding_and_no_attention_mask = _do_nothing  # type: ignore[method-assign]
 
 
 def _do_nothing(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Load a Hugging Face decoder: built without memory, examined, then filled straight on its device.
+"""Load a Hugging Face decoder: build it on the meta device, adapt it, and stream the weights to its device.
 
 resolve -> config -> from_config on the meta device -> adapt (ops, layer specs) -> weights -> buffers -> DecoderStep
 """
@@ -37,16 +37,16 @@ from torchweave.report import Report
 from torchweave.tokenizer import Tokenizer, read_eos_token_id
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
-# What transformers raises for values that it did not expect in a config: where it checks them, and where it trips over them.
+# Exceptions of transformers for invalid config values, checked and unchecked.
 _BAD_CONFIG = (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What `generation_config.json` says; None where it says nothing.
+    """Defaults from `generation_config.json`; None: not set there.
 
     Attributes:
-        eos_token_ids: tokens that end an answer: the checkpoint's, and its tokenizer's.
+        eos_token_ids: end tokens of the checkpoint and of its tokenizer.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -59,23 +59,23 @@ class GenerationDefaults:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder that is ready to be captured.
+    """A decoder that is ready for capture.
 
     Attributes:
         module: the forward over flattened tokens.
-        name: what the user asked for.
+        name: the name given by the user.
         architecture: transformers' class, `LlamaForCausalLM`.
         config: the checkpoint's config, as plain data.
-        dtype: of weights and activations.
-        device: where the weights are.
+        dtype: dtype of weights and activations.
+        device: device of the weights.
         max_model_len: longest sequence in tokens.
-        tokenizer: None where the model came without one.
-        generation: the checkpoint's defaults of sampling and its end tokens.
-        num_parameters: parameters of all ranks together, tied ones counted once.
-        weight_bytes: memory of parameters and buffers on this rank.
-        quantization: how its linears are quantised (`fp8_per_tensor`); None: they are not.
+        tokenizer: None if the folder has none.
+        generation: the checkpoint's sampling defaults and end tokens.
+        num_parameters: parameters over all ranks, tied ones counted once.
+        weight_bytes: bytes of parameters and buffers on this rank.
+        quantization: quantization scheme of the linears (`fp8_per_tensor`); None: unquantized.
         process_groups: the ranks that share the model.
-        stage: which of its layers this rank has; None: all of them.
+        stage: the layers of this rank; None: all.
     """
 
     module: DecoderStep
@@ -109,25 +109,22 @@ def load(
     """Load a decoder from a folder, a hub id, a built-in name, or (`load_format="dummy"`) a config or `shape:` name.
 
     Args:
-        dtype: `auto` takes the checkpoint's, but float32 on a CPU.
-        load_format: `auto` reads the checkpoint's weights; `dummy` fills random ones of the same shapes.
-        trust_remote_code: run Python code that comes with the checkpoint.
-        max_model_len: longest sequence that will be served; RoPE that varies with the length is fixed for it.
-        quantization: quantise linears as they are loaded: `fp8`, `fp8_per_channel` or `fp8_per_block`; None: as the checkpoint
-            has them.
-        process_groups: the ranks that share the model; this one loads its part. None: it is alone.
-        expert_parallel: ranks have different experts instead of a part of each.
+        dtype: `auto` is the checkpoint's on a GPU, float32 on a CPU.
+        load_format: `auto` reads the checkpoint's weights; `dummy` fills random weights of the same shapes.
+        trust_remote_code: run Python code that is part of the checkpoint.
+        max_model_len: longest sequence in tokens; length-dependent RoPE is fixed for it.
+        quantization: quantize linears at load time: `fp8`, `fp8_per_channel` or `fp8_per_block`; None: the checkpoint's
+            format.
+        process_groups: the ranks that share the model; this rank loads its part. None: a single rank.
+        expert_parallel: distribute whole experts over the ranks instead of sharding each.
 
     Raises:
-        ValueError: the model is not there, is damaged, or cannot be served; one sentence says which and what to do.
+        ValueError: the model does not exist, is damaged or unsupported.
     """
     report = report if report is not None else Report(show=False)
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format is {load_format!r}: expected auto or dummy.")
-    device, process_groups = (
-        torch.device(device),
-        process_groups if process_groups is not None else ProcessGroups.single_rank(),
-    )
+    device, process_groups = torch.device(device), process_groups or ProcessGroups.single_rank()
     source = resolve(name_or_path, trust_remote_code)
     if source.folder is None and load_format != "dummy":
         raise ValueError(f"{source.name!r} is a shape without weights: use it with load_format=dummy.")
@@ -136,7 +133,7 @@ def load(
     resolved_dtype = _choose_dtype(dtype, config, device)
     stored = weights.read_headers(source.folder) if source.folder is not None and load_format == "auto" else None
     with report.stage("build model"):
-        how = resolve_scheme(source, quantization)
+        quant_scheme = resolve_scheme(source, quantization)
         model = build_on_meta(config, resolved_dtype, trust_remote_code)
         specs = adapt(model, report)
         experts.check_dtype(model, resolved_dtype, device)
@@ -152,7 +149,9 @@ def load(
         plan, specs = None if plan is None else plan.restricted_to(stage.owns), stage.local_layers(specs)
         stored = None if stored is None else stage.filter_checkpoint(stored)
     fresh = read_config(source, trust_remote_code)
-    load_spec = WeightLoadSpec(source, fresh, resolved_dtype, device, trust_remote_code, how, plan, stage, whole)
+    load_spec = WeightLoadSpec(
+        source, fresh, resolved_dtype, device, trust_remote_code, quant_scheme, plan, stage, whole
+    )
     if stored is None:
         quantizer = load_dummy_weights(model, load_spec, report)
     else:
@@ -164,21 +163,21 @@ def load(
 
 
 def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code: bool = False) -> ModelFacts:
-    """What the plan needs to know of a model, from its config alone.
+    """Properties of a model that the plan depends on, from its config.
 
     Raises:
-        ValueError: as `load`, as far as a config shows it.
+        ValueError: the model does not exist or its config is invalid or unsupported.
     """
     source = resolve(name_or_path, trust_remote_code)
     config = read_config(source, trust_remote_code)
     check_config(config)
-    stored, how = _stored_dtype(config), checkpoint_scheme(source)
+    stored, quant_scheme = _stored_dtype(config), checkpoint_scheme(source)
     heads, length = getattr(config, "num_attention_heads", None), _max_model_len(config, None)
     return ModelFacts(
         source.name,
         length,
         None if stored is None else str(stored).removeprefix("torch."),
-        None if how is None else how.name,
+        None if quant_scheme is None else quant_scheme.name,
         checkpoint_kv_cache_dtype(source),
         getattr(config.get_text_config(), "num_hidden_layers", None),
         heads if isinstance(heads, int) else None,
@@ -187,7 +186,7 @@ def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code:
 
 
 def read_config(source: Source, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The config of a source; ValueError names an unknown architecture."""
+    """Read the config of a source; ValueError for an invalid config or an unknown architecture."""
     raw = source.config if source.folder is None else read_json(source.folder / "config.json")
     assert raw is not None
     model_type = raw.get("model_type")
@@ -200,8 +199,8 @@ def read_config(source: Source, trust_remote_code: bool = False) -> PreTrainedCo
     if not known and not (trust_remote_code and source.folder is not None):
         raise ValueError(
             f"{source.name!r} has the architecture {model_type!r}, which transformers {transformers.__version__} does not "
-            "know; see docs/models.md for the supported ones, update transformers, or use trust_remote_code if the folder "
-            "brings its own code."
+            "support; see docs/models.md for supported architectures, update transformers, or use trust_remote_code if the folder "
+            "contains its own code."
         )
     try:
         if source.folder is None:
@@ -215,35 +214,35 @@ def read_config(source: Source, trust_remote_code: bool = False) -> PreTrainedCo
 
 
 def _text_part(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The decoder's config of a model that also sees or hears; only its text part is served."""
+    """The text decoder's config of a multimodal model; only the text part is served."""
     text = config.get_text_config()
     if text is config or not any(hasattr(config, name) for name in ("vision_config", "audio_config")):
         return config
     if getattr(config, "tie_word_embeddings", False):
-        text.tie_word_embeddings = True  # the whole model has the head, so its config says what that is tied to
+        text.tie_word_embeddings = True  # the full model owns the head, so its config decides on tying
     if type(text) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModel(
-            f"{config.model_type} takes images or sound, and transformers has no decoder for its text part alone."
+            f"{config.model_type} is multimodal, and transformers has no decoder class for its text part."
         )
     return text
 
 
 def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The `ForCausalLM` of a config without memory for its weights."""
+    """Build the `ForCausalLM` of a config on the meta device."""
     name = config.model_type
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
         raise UnsupportedModel(
             f"{name} has no causal language model in transformers {transformers.__version__}; only decoders can be served."
         )
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the model is built plain; its linears are replaced as their weights arrive
+        del config.quantization_config  # linears are replaced by quantized ones when their weights arrive
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
             )
     except (RuntimeError, NotImplementedError) as error:
-        raise UnsupportedModel(f"{name} cannot be built without memory: {str(error).splitlines()[0]}") from error
+        raise UnsupportedModel(f"{name} cannot be built on the meta device: {str(error).splitlines()[0]}") from error
     except (*_BAD_CONFIG, ImportError) as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(
@@ -267,7 +266,7 @@ def _choose_dtype(dtype: torch.dtype | str, config: PreTrainedConfig, device: to
 
 
 def _stored_dtype(config: PreTrainedConfig) -> torch.dtype | None:
-    """The dtype that a config gives its checkpoint; None where it gives none."""
+    """The checkpoint's dtype in a config; None if not set."""
     stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
     return getattr(torch, stored, None) if isinstance(stored, str) else stored
 
@@ -276,7 +275,7 @@ def _max_model_len(config: Any, requested: int | None) -> int:
     config = config.get_text_config()
     limit = next((int(value) for key in _LENGTH_KEYS if (value := getattr(config, key, None))), None)
     if limit is not None and _rope(config).get("rope_type") == "yarn":
-        # Published configs often keep the length from before, and users are told to add the scaling alone.
+        # Published configs often keep the unscaled length and document only the scaling.
         limit = max(limit, _scaled_length(_rope(config).get("original_max_position_embeddings", limit), config))
     if requested is None:
         return limit if limit is not None else 4096
@@ -284,20 +283,18 @@ def _max_model_len(config: Any, requested: int | None) -> int:
         raise ValueError(f"max_model_len is {requested}: expected at least 1.")
     longest = limit if limit is None else _longest_model_len(config, limit)
     if longest is not None and requested > longest:
-        raise ValueError(
-            f"max_model_len is {requested}, but the model has positions for {longest} tokens; ask for no more."
-        )
+        raise ValueError(f"max_model_len is {requested}, but the model supports {longest} tokens; lower it.")
     return requested
 
 
 def _longest_model_len(config: Any, limit: int) -> int:
-    """The longest sequence that may be asked for: dynamic RoPE stretches beyond `limit`, at a cost to shorter sequences."""
+    """The largest valid max_model_len: dynamic RoPE stretches beyond `limit`, at a cost to shorter sequences."""
     config = config.get_text_config()
     return _scaled_length(limit, config) if _rope(config).get("rope_type") == "dynamic" else limit
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """How all layers rotate; nothing where kinds of layers differ in it."""
+    """RoPE parameters of all layers; empty if they differ by layer type."""
     return getattr(config, "rope_parameters", None) or {}
 
 
@@ -308,7 +305,7 @@ def _scaled_length(tokens: int, config: Any) -> int:
 def _with_cache_scales(
     specs: list[LayerSpec], stored: dict[str, weights.CheckpointTensor] | None, report: Report
 ) -> list[LayerSpec]:
-    """The layers with what the checkpoint knows of how large their keys and values get; `stored` loses it."""
+    """Move the checkpoint's KV-cache scales from `stored` to the layers' specs."""
     scales = pop_kv_cache_scales(stored) if stored is not None else {}
     if scales:
         report.event("kv_cache_scales", layers=len(scales), largest=max(map(max, scales.values())))
@@ -320,7 +317,7 @@ def _with_cache_scales(
 
 @dataclass(frozen=True)
 class _ModelSize:
-    """What a model is before it is divided: columns of its logits, parameters, and the longest sequence."""
+    """Sizes of the model before sharding: columns of the logits, parameters, longest sequence."""
 
     vocab: int
     parameters: int
@@ -328,7 +325,7 @@ class _ModelSize:
 
 
 def _make_loaded_model(
-    how: WeightLoadSpec,
+    load_spec: WeightLoadSpec,
     model: PreTrainedModel,
     specs: list[LayerSpec],
     size: _ModelSize,
@@ -340,19 +337,19 @@ def _make_loaded_model(
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     loaded = LoadedModel(
         module=step,
-        name=how.source.name,
+        name=load_spec.source.name,
         architecture=type(model).__name__,
         config=model.config.to_dict(),
-        dtype=how.dtype,
-        device=how.device,
+        dtype=load_spec.dtype,
+        device=load_spec.device,
         max_model_len=size.length,
-        tokenizer=Tokenizer.from_folder(how.source.folder, how.trust_remote_code),
-        generation=_generation(how.source.folder, model.config),
+        tokenizer=Tokenizer.from_folder(load_spec.source.folder, load_spec.trust_remote_code),
+        generation=_generation(load_spec.source.folder, model.config),
         num_parameters=size.parameters,
         weight_bytes=num_bytes,
-        quantization=None if how.quantization is None else how.quantization.name,
+        quantization=None if load_spec.quantization is None else load_spec.quantization.name,
         process_groups=process_groups,
-        stage=how.stage,
+        stage=load_spec.stage,
     )
     report.event(
         "model_loaded",
@@ -360,9 +357,9 @@ def _make_loaded_model(
         architecture=loaded.architecture,
         parameters=size.parameters,
         bytes=num_bytes,
-        dtype=str(how.dtype).removeprefix("torch."),
+        dtype=str(load_spec.dtype).removeprefix("torch."),
         quantization=loaded.quantization,
-        device=str(how.device),
+        device=str(load_spec.device),
         max_model_len=size.length,
         tokenizer=loaded.tokenizer is not None,
     )
@@ -374,11 +371,13 @@ def _generation(folder: Path | None, config: PreTrainedConfig) -> GenerationDefa
     raw = read_json(path) if path is not None and path.is_file() else {}
     eos = raw.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
     ids = list(eos) if isinstance(eos, (list, tuple)) else [eos]
-    # A model that was tuned for conversation may end its turns with a token that only its tokenizer calls the end.
+    # Chat models may end a message with a token that only the tokenizer declares as the end token.
     ids.append(None if folder is None else read_eos_token_id(folder))
-    # Without do_sample transformers decodes greedily, whatever else the file says of drawing; a penalty it applies all the same.
-    drawn = {name: raw.get(name) for name in ("temperature", "top_k", "top_p", "min_p")} if raw.get("do_sample") else {}
-    given = {**drawn, "repetition_penalty": raw.get("repetition_penalty")}
+    # Without do_sample, transformers decodes greedily but still applies the penalty.
+    sampling = (
+        {name: raw.get(name) for name in ("temperature", "top_k", "top_p", "min_p")} if raw.get("do_sample") else {}
+    )
+    given = {**sampling, "repetition_penalty": raw.get("repetition_penalty")}
     for name, value in (*(("eos_token_id", token) for token in ids), *given.items()):
         whole = name in ("eos_token_id", "top_k")
         if value is not None and (isinstance(value, bool) or not isinstance(value, int if whole else (int, float))):

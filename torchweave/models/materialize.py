@@ -1,4 +1,4 @@
-"""Fill a model that was built without memory: from a checkpoint, through transformers' conversion, or at random."""
+"""Fill a model on the meta device: from a checkpoint, through transformers' conversion, or with random weights."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from torchweave.report import Report
 
 @dataclass(frozen=True)
 class WeightLoadSpec:
-    """How a model is to be filled.
+    """Source and destination of a model's weights.
 
     Attributes:
-        source: where it comes from.
-        config: a fresh one, for transformers' own loading.
-        dtype, device: of its weights.
-        quantization: how its linears are quantised as they arrive; None: they are not.
-        plan: this rank's part of it; None: all of it.
-        stage: this rank's layers of it; None: all of them.
-        whole: where there is a stage, what the whole model has; see `weights.init_random_weights`.
+        source: the checkpoint or shape.
+        config: an unmodified config, for transformers' own loading.
+        dtype, device: of the weights.
+        quantization: scheme for quantizing linears at load time; None: no quantization.
+        plan: this rank's tensor-parallel part; None: the whole model.
+        stage: this rank's layers; None: all.
+        whole: tensors of the whole model if there is a stage; see `weights.init_random_weights`.
     """
 
     source: Source
@@ -59,7 +59,7 @@ class WeightLoadSpec:
 
 
 def load_dummy_weights(model: PreTrainedModel, load_spec: WeightLoadSpec, report: Report) -> Quantizer | None:
-    """Fill the model at random; ranks have parts of the same numbers."""
+    """Fill the model with random weights; ranks get parts of the same numbers."""
     quantizer = load_spec.quantizer(model)
     shards = load_spec.plan.shards if load_spec.plan is not None else {}
     weights.init_random_weights(model, load_spec.device, report, setter=quantizer, shards=shards, whole=load_spec.whole)
@@ -70,7 +70,7 @@ def load_dummy_weights(model: PreTrainedModel, load_spec: WeightLoadSpec, report
 def load_weights(
     model: PreTrainedModel, stored: dict[str, weights.CheckpointTensor], load_spec: WeightLoadSpec, report: Report
 ) -> tuple[PreTrainedModel, Quantizer | None]:
-    """The model with a checkpoint's weights: the one given, or a new one where transformers must convert them."""
+    """Load a checkpoint into the model, or into a new model if transformers has to convert the tensors."""
     folder = load_spec.source.folder
     assert folder is not None
     if not weights.needs_conversion(model, stored):
@@ -80,10 +80,10 @@ def load_weights(
         return model, _load_merged_experts(model, stored, merge_plan, load_spec, report)
     if checkpoint_scheme(load_spec.source) is not None:
         raise UnsupportedModel(
-            f"{folder} has tensors under other names or in other pieces than {type(model).__name__}, which cannot be read in FP8; "
-            "use an unquantized checkpoint (quantization=fp8 quantises it as it is loaded)."
+            f"{folder} needs conversion to the tensors of {type(model).__name__}, which is not supported in FP8; "
+            "use an unquantized checkpoint (quantization=fp8 quantizes it at load time)."
         )
-    # Which of them become what is known to transformers alone.
+    # The mapping of converted names is internal to transformers.
     each = {name: name for name in stored if name.endswith("weight")}
     check_dtypes(model, stored, each | weights.map_tensor_names(model, stored), {})
     return _load_with_transformers(load_spec, stored, report)
@@ -97,20 +97,20 @@ def _stream_weights(
     report: Report,
     expert_merger: ExpertMerger | None = None,
 ) -> Quantizer | None:
-    """Fill the model tensor by tensor, those of quantised linears with their scales."""
+    """Fill the model tensor by tensor, with scales for quantized linears."""
     folder = load_spec.source.folder
     assert folder is not None
-    found = checkpoint_scheme(load_spec.source)
-    shards, pieces = (
-        load_spec.plan.shards if load_spec.plan is not None else {},
-        expert_merger.pieces if expert_merger is not None else {},
-    )
-    scales, inputs = pop_scales(stored, renamed) if found is not None else ({}, {})
+    quant_scheme = checkpoint_scheme(load_spec.source)
+    shards = load_spec.plan.shards if load_spec.plan is not None else {}
+    pieces = expert_merger.pieces if expert_merger is not None else {}
+    scales, inputs = pop_scales(stored, renamed) if quant_scheme is not None else ({}, {})
     check_dtypes(model, stored, {**renamed, **pieces}, scales)
     weights.check_tensor_names(model, stored, renamed, folder, shards, pieces)
-    check_scales(scales, inputs if found is not None and found.static else {})
+    check_scales(scales, inputs if quant_scheme is not None and quant_scheme.static else {})
     quantizer = (
-        load_spec.quantizer(model) if found is None else Quantizer(model, found, shard_scales(scales, shards), inputs)
+        load_spec.quantizer(model)
+        if quant_scheme is None
+        else Quantizer(model, quant_scheme, shard_scales(scales, shards), inputs)
     )
     weights.stream_weights(model, stored, renamed, load_spec.device, report, quantizer, shards, expert_merger)
     _restore_buffers(model, load_spec)
@@ -124,18 +124,19 @@ def _load_merged_experts(
     load_spec: WeightLoadSpec,
     report: Report,
 ) -> Quantizer | None:
-    """Fill the model from a checkpoint that has experts one by one."""
+    """Fill the model from a checkpoint with separate tensors per expert."""
     shards = load_spec.plan.shards if load_spec.plan is not None else {}
     expert_merger = ExpertMerger(model, merge_plan, shards)
     if checkpoint_scheme(load_spec.source) is not None and any(
         stored[name].dtype.startswith("F8") for name in expert_merger.pieces
     ):
         raise UnsupportedModel(
-            f"{load_spec.source.folder} keeps experts in FP8 in other pieces than {type(model).__name__}, which cannot "
-            f"be read; use a "
-            "checkpoint whose experts are not quantized."
+            f"{load_spec.source.folder} splits its FP8 experts differently from {type(model).__name__}, which is not "
+            "supported; use a checkpoint with unquantized experts."
         )
-    report.event("weights_converted", reason="the checkpoint has experts one by one", by="torchweave, as they are read")
+    report.event(
+        "weights_converted", reason="the checkpoint has separate tensors per expert", by="torchweave, while reading"
+    )
     check_merges(model, stored, merge_plan, shards)
     return _stream_weights(model, stored, merge_plan.renamed, load_spec, report, expert_merger)
 
@@ -149,9 +150,9 @@ def _restore_buffers(model: PreTrainedModel, load_spec: WeightLoadSpec) -> None:
 def _load_with_transformers(
     load_spec: WeightLoadSpec, stored: Mapping[str, weights.CheckpointTensor], report: Report
 ) -> tuple[PreTrainedModel, Quantizer | None]:
-    """The model as transformers loads it, whole and on the CPU at first."""
+    """Load the whole model on the CPU with transformers, then shard and quantize it."""
     report.event(
-        "weights_converted", reason="the checkpoint keeps tensors in other pieces than the model", by="transformers"
+        "weights_converted", reason="the checkpoint splits tensors differently from the model", by="transformers"
     )
     folder = load_spec.source.folder
     assert folder is not None
@@ -183,7 +184,7 @@ def _load_with_transformers(
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and warnings of transformers in here: what matters is in the report."""
+    """Suppress progress bars and warnings of transformers; the report has its own."""
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()

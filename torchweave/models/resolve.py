@@ -1,4 +1,4 @@
-"""From what the user wrote to a folder or a config: built-in models, folders, hub ids, and benchmark shapes."""
+"""Resolve a model name to a folder or a config: built-in models, folders, hub ids and benchmark shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from torchweave.config.options import expand_path
 
 BUILT_IN = {"demo": "demo", "demo-draft": "demo_draft"}
-"""Models that come with the package: name -> folder beside this file."""
+"""Built-in models: name -> folder next to this file."""
 
 _LLAMA_3 = {
     "model_type": "llama",
@@ -88,19 +88,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
 }
-"""Published shapes without files, for `load_format: dummy`."""
+"""Published model shapes without weights, for `load_format: dummy`."""
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from: a folder, or only a config.
+    """Source of a model: a folder or a config.
 
     Attributes:
-        name: what the user wrote, or the config's model type.
+        name: the name given by the user, or the config's model type.
         folder: files of the checkpoint; None for a shape.
-        config: the config, where there is no folder.
+        config: the config if there is no folder.
     """
 
     name: str
@@ -109,10 +109,10 @@ class Source:
 
 
 def resolve(name: str | Path | Mapping[str, Any], trust_remote_code: bool = False) -> Source:
-    """Find the model that `name` names.
+    """Find a model by name.
 
     Raises:
-        ValueError: nothing of that name is here, and the hub does not have it or cannot be reached.
+        ValueError: the model exists neither locally nor on the hub, or the hub is unreachable.
     """
     if isinstance(name, Mapping):
         return Source(str(name.get("model_type", "config")), None, dict(name))
@@ -127,9 +127,9 @@ def resolve(name: str | Path | Mapping[str, Any], trust_remote_code: bool = Fals
     try:
         if folder.exists():
             return Source(text, _checked(folder, text))
-    except OSError as error:  # a name that is too long, or a folder that this user may not enter
+    except OSError as error:  # e.g. a name that is too long or missing permissions
         raise ValueError(
-            f"{text[:100]!r} cannot be looked at ({error.strerror}); give the path of a model folder."
+            f"{text[:100]!r} cannot be read ({error.strerror}); give the path of a model folder."
         ) from error
     if isinstance(name, str) and _HUB_ID.fullmatch(text) and not text.startswith((".", "/", "~")):
         return Source(text, _checked(_download(text, trust_remote_code), text))
@@ -140,13 +140,13 @@ def resolve(name: str | Path | Mapping[str, Any], trust_remote_code: bool = Fals
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; ValueError names the file if it is not one."""
+    """Read a JSON object; ValueError if the file holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy or download the file again.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object; copy or download the file again.")
+        raise ValueError(f"{path} is not a JSON object; copy or download the file again.")
     return content
 
 
@@ -159,7 +159,7 @@ def _checked(folder: Path, name: str) -> Path:
 
 
 def _download(hub_id: str, trust_remote_code: bool) -> Path:
-    """The files of a hub model, from the local hub cache or the network."""
+    """Files of a hub model, from the local hub cache or the network."""
     import huggingface_hub
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -177,10 +177,10 @@ def _download(hub_id: str, trust_remote_code: bool) -> Path:
             f"{hub_id!r} is gated: accept its terms on the hub and log in with `hf auth login`, then try again."
         ) from error
     except RepositoryNotFoundError as error:
-        raise ValueError(f"{hub_id!r} is neither a folder here nor a model on the hub; check the spelling.") from error
+        raise ValueError(f"{hub_id!r} is neither a local folder nor a model on the hub; check the spelling.") from error
     except HFValidationError as error:
-        raise ValueError(f"{hub_id!r} is neither a folder here nor a valid hub id.") from error
+        raise ValueError(f"{hub_id!r} is neither a local folder nor a valid hub id.") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ValueError(
-            f"{hub_id!r} is no folder here, and the hub cannot be reached to look it up; give the path of a model folder."
+            f"{hub_id!r} is not a local folder, and the hub is unreachable; give the path of a model folder."
         ) from error

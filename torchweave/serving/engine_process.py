@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-
-import zmq
 
 from torchweave.compiler.dump import open_dump
 from torchweave.compiler.explain.facts import as_json, explain
@@ -28,7 +27,7 @@ from torchweave.engine.startup.build import Engine
 from torchweave.engine.startup.open import open_engine, replica_config
 from torchweave.report import Report
 from torchweave.serving.ipc import messages as wire
-from torchweave.serving.ipc.socket_stream import Sender
+from torchweave.serving.ipc.socket_stream import Sender, listen, receive
 
 STATS_SECONDS = 0.2
 """Between two statistics that are sent."""
@@ -46,9 +45,7 @@ def main(
     """
     for name in ("transformers", "torch"):  # their advice on start-up is not for whoever runs a server
         logging.getLogger(name).setLevel(logging.ERROR)
-    requests = zmq.Context.instance().socket(zmq.PULL)
-    requests.setsockopt(zmq.RCVHWM, 0)
-    requests.bind(addresses.to_engine)
+    listening = listen(addresses.to_engine)
     outbox = Outbox(addresses, replica_info)
     report = Report(show=False)
     report.listen(lambda kind, facts: outbox.put(wire.EngineEvent(report.seconds(), kind, facts)))
@@ -69,10 +66,10 @@ def main(
         )
         outbox.close()
         return
-    _serve(engine, config, requests, outbox)
+    _serve(engine, config, listening, outbox)
 
 
-def _serve(engine: Engine, config: EngineConfig, requests: zmq.Socket[bytes], outbox: Outbox) -> None:
+def _serve(engine: Engine, config: EngineConfig, listening: socket.socket, outbox: Outbox) -> None:
     report = engine.report
     inbox = Inbox()
     manager = BatchManager(
@@ -95,8 +92,7 @@ def _serve(engine: Engine, config: EngineConfig, requests: zmq.Socket[bytes], ou
     report.event("ready")
     save_explanation(engine.plan, report)
     outbox.put(wire.Ready(_model_card(engine), as_json(explain(engine.plan, report))))
-    while True:
-        message = wire.decode_to_engine(requests.recv())
+    for message in map(wire.decode_to_engine, receive(listening)):
         if isinstance(message, wire.Submit):
             _accept_request(message, engine, inbox, outbox)
         elif isinstance(message, wire.Stop):

@@ -46,7 +46,7 @@ class TransformersBaseline:
             ids[row, longest - len(prompt) :] = torch.tensor(list(prompt))
             mask[row, longest - len(prompt) :] = 1
         device = self.model.device
-        found: Any = self.model.generate(
+        found: Any = self.model.generate(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=num_tokens
         )  # type: ignore[operator]
         return found[:, longest:].tolist()

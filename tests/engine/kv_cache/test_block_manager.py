@@ -114,22 +114,22 @@ def test_prefix_lookup_resumes_from_an_earlier_hit() -> None:
         else:
             found = kv.match(texts[text], before[text])
             anew = kv.match(texts[text])
-            assert (found.block_indices, found.unreferenced, found.referenced) == (
-                anew.block_indices,
+            assert (found.num_blocks, found.unreferenced, found.referenced) == (
+                anew.num_blocks,
                 anew.unreferenced,
                 anew.referenced,
             )
-            assert found.block_indices == 0 or np.array_equal(found.blocks, anew.blocks)  # type: ignore[arg-type]
-            kept += 0 < before[text].block_indices == found.block_indices
-            changed += before[text].block_indices != found.block_indices
+            assert found.num_blocks == 0 or np.array_equal(found.blocks, anew.blocks)  # type: ignore[arg-type]
+            kept += 0 < before[text].num_blocks == found.num_blocks
+            changed += before[text].num_blocks != found.num_blocks
             before[text] = found
-            block_indices = int(rng.integers(found.block_indices, len(texts[text]) + 1))
-            if block_indices and block_indices - found.block_indices + found.unreferenced <= kv.num_free:
-                kv.reserve(slot, block_indices * 4)
-                if found.block_indices:
+            num_blocks = int(rng.integers(found.num_blocks, len(texts[text]) + 1))
+            if num_blocks and num_blocks - found.num_blocks + found.unreferenced <= kv.num_free:
+                kv.reserve(slot, num_blocks * 4)
+                if found.num_blocks:
                     kv.attach(slot, found)
-                kv.grant(np.array([slot]), np.array([block_indices * 4]))
-                kv.cache_full_blocks(slot, texts[text][:block_indices], first=found.block_indices)
+                kv.grant(np.array([slot]), np.array([num_blocks * 4]))
+                kv.cache_full_blocks(slot, texts[text][:num_blocks], first=found.num_blocks)
         kv.check()
     assert kept > 100 and changed > 100, "both happen"
 

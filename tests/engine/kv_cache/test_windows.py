@@ -101,14 +101,14 @@ def test_a_prefix_needs_only_the_last_window_of_a_group() -> None:
     kv.check()
     found = kv.match(hashes[:9])
     assert (
-        found.block_indices == 9
+        found.num_blocks == 9
         and found.blocks is not None
         and (found.blocks[1] >= 0).tolist() == [False] * 6 + [True] * 3
     )
-    assert kv.match(hashes[:5]).block_indices == 5 and kv.match(hashes[:4]).block_indices == 0, (
+    assert kv.match(hashes[:5]).num_blocks == 5 and kv.match(hashes[:4]).num_blocks == 0, (
         "column 1 of the window is gone"
     )
-    assert kv.match([*hashes[:5], b"other"]).block_indices == 5
+    assert kv.match([*hashes[:5], b"other"]).num_blocks == 5
     kv.attach(1, found)
     kv.reserve(1, 40)
     kv.check()
@@ -182,7 +182,7 @@ def test_prefix_lookup_finds_the_longest_valid_prefix() -> None:
                 for group, window in enumerate(windows)
             )
         ]
-        found = kv.match(hashes).block_indices
+        found = kv.match(hashes).num_blocks
         assert found == lengths[-1], (windows, known)
         seen.add(found)
     assert len(seen) > 10

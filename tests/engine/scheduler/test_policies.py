@@ -10,11 +10,9 @@ import pytest
 from tests.engine.fake import VOCAB, expected, make
 from tests.engine.scheduler.test_scheduler import drive, request, tokens_of
 from torchweave.engine.responses import Response
-from torchweave.engine.scheduler.planner import _LazySequence
 from torchweave.engine.scheduler.policies import POLICIES, DecodeRequests, PrefillRequest, Snapshot, WaitingRequest
-from torchweave.engine.scheduler.policies.chunking import chunk_sizes
-from torchweave.engine.scheduler.policies.mixed_step_size import step_token_budget
-from torchweave.engine.scheduler.policies.prefill_delay import should_delay_prefill
+from torchweave.engine.scheduler.policies.admission import chunk_sizes, should_delay_prefill, step_token_budget
+from torchweave.engine.scheduler.snapshot import LazySequence
 
 
 def prompts(rng: np.random.Generator, count: int, longest: int) -> list[list[int]]:
@@ -122,7 +120,7 @@ def test_a_higher_priority_starts_first() -> None:
         scheduler.add(type(one)(one.id, one.input_ids, one.sampling, priority=priority), 0)
 
     def note(step: int) -> tuple[()]:
-        order.extend(key for key in scheduler._slots.of if key not in order)
+        order.extend(key for key in scheduler._running.slots.slot_of if key not in order)
         return ()
 
     drive(scheduler, runner, per_step=note)
@@ -158,7 +156,7 @@ def test_B3_a_static_batch_starts_and_ends_together() -> None:
     together: set[frozenset[int]] = set()
 
     def note(step: int) -> tuple[()]:
-        together.add(frozenset(scheduler._slots.of))
+        together.add(frozenset(scheduler._running.slots.slot_of))
         return ()
 
     drive(scheduler, runner, per_step=note)
@@ -285,7 +283,7 @@ def test_waiting_requests_are_evaluated_lazily():
             looked.append(number)
             yield WaitingRequest(number, 1)
 
-    waiting = _LazySequence(found())
+    waiting = LazySequence(found())
     assert waiting[0].remaining_tokens == 0 and looked == [0]
     assert [each.remaining_tokens for each in waiting[:3]] == [0, 1, 2] == looked
     assert not waiting[:0] and waiting[1].remaining_tokens == 1 and len(looked) == 3
@@ -293,4 +291,4 @@ def test_waiting_requests_are_evaluated_lazily():
     assert [each.remaining_tokens for each in waiting] == looked == list(range(6))
     with pytest.raises(IndexError):
         waiting[6]
-    assert [each.remaining_tokens for each in _LazySequence(found())][:0] == [] and len(_LazySequence(found())[1:]) == 5
+    assert [each.remaining_tokens for each in LazySequence(found())][:0] == [] and len(LazySequence(found())[1:]) == 5

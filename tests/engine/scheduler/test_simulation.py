@@ -145,7 +145,7 @@ def test_invariant_checks_detect_corruption() -> None:
     with pytest.raises(AssertionError):
         scheduler.check()
     kv.table[:] = saved
-    scheduler._slots.free.append(0)
+    scheduler._running.slots.free.append(0)
     with pytest.raises(AssertionError, match="slot"):
         scheduler.check()
 
@@ -156,6 +156,8 @@ def test_reading_a_wrong_block_changes_the_tokens() -> None:
     simulation.submit(np.random.default_rng(0).integers(0, VOCAB, 20), SamplingParams(temperature=0, max_tokens=20))
     for _ in range(4):
         simulation.step()
-    simulation.runner.cache[int(simulation.scheduler.kv.table[0, simulation.scheduler._slots.of[0], 0]) * 4] += 1
+    simulation.runner.cache[
+        int(simulation.scheduler.kv.table[0, simulation.scheduler._running.slots.slot_of[0], 0]) * 4
+    ] += 1
     with pytest.raises(AssertionError, match="other tokens"):
         simulation.drain()

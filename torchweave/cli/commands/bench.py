@@ -1,4 +1,4 @@
-"""`torchweave bench SCENARIO --model MODEL`: measure one thing, or all with `suite`, and keep the result."""
+"""`torchweave bench SCENARIO --model MODEL`: run a benchmark and save its result."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
     from torchweave.engine.llm import LLM
 
 SCENARIOS = {
-    "latency": "milliseconds a token while batches decode, and to the first token",
-    "throughput": "prompt tokens a second, and output tokens a second over many requests of all lengths",
-    "startup": "seconds to the first token in a new process, with empty caches and with full ones",
-    "host": "microseconds of host work a decode step, without a device",
-    "profile": "microseconds of each kernel of a step that decodes, and of one that reads prompts too",
-    "serve": "requests, tokens and latencies of an OpenAI server under load, as its clients see them",
-    "suite": "latency and throughput in one engine, beside the memory's bandwidth",
+    "latency": "milliseconds per output token of decode batches, and time to first token",
+    "throughput": "prompt tokens per second, and output tokens per second over requests of mixed lengths",
+    "startup": "seconds to the first token in a new process, with empty and with warm caches",
+    "host": "microseconds of host work per decode step, without a device",
+    "profile": "microseconds of each kernel of a decode step and of a mixed step",
+    "serve": "request rate, token rate and latencies of an OpenAI server under load, measured at the client",
+    "suite": "latency and throughput in one engine, with the memory bandwidth",
 }
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured, as the command line gives it.
+    """Workload of the latency, throughput and host benchmarks.
 
     Attributes:
-        batch_sizes: decode batches.
-        input_len, output_len: tokens of a request while decoding is measured.
-        ttft_lens: prompts whose time to first token is measured.
-        prefill: batches of prompts that are read for one token each, `16x1024`.
-        num_requests: requests of all lengths that come at once; 0 leaves this run out.
-        mixed_input_len, mixed_output_len: bounds of their lengths, drawn uniformly, `64,1024`.
-        repeats: runs of which the median is taken; the time to first token takes seven times as many, less one.
-        compare_requests: requests that come at once with `--compare`.
-        compare_input_len: bounds of their lengths.
-        compare_output_len: tokens that each answers.
-        running: requests that run while host time is measured.
-        seed: of everything that is drawn.
+        batch_sizes: decode batch sizes.
+        input_len, output_len: tokens per request of the decode benchmark.
+        ttft_lens: prompt lengths, in tokens, of the time to first token.
+        prefill: prefill batches as REQUESTSxTOKENS; each request generates one token.
+        num_requests: simultaneous requests of mixed lengths; 0 skips this run.
+        mixed_input_len, mixed_output_len: bounds LOW,HIGH of their uniformly drawn lengths, in tokens.
+        repeats: runs per figure, of which the median counts; the time to first token takes 7 * repeats - 1 runs.
+        compare_requests: simultaneous requests of `--compare`.
+        compare_input_len: bounds LOW,HIGH of their prompt lengths, in tokens.
+        compare_output_len: output tokens of each.
+        running: concurrent requests of the host benchmark.
+        seed: random seed of the workload.
     """
 
     batch_sizes: tuple[int, ...] = (1, 8, 32, 128, 256)
@@ -81,34 +81,36 @@ _COMPARE = ("compare_requests", "compare_input_len", "compare_output_len")
 def parser(scenario: str) -> Parser:
     model = "" if scenario in ("host", "serve") else "--model MODEL "
     usage = f"torchweave bench {scenario} {model}[OPTION...]"
-    found = Parser(prog=f"torchweave bench {scenario}", usage=usage, description=f"Measure {SCENARIOS[scenario]}.")
-    found.add_argument(
-        "--output", metavar="FILE", type=Path, help="keep the result as JSON here, and as Markdown beside it"
+    cli_parser = Parser(prog=f"torchweave bench {scenario}", usage=usage, description=f"Measure {SCENARIOS[scenario]}.")
+    cli_parser.add_argument(
+        "--output", metavar="FILE", type=Path, help="write the result to FILE as JSON, and as Markdown next to it"
     )
-    found.add_argument("--json", action="store_true", help="print the result as JSON")
+    cli_parser.add_argument("--json", action="store_true", help="print the result as JSON")
     if scenario in ("serve", "profile"):
-        (add_serve_options if scenario == "serve" else add_profile_options)(found)
-        return found
+        (add_serve_options if scenario == "serve" else add_profile_options)(cli_parser)
+        return cli_parser
     names = _SCENARIO_OPTIONS.get(scenario, _SCENARIO_OPTIONS["latency"] + _SCENARIO_OPTIONS["throughput"])
     if scenario in ("throughput", "suite"):
-        found.add_argument(
+        cli_parser.add_argument(
             "--compare",
             metavar="transformers",
             choices=["transformers"],
-            help="run the same requests through it too, in turns (throughput, suite)",
+            help="also run the same requests through transformers, in alternation (throughput, suite)",
         )
         names += _COMPARE
     measured = (*names, "seed") if scenario not in ("host", "startup") else names
-    found.add_config(
-        Options, "what is measured", skip=[item.name for item in fields(Options) if item.name not in measured]
+    cli_parser.add_config(
+        Options, "benchmark", skip=[item.name for item in fields(Options) if item.name not in measured]
     )
     if scenario == "host":
-        found.add_argument("--quiet", action="store_true", help="draw no progress bars")
+        cli_parser.add_argument("--quiet", action="store_true", help="show no progress bars")
     else:
-        found.add_argument("--model", required=True, metavar="MODEL", help="a folder, a hub id, demo or shape:NAME")
-        add_engine_options(found)
-        found.set_defaults(enable_prefix_caching="false")  # what is measured is reading prompts, not having read them
-    return found
+        cli_parser.add_argument(
+            "--model", required=True, metavar="MODEL", help="a folder, a hub id, demo or shape:NAME"
+        )
+        add_engine_options(cli_parser)
+        cli_parser.set_defaults(enable_prefix_caching="false")  # a prefix hit would skip the prefill under measurement
+    return cli_parser
 
 
 def run(argv: Sequence[str]) -> int:
@@ -131,16 +133,16 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check_output(requested: Path | None) -> Path | None:
-    """Where the result is to be kept.
+    """Validate the output path before a run that may take hours.
 
     Raises:
-        ValueError: it cannot be kept there; measuring may take hours, so this is found before.
+        ValueError: the result cannot be written there.
     """
     if requested is None:
         return None
     if requested.suffix == ".md":
         raise ValueError(
-            f"--output {requested}: the JSON needs another name than the Markdown beside it, such as {requested.stem}.json"
+            f"--output {requested}: the Markdown report is written to this name; name the JSON file, such as {requested.stem}.json"
         )
     path = check_output_path("--output", requested)
     check_output_path("--output", path.with_suffix(".md"))
@@ -148,7 +150,7 @@ def _check_output(requested: Path | None) -> Path | None:
 
 
 def _print_and_save(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
-    """Print the result, and then keep it: a disk that is full at the end does not take it."""
+    """Print the result before saving it, so that a full disk does not lose it."""
     from torchweave.bench.result import save, text
 
     print(json.dumps(result) if as_json else text(result))
@@ -176,9 +178,9 @@ def _engine(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     if device != "cpu":
         torch.cuda.empty_cache()
     with engine(args) as llm:
-        result = _result_header(scenario, llm, environment(llm.plan.device, llm.plan.config.num_ranks)) | {
-            "memory_bandwidth": bandwidth
-        }
+        result: dict[str, Any] = _result_header(
+            scenario, llm, environment(llm.plan.device, llm.plan.config.num_ranks)
+        ) | {"memory_bandwidth": bandwidth}
         report = Report(show=False if args.quiet else None)
         _measure(scenario, llm, sizes, report, result)
         add_roofline(result.get("decode", []), llm, bandwidth)
@@ -208,12 +210,12 @@ def _compare(llm: LLM, options: Options, report: Report) -> list[dict[str, Any]]
     from torchweave.bench.compare import REPEATS, compare
 
     bounds = _bounds(options.compare_input_len, "compare_input_len")
-    with report.progress("against transformers", 3 * (REPEATS + 1)) as advance:
+    with report.progress("comparison with transformers", 3 * (REPEATS + 1)) as advance:
         return compare(llm, options.compare_requests, bounds, options.compare_output_len, options.seed or 0, advance)
 
 
 def _result_header(scenario: str, llm: LLM, environment: dict[str, Any]) -> dict[str, Any]:
-    """What every result begins with: what was run, where, and the options that were effective."""
+    """Fields of every result: scenario, model, environment and effective options."""
     startup = [{"name": event["name"], "seconds": event["seconds"]} for event in llm.report.select("stage")]
     return {
         "scenario": scenario,
@@ -272,13 +274,13 @@ def _startup(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     config = engine_config(args)
     device = choose_device(config.device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
     with Report(show=False if args.quiet else None).progress("starting", 2) as advance:
-        found = startup(given_options(args), advance)
+        times = startup(given_options(args), advance)
     return {
         "scenario": scenario,
         "model": config.model,
         "dtype": config.dtype,
         "environment": environment(device, config.num_ranks),
-        "startup": found,
+        "startup": times,
     }
 
 
@@ -289,11 +291,11 @@ def _host(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     options = config_from_args(Options, args)
     if options.running < 1:
         raise ValueError(f"running={options.running} must be at least 1")
-    found = summary(measure_host_time(options.running))
+    times = summary(measure_host_time(options.running))
     return {
         "scenario": scenario,
         "model": "no model",
         "dtype": "-",
         "environment": environment("cpu"),
-        "host": {"num_requests": options.running, **found},
+        "host": {"num_requests": options.running, **times},
     }

@@ -1,4 +1,4 @@
-"""`torchweave bench serve`: load an OpenAI server and measure what its clients see, with vLLM's names and meanings."""
+"""`torchweave bench serve`: load test of an OpenAI server, with the options and metrics of vLLM's."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """What is sent to which server.
+    """Requests of the load test.
 
     Attributes:
-        base_url: the server, `http://HOST:PORT`. An API key is taken from OPENAI_API_KEY.
-        endpoint: what is asked: `/v1/completions` or `/v1/chat/completions`.
-        model: the name of the model; null takes the first that the server lists.
-        num_prompts: requests.
-        request_rate: requests a second; `inf` sends all at once.
-        burstiness: of the arrivals: 1 is a Poisson process, below 1 more come in bursts, above 1 they are more even.
-        max_concurrency: requests that are open at the same time at the most; further ones wait in this client.
-        input_len: tokens of a prompt, on average, without the common beginning.
-        output_len: tokens that are asked for, on average.
-        range_ratio: lengths are drawn uniformly from this part below to this part above the average.
-        prefix_len: tokens with which all prompts begin.
-        ignore_eos: ask the server to go on to the full length.
-        temperature: of the requests.
-        extra_body: JSON fields that go into every request too.
-        goodput: limits in milliseconds, `ttft:200,tpot:30,e2el:5000`; requests within all of them are counted as good.
-        metric_percentiles: percentiles that are reported of each metric.
-        num_warmups: requests before those that are measured; one is always sent.
-        ready_check_timeout_sec: how long to wait for the server to answer.
-        save_detailed: keep what was seen of each request in the result too.
-        seed: of everything that is drawn.
+        base_url: server address, `http://HOST:PORT`. The API key comes from OPENAI_API_KEY.
+        endpoint: `/v1/completions` or `/v1/chat/completions`.
+        model: model name. None: the first that the server lists.
+        num_prompts: number of requests.
+        request_rate: requests per second; `inf` sends all at once.
+        burstiness: shape of the arrivals: 1 is a Poisson process, smaller values are burstier, larger ones more even.
+        max_concurrency: most open requests; further ones wait in this client. None: no limit.
+        input_len: mean prompt length in tokens, without the common prefix.
+        output_len: mean number of requested output tokens.
+        range_ratio: relative half-width of the uniform distribution of lengths around the mean.
+        prefix_len: tokens of a prefix common to all prompts.
+        ignore_eos: generate the full output length.
+        temperature: sampling temperature.
+        extra_body: JSON object with further fields of every request.
+        goodput: latency limits in milliseconds, `ttft:200,tpot:30,e2el:5000`; the goodput counts requests within all.
+        metric_percentiles: percentiles to report for each metric.
+        num_warmups: requests before the measurement; at least one is sent.
+        ready_check_timeout_sec: seconds to wait for the server.
+        save_detailed: include the data of every request in the result.
+        seed: random seed of the workload.
     """
 
     base_url: str = "http://127.0.0.1:8000"
@@ -66,12 +66,12 @@ class Options:
 
 
 def add_options(parser: Parser) -> None:
-    parser.add_config(Options, "what is sent")
-    parser.add_argument("--quiet", action="store_true", help="draw no progress bars")
+    parser.add_config(Options, "load")
+    parser.add_argument("--quiet", action="store_true", help="show no progress bars")
 
 
 def measure(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run what the arguments ask for.
+    """Run the load test of the arguments.
 
     Raises:
         ValueError: a package of the extra `serve` is missing, an option is not valid, or the server does not answer.
@@ -85,10 +85,10 @@ def measure(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     options = config_from_args(Options, args)
     load_test = _load_test(options)
     with Report(show=False if args.quiet else None).progress("requests", options.num_prompts) as advance:
-        found, details = run(load_test, advance)
+        metrics, details = run(load_test, advance)
     return {
         "scenario": scenario,
-        "model": found["model_id"],
+        "model": metrics["model_id"],
         "dtype": "-",
         "environment": environment("cpu"),
         "endpoint_type": "openai-chat" if options.endpoint.endswith("chat/completions") else "openai",
@@ -97,7 +97,7 @@ def measure(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
         "burstiness": options.burstiness,
         "max_concurrency": options.max_concurrency,
         "prefix_len": options.prefix_len,
-        **found,
+        **metrics,
         **(details if options.save_detailed else _first_errors(details)),
     }
 
@@ -155,12 +155,12 @@ def _limit(text: str) -> tuple[str, float]:
 
 def _object(text: str | None) -> dict[str, Any]:
     try:
-        found = json.loads(text or "{}")
+        fields = json.loads(text or "{}")
     except json.JSONDecodeError as error:
         raise ValueError(f"extra_body={text!r} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise ValueError(f"extra_body={text!r} is not valid: it takes an object such as '{{\"top_k\": 5}}'")
-    return found
+    return fields
 
 
 def _first_errors(details: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`torchweave cache list|inspect|verify|prune|export|import`: look after the compile cache."""
+"""`torchweave cache list|inspect|verify|prune|export|import`: manage the compile cache."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ if TYPE_CHECKING:
     from torchweave.compiler.cache.store import CompileCache
 
 ACTIONS = {
-    "list": "what is in the cache",
-    "inspect": "everything that an entry depends on: KEY... (a beginning is enough)",
-    "verify": "read and check every entry; exit code 1 when one is damaged",
-    "prune": "remove damaged entries, and what --older_than, --max_size or --all say",
-    "export": "write all entries, or KEY..., into FILE, to be imported on a machine of the same kind",
-    "import": "take in the entries of FILE; they are code that is run, so trust it like a program",
+    "list": "list the entries",
+    "inspect": "show the cache key factors of entries: KEY... (a prefix suffices)",
+    "verify": "check every entry; exit code 1 if one is damaged",
+    "prune": "remove damaged entries and those selected by --older_than, --max_size or --all",
+    "export": "write all entries, or KEY..., to FILE for import on a machine of the same kind",
+    "import": "add the entries of FILE; they contain code that Torchweave runs, so import trusted files only",
 }
+DESCRIPTION = "Manage the compile cache: captured graphs and compiled pieces of earlier starts."
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _TIMES = {"m": 60, "h": 3600, "d": 86400}
 
 
 def parser() -> Parser:
     actions = "\n".join(f"  {name:<8} {text}" for name, text in ACTIONS.items())
-    found = Parser(
+    cli_parser = Parser(
         prog="torchweave cache",
         usage=f"torchweave cache {'|'.join(ACTIONS)} [FILE] [KEY...] [OPTION...]",
-        description=f"Look after the compile cache: captured graphs and built pieces of earlier starts.\n\n{actions}",
+        description=f"{DESCRIPTION}\n\n{actions}",
     )
-    found.add_argument("action", metavar="ACTION", choices=ACTIONS, help=argparse.SUPPRESS)
-    found.add_argument("names", metavar="FILE|KEY", nargs="*", default=[], help=argparse.SUPPRESS)
-    found.add_argument("--compile_cache_dir", metavar="DIR", help="the folder, where it is not the default one")
-    found.add_argument("--older_than", metavar="TIME", help="prune: not used for so long, such as 30d or 12h")
-    found.add_argument(
-        "--max_size", metavar="SIZE", help="prune: the least recently used, until SIZE is left, such as 2G"
+    cli_parser.add_argument("action", metavar="ACTION", choices=ACTIONS, help=argparse.SUPPRESS)
+    cli_parser.add_argument("names", metavar="FILE|KEY", nargs="*", default=[], help=argparse.SUPPRESS)
+    cli_parser.add_argument("--compile_cache_dir", metavar="DIR", help="folder of the compile cache")
+    cli_parser.add_argument("--older_than", metavar="TIME", help="prune: entries unused for TIME, such as 30d or 12h")
+    cli_parser.add_argument(
+        "--max_size", metavar="SIZE", help="prune: least recently used entries above SIZE in total, such as 2G"
     )
-    found.add_argument("--all", action="store_true", help="prune: everything")
-    found.add_argument("--dry_run", action="store_true", help="prune: only say what would be removed")
-    found.add_argument("--json", action="store_true", help="print a JSON object")
-    return found
+    cli_parser.add_argument("--all", action="store_true", help="prune: all entries")
+    cli_parser.add_argument("--dry_run", action="store_true", help="prune: list the entries without removing them")
+    cli_parser.add_argument("--json", action="store_true", help="print a JSON object")
+    return cli_parser
 
 
 def run(argv: Sequence[str]) -> int:
@@ -58,36 +59,34 @@ def run(argv: Sequence[str]) -> int:
     try:
         folder = cache_dir(args.compile_cache_dir)
         return _act(folder, args)
-    except BrokenPipeError:  # of our output
+    except BrokenPipeError:  # standard output's
         raise
     except OSError as error:
         at = error.filename or folder or "the compile cache"
         raise ValueError(
-            f"`torchweave cache {args.action}` ended at {at}: {error.strerror or error}; mend that, or name another folder with "
+            f"`torchweave cache {args.action}` failed at {at}: {error.strerror or error}; fix that, or choose another folder with "
             "--compile_cache_dir"
         ) from error
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what an action would pass over: who gives it means another action."""
+    """Reject arguments that the action would ignore."""
     if args.names and args.action in ("list", "verify", "prune"):
-        raise ValueError(
-            f"`torchweave cache {args.action}` is of all entries and takes no {args.names[0]!r}; leave it out"
-        )
+        raise ValueError(f"`torchweave cache {args.action}` applies to all entries; remove {args.names[0]!r}")
     if args.action == "import" and len(args.names) > 1:
-        raise ValueError(f"`torchweave cache import` takes one file, and no {args.names[1]!r}; leave it out")
+        raise ValueError(f"`torchweave cache import` takes one file; remove {args.names[1]!r}")
     of_prune = [name for name in ("older_than", "max_size", "all", "dry_run") if getattr(args, name)]
     if of_prune and args.action != "prune":
-        raise ValueError(f"--{of_prune[0]} is of `torchweave cache prune`; leave it out")
+        raise ValueError(f"--{of_prune[0]} is an option of `torchweave cache prune`; remove it")
 
 
 def _act(folder: Path, args: argparse.Namespace) -> int:
     from torchweave.compiler.cache.store import CompileCache
 
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; name that of the compile cache with --compile_cache_dir")
+        raise ValueError(f"{folder} is not a folder; name the compile cache with --compile_cache_dir")
     if not folder.exists() and args.action != "import":
-        raise ValueError(f"there is no compile cache at {folder}; the first start with a model makes it")
+        raise ValueError(f"there is no compile cache at {folder}; the first start of a model creates it")
     cache = CompileCache(folder, Report(show=False))
     actions = {
         "list": _list,
@@ -103,13 +102,13 @@ def _act(folder: Path, args: argparse.Namespace) -> int:
 def _list(cache: CompileCache, args: argparse.Namespace) -> int:
     from torchweave.compiler.cache.maintenance import summaries
 
-    found = list(summaries(cache))
+    entries = list(summaries(cache))
     if args.json:
-        print(json.dumps({"folder": str(cache.folder), "entries": [_facts(each) for each in found]}))
+        print(json.dumps({"folder": str(cache.folder), "entries": [_facts(each) for each in entries]}))
         return 0
-    for each in found:
-        print(f"{each.key[:12]}  {_size(each.num_bytes):>9}  {_ago(each.used):>8}  {_what(each)}")
-    print(f"{len(found)} entries, {_size(sum(each.num_bytes for each in found))}, in {cache.folder}")
+    for each in entries:
+        print(f"{each.key[:12]}  {_size(each.num_bytes):>9}  {_ago(each.used):>8}  {_describe(each)}")
+    print(f"{len(entries)} entries, {_size(sum(each.num_bytes for each in entries))}, in {cache.folder}")
     return 0
 
 
@@ -118,12 +117,12 @@ def _inspect(cache: CompileCache, args: argparse.Namespace) -> int:
 
     if not args.names:
         raise ValueError("name an entry: `torchweave cache inspect KEY`; `torchweave cache list` shows the keys")
-    found = find(cache, args.names)
+    entries = find(cache, args.names)
     if args.json:
-        print(json.dumps({"entries": [_facts(each, whole=True) for each in found]}))
+        print(json.dumps({"entries": [_facts(each, whole=True) for each in entries]}))
         return 0
-    for each in found:
-        print(f"{each.key}\n  {_what(each)}, {_size(each.num_bytes)}, last used {_ago(each.used)} ago, {each.path}")
+    for each in entries:
+        print(f"{each.key}\n  {_describe(each)}, {_size(each.num_bytes)}, last used {_ago(each.used)} ago, {each.path}")
         if each.entry is not None:
             for title, facts in (("factors", each.entry.factors), ("facts", each.entry.facts)):
                 print(f"  {title}")
@@ -135,14 +134,14 @@ def _inspect(cache: CompileCache, args: argparse.Namespace) -> int:
 def _verify(cache: CompileCache, args: argparse.Namespace) -> int:
     from torchweave.compiler.cache.maintenance import summaries
 
-    found = list(summaries(cache))
-    damaged = [each for each in found if each.entry is None]
+    entries = list(summaries(cache))
+    damaged = [each for each in entries if each.entry is None]
     if args.json:
-        print(json.dumps({"entries": len(found), "damaged": [_facts(each) for each in damaged]}))
+        print(json.dumps({"entries": len(entries), "damaged": [_facts(each) for each in damaged]}))
     else:
         for each in damaged:
             print(f"{each.path.relative_to(cache.folder)}: {each.fault}")
-        print(f"{len(found) - len(damaged)} of {len(found)} entries are whole")
+        print(f"{len(entries) - len(damaged)} of {len(entries)} entries are valid")
     return 1 if damaged else 0
 
 
@@ -183,7 +182,7 @@ def _import(cache: CompileCache, args: argparse.Namespace) -> int:
 
     file, _ = _file(args)
     if not file.is_file():
-        raise ValueError(f"there is no file {file}; give one that `torchweave cache export` wrote")
+        raise ValueError(f"there is no file {file}; name a file written by `torchweave cache export`")
     added, faults = import_archive(cache, file)
     if args.json:
         print(json.dumps({"imported": added, "faults": faults}))
@@ -199,14 +198,14 @@ def _file(args: argparse.Namespace) -> tuple[Path, list[str]]:
 
 
 def _facts(each: Summary, whole: bool = False) -> dict[str, Any]:
-    facts: dict[str, Any] = {"key": each.key, "bytes": each.num_bytes, "used": each.used, "what": _what(each)}
+    facts: dict[str, Any] = {"key": each.key, "bytes": each.num_bytes, "used": each.used, "what": _describe(each)}
     if whole and each.entry is not None:
         facts |= {name: value for name, value in asdict(each.entry).items() if name in ("kind", "factors", "facts")}
     return facts | ({"fault": each.fault} if each.fault else {})
 
 
-def _what(each: Summary) -> str:
-    """A line on an entry: what it is, and of which device."""
+def _describe(each: Summary) -> str:
+    """An entry's kind, name and device."""
     if each.entry is None:
         return f"damaged: {each.fault}"
     factors = each.entry.factors
@@ -219,7 +218,7 @@ def _number(text: str, units: dict[str, int], option: str, example: str) -> int:
     unit = match[2] if match is not None else None
     unit = unit if unit in units else (unit or "").upper() if (unit or "").upper() in units else None
     if match is None or unit is None:
-        raise ValueError(f"{option}={text!r} is not understood; give something like {example}")
+        raise ValueError(f"{option}={text!r} is not valid: expected a number with a unit, such as {example}")
     return int(float(match[1]) * units[unit])
 
 

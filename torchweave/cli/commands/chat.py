@@ -1,4 +1,4 @@
-"""`torchweave chat MODEL`: a conversation in the terminal. Ctrl-C ends an answer early, Ctrl-D ends the conversation."""
+"""`torchweave chat MODEL`: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from torchweave.cli.arguments import Parser, engine_parser
+from torchweave.cli.arguments import COMMON_SAMPLING_OPTIONS, Parser, engine_parser
 from torchweave.cli.session import check_sampling_args, engine, sampling_params_from_args
 from torchweave.engine.request import SamplingParams
 
 if TYPE_CHECKING:
     from torchweave.engine.llm import LLM
 
-DESCRIPTION = """Talk with a model through its chat template. Ctrl-C ends an answer early; Ctrl-D or /bye ends the conversation;
-/new forgets it."""
+DESCRIPTION = """Chat with a model through its chat template. Ctrl-C stops a response; /new starts a new conversation; Ctrl-D or
+/bye exits."""
 
 
 def parser() -> Parser:
     cli_parser = engine_parser("chat", DESCRIPTION)
-    cli_parser.add_argument("--system", metavar="TEXT", help="a system message that begins the conversation")
-    cli_parser.add_config(SamplingParams, "sampling", skip=("n", "logprobs", "prompt_logprobs"))
+    cli_parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
+    cli_parser.add_config(
+        SamplingParams, "sampling", ("n", "logprobs", "prompt_logprobs"), COMMON_SAMPLING_OPTIONS, show_defaults=False
+    )
     return cli_parser
 
 
@@ -33,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 class Conversation:
-    """Turns of a conversation, each answered as it comes."""
+    """A chat whose responses are streamed to `out`."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None, out: TextIO) -> None:
         self._llm, self._params, self._out = llm, params, out
@@ -41,7 +43,7 @@ class Conversation:
         self.messages = list(self._system)
 
     def run(self) -> None:
-        """Read turns until the end of input."""
+        """Read and answer user messages until the end of input."""
         prompt = "\033[1m> \033[0m" if self._out.isatty() and sys.stdin.isatty() else ""
         while True:
             try:
@@ -49,21 +51,21 @@ class Conversation:
             except EOFError:
                 return
             except KeyboardInterrupt:
-                print("\n(Ctrl-D ends the conversation)", file=sys.stderr)
+                print("\n(Ctrl-D exits)", file=sys.stderr)
                 continue
             if text == "/bye":
                 return
             if text == "/new":
                 self.messages = list(self._system)
             elif text:
-                self._turn(text)
+                self._answer(text)
 
-    def _turn(self, text: str) -> None:
+    def _answer(self, text: str) -> None:
         messages = [*self.messages, {"role": "user", "content": text}]
         try:
             stream = self._llm.stream(self._llm.encode_chat(messages), self._params)
-        except ValueError as error:  # too long, or refused by the template: the conversation goes on without this turn
-            print(f"torchweave: {error} (/new forgets the conversation)", file=sys.stderr)
+        except ValueError as error:  # too long, or rejected by the template: drop this message and continue
+            print(f"torchweave: {error} (/new starts a new conversation)", file=sys.stderr)
             return
         answer = ""
         try:
@@ -72,7 +74,7 @@ class Conversation:
                 self._out.write(delta.text)
                 self._out.flush()
         except KeyboardInterrupt:
-            stream.close()  # type: ignore[attr-defined]  # a generator: closing it stops the request
+            stream.close()  # type: ignore[attr-defined]  # closing the generator cancels the request
             self._out.write(" [ended]")
         self._out.write("\n")
         self.messages = [*messages, {"role": "assistant", "content": answer}]

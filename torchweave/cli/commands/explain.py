@@ -1,20 +1,27 @@
-"""`torchweave explain MODEL`: what is effective and why, and what was built, drawn from the plan and the report."""
+"""`torchweave explain MODEL`: effective options with reasons, passes, pieces, CUDA graphs, memory and start-up times."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchweave.cli.arguments import Parser, engine_parser
 from torchweave.cli.results import check_output_path, write_output
 from torchweave.cli.session import engine
+from torchweave.cli.tables import print_table, terminal_width
 from torchweave.config import format_value
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-DESCRIPTION = """Start an engine for MODEL and show the plan (asked, effective, why), the passes and what they matched, the pieces,
-the CUDA graphs and the memory, the compile cache, and how long each stage of start-up took."""
+DESCRIPTION = """Start an engine for MODEL and show the plan (asked, effective, why), passes with matches, pieces, CUDA graphs,
+memory, the compile cache, and the duration of each start-up stage."""
+_WIDE = 110  # terminal columns from which the plan has a column for requested values
+_UNITS = {
+    "max_model_len": "tokens",
+    "block_size": "tokens",
+    "cpu_kv_cache_gib": "GiB",
+    "kv_offload_gb": "GiB",
+    "rank_timeout": "s",
+    "kv_cache_block_size": "tokens",
+}
 
 
 def parser() -> Parser:
@@ -24,9 +31,7 @@ def parser() -> Parser:
         action="store_true",
         help="print a JSON object; its schema is explain.schema.json in torchweave.compiler.explain",
     )
-    cli_parser.add_argument(
-        "--html", metavar="FILE", default="", help="write the report as one page, which needs no network"
-    )
+    cli_parser.add_argument("--html", metavar="FILE", default="", help="write a self-contained HTML report to FILE")
     return cli_parser
 
 
@@ -50,85 +55,81 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=False)
-    if console.width < 100 and not console.is_terminal:
-        console = Console(highlight=False, width=160)
-    _table(console, "Plan", ("option", "asked", "effective", "why"), [
-        (row["name"], *row["shown"], row["why"]) for row in facts["plan"]
-    ])  # fmt: skip
-    if facts["model"] or facts["capture"]:
-        _table(console, "Model", ("fact", ""), [
-            (key, format_value(tuple(value) if isinstance(value, list) else value))
-            for key, value in {**facts["model"], **{f"capture {k}": v for k, v in facts["capture"].items()}}.items()
-        ])  # fmt: skip
-    _table(console, "Quantization", ("fact", ""), _quantization_rows(facts["quantization"]))
-    _table(console, "Passes", ("pass", "stage", "numerics", "matches", "operations", "us saved", "near misses"), [
+    _print_plan(facts["plan"])
+    capture = {f"capture {key}": value for key, value in facts["capture"].items()}
+    print_table(
+        "Model", ("fact", "value"), [(key, _figure(key, value)) for key, value in {**facts["model"], **capture}.items()]
+    )
+    print_table("Quantization", ("fact", "value"), _quantization_rows(facts["quantization"]))
+    print_table("Passes", ("pass", "stage", "numerics", "matches", "operations", "us saved", "near misses"), [
         (row["name"], row["stage"], row["numerics"], str(row["matches"]), f"{row['ops_before']} -> {row['ops_after']}",
-         _saved(row), f"{len(row['near_misses'])}" if row["near_misses"] else "-")
-        if row["enabled"] else (row["name"], row["stage"] or "-", row["numerics"] or "-", "off", "-", "-", row["why"])
-        for row in facts["passes"]
+         _saved(row), str(len(row["near_misses"])))
+        for row in facts["passes"] if row["enabled"]
+    ], right=("matches", "operations", "near misses"))  # fmt: skip
+    print_table("Disabled passes", ("pass", "reason"), [
+        (row["name"], row["why"]) for row in facts["passes"] if not row["enabled"]
     ])  # fmt: skip
-    _table(console, "Near misses", ("pass", "where: why"), [
+    print_table("Near misses", ("pass", "location: reason"), [
         (row["name"], miss) for row in facts["passes"] for miss in row["near_misses"]
     ])  # fmt: skip
     shared = sum(row["shared_by"] for row in facts["pieces"])
-    _table(console, f"Pieces: {len(facts['pieces'])} distinct of {shared}", ("piece", "ops", "used", "built by"), [
+    print_table(f"Pieces: {len(facts['pieces'])} distinct of {shared}", ("piece", "ops", "used", "built by"), [
         (str(row["hash"])[:12], str(row["operations"]), f"{row['shared_by']}x", str(row["built"])) for row in facts["pieces"]
-    ])  # fmt: skip
-    _table(console, "Stage of rank 0", ("fact", ""), _stage_rows(facts["pipeline"]))
-    _communication(console, facts["communication"])
-    _table(
-        console,
-        "CUDA graphs",
-        ("step", "kind", "sizes", "segments", "memory of the largest"),
-        _graph_rows(facts["graphs"]),
+    ], right=("ops", "used"))  # fmt: skip
+    print_table("Pipeline stage of rank 0", ("fact", "value"), _stage_rows(facts["pipeline"]))
+    _print_communication(facts["communication"])
+    print_table(
+        "CUDA graphs", ("step", "kind", "sizes", "segments", "memory of the largest"), _graph_rows(facts["graphs"])
     )
-    _table(console, "Memory", ("use", "size"), [
-        (key.replace("_", " "), _size(value) if _is_bytes(key) else str(value)) for key, value in facts["memory"].items()
-    ])  # fmt: skip
+    print_table("Memory", ("use", "size"), [
+        (key.replace("_", " "), _size(value) if _is_bytes(key) else _figure(key, value))
+        for key, value in facts["memory"].items()
+    ], right=("size",))  # fmt: skip
     cache = facts["cache"]
     title = f"Compile cache: {cache['hits']} hits, {cache['misses']} misses"
-    _table(console, title, ("entry", "key", "outcome", "why"), [
+    print_table(title, ("entry", "key", "outcome", "why"), [
         (row["entry"], row["key"], row["outcome"], row.get("why", "")) for row in cache["entries"]
     ])  # fmt: skip
-    _table(console, "Streams", ("piece", "split", "why"), [
+    print_table("Streams", ("piece", "split", "why"), [
         (row["piece"], "yes" if row["kept"] else "no", str(row.get("why", ""))) for row in facts["streams"]
     ])  # fmt: skip
-    _table(console, "Fallbacks and warnings", ("what", "why"), [
+    print_table("Fallbacks and warnings", ("what", "why"), [
         (row["what"], row["why"]) for row in facts["fallbacks"] + facts["warnings"]
     ])  # fmt: skip
-    _table(console, "Start-up", ("stage", "seconds"), [
-        (row["name"], f"{row['seconds']:.2f}") for row in facts["stages"]
-    ])  # fmt: skip
+    print_table("Start-up", ("stage", "duration"), [
+        (row["name"], _duration(row["seconds"])) for row in facts["stages"]
+    ], right=("duration",))  # fmt: skip
 
 
-def _communication(console: Console, communication: dict[str, Any]) -> None:
-    _table(console, "Communication", ("piece", "used", "collective", "message at 1", _at_most(communication), "runs as"), [
+def _print_plan(entries: Sequence[dict[str, Any]]) -> None:
+    """Options by config, so that names stay short; a narrow terminal shows requested values in the last column."""
+    wide = terminal_width() >= _WIDE
+    columns = ("option", "asked", "effective", "why") if wide else ("option", "effective", "why")
+    sections: dict[str, list[tuple[str, ...]]] = {}
+    for entry in entries:
+        section, _, name = entry["name"].rpartition(".")
+        unit = f" {_UNITS[name]}" if name in _UNITS else ""
+        asked, effective = (
+            text + unit if unit and text.replace(".", "").isdigit() else text for text in entry["shown"]
+        )
+        why = entry["why"] if wide or asked in (effective, "-") else f"asked {asked}: {entry['why']}"
+        sections.setdefault(section, []).append((name, asked, effective, why) if wide else (name, effective, why))
+    for section, rows in sections.items():
+        print_table(f"Plan: {section}" if section else "Plan", columns, rows)
+
+
+def _print_communication(communication: dict[str, Any]) -> None:
+    tokens = communication["max_num_tokens"]
+    largest = "largest message" if tokens is None else f"message at {tokens}"
+    print_table("Communication", ("piece", "used", "collective", "message at 1", largest, "runs as"), [
         (row["piece"][:12], f"{row['used']}x", f"{each['calls']} {each['op']} over {each['group']}", _bytes(each["bytes"]),
-         _bytes(each["at_most"]), _became(row["became"]))
+         _bytes(each["at_most"]), _collectives(row["became"]))
         for row in communication["pieces"] for each in row["exchanges"]
     ])  # fmt: skip
-    _table(console, "Fusions over ranks", ("pass", "matches", "us saved a call"), [
+    print_table("Fusions over ranks", ("pass", "matches", "us saved per call"), [
         (row["pass"], str(row["matches"]), _saved({"microseconds": row["measured"]}) if row["measured"] else "not measured")
         for row in communication["fusions"]
     ])  # fmt: skip
-
-
-def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    if not rows:
-        return
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
 
 
 def _stage_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -138,43 +139,32 @@ def _stage_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("stage", f"{facts['stage'] + 1} of {facts['stages']}"),
         ("layers", f"{begin} to {end - 1}"),
-        ("parameters", f"{facts['parameters']:,} of {facts['of']:,}"),
-        ("handed over for each token", _bytes(facts["bytes_per_token"])),
+        ("parameters", f"{_count(facts['parameters'])} of {_count(facts['of'])}"),
+        ("sent per token", _bytes(facts["bytes_per_token"])),
     ]
 
 
 def _quantization_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [(key, format_value(value)) for key, value in facts.items() if key != "excluded"]
-    return rows + [(f"not quantised: {why}", ", ".join(names)) for why, names in facts.get("excluded", {}).items()]
+    return rows + [(f"not quantized: {why}", ", ".join(names)) for why, names in facts.get("excluded", {}).items()]
 
 
 def _saved(row: dict[str, Any]) -> str:
-    """What was measured, by token count: `T=1 4.1, T=8 0.3`."""
+    """Measured gains by token count: `T=1 4.1, T=8 0.3`."""
     best: dict[int, float] = {}
     for each in row["microseconds"]:
         best[each["tokens"]] = max(best.get(each["tokens"], 0.0), each["saved"])
     return ", ".join(f"T={tokens} {saved:.1f}" for tokens, saved in sorted(best.items())) or "-"
 
 
-def _at_most(communication: dict[str, Any]) -> str:
-    tokens = communication["max_num_tokens"]
-    return "at the most" if tokens is None else f"at {tokens}"
-
-
-def _bytes(value: int | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value / 2**10:.1f} KiB" if value < 2**20 else _size(value)
-
-
-def _became(runs: Sequence[dict[str, Any]]) -> str:
-    """Collectives as they were built: `T 1-64: 2 all_reduce_add_rms_norm`."""
+def _collectives(runs: Sequence[dict[str, Any]]) -> str:
+    """Collectives after fusion: `T 1-64: 2 all_reduce_add_rms_norm`."""
     texts = []
     for run in runs:
         low, high = run["tokens"] or (None, None)
         tokens = "" if run["tokens"] is None else f"T {low}-{'' if high is None else high}: "
         texts.append(tokens + ", ".join(f"{count} {op.partition('::')[2]}" for op, count in run["ops"].items()))
-    return "; ".join(texts) or "as it is"
+    return "; ".join(texts) or "unchanged"
 
 
 def _graph_rows(graphs: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str, str]]:
@@ -188,8 +178,42 @@ def _graph_rows(graphs: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, s
     ]  # fmt: skip
 
 
+def _figure(key: str, value: Any) -> str:
+    """A fact, rounded and with its unit."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_figure('', each)}" for name, each in value.items()) or "none"
+    if key in _UNITS:
+        return f"{value} {_UNITS[key]}"
+    if key == "bytes":
+        return _size(value)
+    if key.endswith("seconds"):
+        return _duration(value)
+    if key == "parameters":
+        return _count(value)
+    return (
+        f"{value:.4g}" if isinstance(value, float) else format_value(tuple(value) if isinstance(value, list) else value)
+    )
+
+
+def _count(value: int) -> str:
+    for size, unit in ((10**9, "billion"), (10**6, "million")):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return str(value)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
+
+
 def _is_bytes(key: str) -> bool:
     return not key.endswith(("_blocks", "_block_size", "_groups"))
+
+
+def _bytes(value: int | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 2**10:.1f} KiB" if value < 2**20 else _size(value)
 
 
 def _size(value: int) -> str:

@@ -1,4 +1,4 @@
-"""`torchweave generate MODEL [PROMPT...]`: answers appear as they come; several prompts run in one batch."""
+"""`torchweave generate MODEL [PROMPT...]`: stream completions of prompts; several prompts run in one batch."""
 
 from __future__ import annotations
 
@@ -9,37 +9,39 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from torchweave.cli.arguments import Parser, engine_parser
+from torchweave.cli.arguments import COMMON_SAMPLING_OPTIONS, Parser, engine_parser
 from torchweave.cli.session import check_sampling_args, engine, sampling_params_from_args
 from torchweave.engine.request import CompletionOutput, SamplingParams
 
 if TYPE_CHECKING:
     from torchweave.engine.llm import LLM
 
-DESCRIPTION = """Answer prompts. Without a PROMPT, each line of standard input is one.
-One prompt: its answer is printed as it comes. Several: all run together, and each is printed with its answer behind it, in
-their order. The checkpoint's own sampling settings apply unless options say otherwise; without any, decoding is greedy."""
+DESCRIPTION = """Complete prompts. Without PROMPT, each line of standard input is a prompt. The completion of a single prompt is
+streamed. Several prompts run in one batch; each is printed with its completion, in order. Sampling options override the
+checkpoint's generation_config.json; without either, decoding is greedy."""
 
 
 def parser() -> Parser:
     cli_parser = engine_parser("generate", DESCRIPTION, "MODEL [PROMPT...]")
-    cli_parser.add_argument("prompts", metavar="PROMPT", nargs="*", default=[], help="text to go on from")
+    cli_parser.add_argument("prompts", metavar="PROMPT", nargs="*", default=[], help="text to complete")
     cli_parser.add_argument(
-        "--json", action="store_true", help="print one JSON object a prompt, a line each, as they finish"
+        "--json", action="store_true", help="print one JSON object per prompt and line, in order of completion"
     )
-    cli_parser.add_config(SamplingParams, "sampling", skip=("prompt_logprobs",))
+    cli_parser.add_config(
+        SamplingParams, "sampling", ("prompt_logprobs",), COMMON_SAMPLING_OPTIONS, show_defaults=False
+    )
     return cli_parser
 
 
 def run(argv: Sequence[str]) -> int:
     args = parser().parse_argv(argv)
     if check_sampling_args(args).logprobs is not None and not args.json:
-        raise ValueError("--logprobs has no place in a text; add --json")
+        raise ValueError("--logprobs needs --json: text output has no place for log-probabilities")
     if not args.prompts and sys.stdin.isatty():
         return _interactive(args)
     prompts = args.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
-        raise ValueError("there is no prompt; give some as arguments, or one a line on standard input")
+        raise ValueError("there is no prompt; pass prompts as arguments, or one per line on standard input")
     with engine(args) as llm:
         _answer(llm, prompts, sampling_params_from_args(args, llm), as_json=args.json)
     return 0
@@ -76,9 +78,9 @@ def json_lines(
     num_answers: int,
     in_ascii: bool = False,
 ) -> Iterator[str]:
-    """One JSON object a prompt, when the last of its answers is done: `index`, `prompt`, `outputs`.
+    """Yield a JSON object (`index`, `prompt`, `outputs`) per prompt when its last output ends.
 
-    Log-probabilities, where they were asked for, are an object a token, by token id.
+    Requested log-probabilities are one object per token, by token id.
     """
     outputs: list[dict[int, dict[str, Any]]] = [{} for _ in prompts]
     for number, delta in deltas:
@@ -98,12 +100,12 @@ def json_lines(
 def print_in_order(
     prompts: Sequence[str], deltas: Iterator[tuple[int, CompletionOutput]], num_answers: int, out: TextIO
 ) -> None:
-    """Write the answers one below the other: the first that is not done as it comes, later ones are kept until then."""
+    """Stream the first unfinished output and buffer later ones until their turn."""
     echo = len(prompts) * num_answers > 1
     bold, dim, plain = ("\033[1m", "\033[2m", "\033[0m") if out.isatty() else ("", "", "")
     keys = [(number, index) for number in range(len(prompts)) for index in range(num_answers)]
     waiting = deque(keys)
-    kept = dict.fromkeys(keys, "")
+    buffered = dict.fromkeys(keys, "")
     finished: set[tuple[int, int]] = set()
 
     def begin() -> None:
@@ -111,12 +113,12 @@ def print_in_order(
 
     begin()
     for number, delta in deltas:
-        kept[number, delta.index] += delta.text
+        buffered[number, delta.index] += delta.text
         if delta.finish_reason:
             finished.add((number, delta.index))
         while waiting:
-            out.write(kept.pop(waiting[0], ""))
-            kept[waiting[0]] = ""
+            out.write(buffered.pop(waiting[0], ""))
+            buffered[waiting[0]] = ""
             if waiting[0] not in finished:
                 break
             out.write(f"{plain}\n")

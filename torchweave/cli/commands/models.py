@@ -1,4 +1,4 @@
-"""`torchweave models list|verify`: what is built in and supported, and the proof against transformers."""
+"""`torchweave models list|verify`: built-in and supported models, and their comparison with transformers."""
 
 from __future__ import annotations
 
@@ -15,41 +15,43 @@ ACTIONS = ("list", "verify")
 
 
 def parser() -> Parser:
-    found = Parser(
+    cli_parser = Parser(
         prog="torchweave models",
         usage=f"torchweave models {'|'.join(ACTIONS)} [NAME...] [OPTION...]",
-        description="List models, or compare them with transformers token by token.",
+        description="List models, or compare their tokens with transformers.",
     )
-    found.add_argument("action", metavar="ACTION", choices=ACTIONS, help=" or ".join(ACTIONS))
-    found.add_argument("names", metavar="NAME", nargs="*", default=[], help="architectures to verify")
-    found.add_argument("--all", action="store_true", help="verify every architecture")
-    found.add_argument(
+    cli_parser.add_argument("action", metavar="ACTION", choices=ACTIONS, help=" or ".join(ACTIONS))
+    cli_parser.add_argument("names", metavar="NAME", nargs="*", default=[], help="architectures to verify")
+    cli_parser.add_argument("--all", action="store_true", help="verify every architecture")
+    cli_parser.add_argument(
         "--tensor_parallel_size",
         metavar="N[,N]",
         default="1",
-        help="verify with so many ranks, processes of this machine",
+        help="tensor-parallel ranks to verify with, as processes of this machine",
     )
-    found.add_argument(
+    cli_parser.add_argument(
         "--pipeline_parallel_size",
         metavar="N",
         type=int,
         default=1,
-        help="verify with so many stages of as many ranks each",
+        help="pipeline stages to verify with, each of the tensor-parallel ranks",
     )
-    found.add_argument("--json", action="store_true", help="print a JSON object")
-    found.add_argument("--write", metavar="FILE", default="", help="write the table of verify to FILE (docs/models.md)")
-    found.add_argument("--quiet", action="store_true", help="draw no progress bars")
-    return found
+    cli_parser.add_argument("--json", action="store_true", help="print a JSON object")
+    cli_parser.add_argument(
+        "--write", metavar="FILE", default="", help="write the table of verify to FILE (docs/models.md)"
+    )
+    cli_parser.add_argument("--quiet", action="store_true", help="draw no progress bars")
+    return cli_parser
 
 
 def run(argv: Sequence[str]) -> int:
     args = parser().parse_argv(argv)
     if args.action == "list":
         if extra := [*args.names, *(["--all"] if args.all else []), *(["--write"] if args.write else [])]:
-            raise ValueError(f"`torchweave models list` takes no {extra[0]}; leave it out")
+            raise ValueError(f"`torchweave models list` takes no {extra[0]}; remove it")
         return _list(args.json)
     if args.write and args.pipeline_parallel_size > 1:
-        raise ValueError("the table of --write has no column for stages; leave --pipeline_parallel_size or --write out")
+        raise ValueError("--write cannot be combined with --pipeline_parallel_size: the table has no column for stages")
     write = check_output_path("--write", args.write) if args.write else None
     if write is not None and not write.parent.is_dir():
         raise ValueError(f"--write {args.write}: there is no such folder")
@@ -62,7 +64,7 @@ def _sizes(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(
-            f"tensor_parallel_size is {text!r}: expected a number of ranks, or several like 1,2,4"
+            f"tensor_parallel_size is {text!r}: expected a number of ranks, or a list such as 1,2,4"
         ) from None
 
 
@@ -70,39 +72,39 @@ def _list(as_json: bool) -> int:
     from torchweave.models.resolve import BUILT_IN, SHAPES
     from torchweave.verify.zoo import ZOO_MODELS
 
-    found = {
+    models = {
         "built_in": sorted(BUILT_IN),
         "shapes": sorted(SHAPES),
         "architectures": sorted(entry.name for entry in ZOO_MODELS),
     }
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(models))
         return 0
-    print("built in          " + ", ".join(found["built_in"]))
-    print("shapes            " + ", ".join(found["shapes"]) + "  (with --load_format dummy)")
+    print("built in          " + ", ".join(models["built_in"]))
+    print("shapes            " + ", ".join(models["shapes"]) + "  (with --load_format dummy)")
     print(
-        f"architectures     {len(found['architectures'])}, checked against transformers by `torchweave models verify`:"
+        f"architectures     {len(models['architectures'])}, checked against transformers by `torchweave models verify`:"
     )
-    for name in found["architectures"]:
+    for name in models["architectures"]:
         print(f"  {name}")
     return 0
 
 
 def _verify(
     names: Sequence[str],
-    everything: bool,
+    verify_all: bool,
     as_json: bool,
     quiet: bool,
     write: Path | None,
     ranks: Sequence[int],
     stages: int,
 ) -> int:
-    if bool(names) == everything:
-        raise ValueError("name the architectures to verify, or give --all (`torchweave models list` shows them)")
+    if bool(names) == verify_all:
+        raise ValueError("name architectures to verify, or give --all (`torchweave models list` lists them)")
     from torchweave.verify.verify import table, verify
 
     report = Report(show=False if quiet else None)
-    result: dict[str, Any] = verify(None if everything else list(names), report, ranks, stages)
+    result: dict[str, Any] = verify(None if verify_all else list(names), report, ranks, stages)
     if write is not None:
         write_output("--write", write, table(result))
     if as_json:

@@ -1,4 +1,4 @@
-"""`torchweave serve MODEL`: an OpenAI server. Bars show how far it is; then one line says where it is."""
+"""`torchweave serve MODEL`: an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torchweave
-from torchweave.cli.arguments import Parser, config_from_args, engine_config, engine_parser
+from torchweave.cli.arguments import COMMON_SERVER_OPTIONS, Parser, config_from_args, engine_config, engine_parser
 from torchweave.config.options import ServerConfig
 from torchweave.config.validate import check_names, check_server, check_value_ranges
 from torchweave.report import progress_bars
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from torchweave.serving.engine_client.replicas import Replicas
     from torchweave.serving.http.server import Server
 
-DESCRIPTION = """Serve a model over HTTP, as OpenAI's API does. GET /ready shows how far the start is, and answers 200 once requests
-are taken. Ctrl-C or SIGTERM: running requests finish, new ones are refused, then it ends; a second one ends it now."""
+DESCRIPTION = """Serve a model over an OpenAI-compatible HTTP API. GET /ready reports start-up progress and returns 200 once the
+server accepts requests. Ctrl-C or SIGTERM rejects new requests, finishes running ones and exits; a second one exits at once."""
 _REQUIRED_PACKAGES = ("fastapi", "uvicorn", "msgspec", "zmq")
 
 
 def parser() -> Parser:
     cli_parser = engine_parser("serve", DESCRIPTION)
-    cli_parser.add_config(ServerConfig, "server")
+    cli_parser.add_config(ServerConfig, "server", common=COMMON_SERVER_OPTIONS)
     return cli_parser
 
 
@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
     check_server(config, settings)
     if config.executor == "torchrun":
         raise ValueError(
-            "executor=torchrun is for scripts, which all ranks run; serve starts its ranks itself: leave it out"
+            "executor=torchrun is for scripts that every rank runs; `torchweave serve` starts its ranks itself: remove it"
         )
     missing = [name for name in _REQUIRED_PACKAGES if find_spec(name) is None]
     if missing:
@@ -62,20 +62,20 @@ def _print_ready(server: Server, seconds: float, stop_bars: Any) -> None:
     name, count = server.service.names[0], len(server.client.engines)
     by = f" by {count} replicas" if count > 1 else ""
     print(f"Torchweave {torchweave.__version__} serves {bold}{name}{plain}{by} at {bold}{server.url}{plain}", end="")
-    print(f" (ready after {seconds:.1f} s; Ctrl-C ends it)", flush=True)
+    print(f" (ready after {seconds:.1f} s; Ctrl-C to stop)", flush=True)
 
 
 def _print_engine_ended(kind: str, facts: dict[str, Any]) -> None:
-    """Say which engine is gone, where the server goes on without it."""
+    """Report an engine that ended while the server continues."""
     if kind == "engine_ended" and (facts["restarts"] or "replica" in facts):
-        who = f"Replica {facts['replica']}: " if "replica" in facts else ""
-        then = " It is started again." if facts["restarts"] else ""
-        print(f"torchweave: {who}{facts['why']}{then}", file=sys.stderr, flush=True)
+        replica = f"Replica {facts['replica']}: " if "replica" in facts else ""
+        action = " Restarting it." if facts["restarts"] else ""
+        print(f"torchweave: {replica}{facts['why']}{action}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def _bars(client: Replicas, args: argparse.Namespace) -> Iterator[Any]:
-    """Draw the engine's progress on a terminal, until what is yielded is called."""
+    """Show the engine's start-up progress on a terminal; yields the function that stops it."""
     if args.quiet or not sys.stderr.isatty():
         yield lambda: None
         return

@@ -1,4 +1,4 @@
-"""The child of `bench startup`: start an engine, generate one token, and print when what was done."""
+"""Child process of `bench startup`: start an engine, generate a token, and print the times as JSON."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ def main(text: str) -> int:
 
 
 def modules_without_bytecode() -> int:
-    """Imported modules whose source every process compiles again, since nobody kept what came out: twice the time of imports."""
+    """Number of imported modules without cached bytecode; compiling them doubles the time of imports."""
     specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
     return sum(bool(spec and spec.cached and not os.path.exists(spec.cached)) for spec in specs)
 
 
 def nested(stages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Stages by their beginning, as `name`, `seconds` and `within`: the name of the stage that holds it, or None.
+    """Stages in order of their start, as `name`, `seconds` and `within` (the enclosing stage or None).
 
-    An event of the report is written when its stage ends (`at`), so what lies inside another comes before it.
+    `at` of an event is the end of its stage, so enclosed stages precede the enclosing one.
     """
-    slack = 0.001  # seconds; the clock is read for `seconds` and for `at` one after the other
+    slack = 0.001  # seconds between the clock readings for `seconds` and `at`
     spans = sorted((stage["at"] - stage["seconds"], -stage["at"], stage["name"], stage["seconds"]) for stage in stages)
-    found: list[dict[str, Any]] = []
+    ordered: list[dict[str, Any]] = []
     open_spans: list[tuple[float, str]] = []
     for _begin, negative_end, name, seconds in spans:
         while open_spans and open_spans[-1][0] < -negative_end - slack:
             open_spans.pop()
-        found.append({"name": name, "seconds": seconds, "within": open_spans[-1][1] if open_spans else None})
+        ordered.append({"name": name, "seconds": seconds, "within": open_spans[-1][1] if open_spans else None})
         open_spans.append((-negative_end, name))
-    return found
+    return ordered
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`torchweave tune MODEL`: measure on this machine what runs the model's steps best, and keep it in the compile cache."""
+"""`torchweave tune MODEL`: measure kernel candidates on this machine and keep the results in the compile cache."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchweave.cli.arguments import Parser, engine_config, engine_parser
+from torchweave.cli.tables import print_table
 from torchweave.report import Report
 
 if TYPE_CHECKING:
     from torchweave.compiler.tuning.table import Table
 
-DESCRIPTION = """Time the candidates for every product of few tokens of MODEL, and for streams, fixed sizes and passes that wait for
-a measurement where they are asked for, inside CUDA graphs with weights that come from memory. What wins by more than the noise is
-kept in the compile cache, goes before what the package ships for this kind of GPU, and is used by every later start."""
+DESCRIPTION = """Time candidates for MODEL's matrix products of few tokens and, if enabled, for streams, static sizes and passes
+that need measurements, inside CUDA graphs with weights read from memory. Winners by more than the noise go to the compile cache,
+override the measurements shipped for this kind of GPU, and apply to every later start."""
 
 
 def parser() -> Parser:
     cli_parser = engine_parser("tune", DESCRIPTION)
-    cli_parser.add_argument("--all", action="store_true", help="also measure what is known of this kind of GPU already")
+    cli_parser.add_argument(
+        "--all", action="store_true", help="repeat measurements that already exist for this kind of GPU"
+    )
     return cli_parser
 
 
@@ -33,25 +36,12 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _print(table: Table) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as Rows
-
     if not table.entries:
-        print("Everything that can be asked about this model is known; --all measures it anew.")
+        print("All measurements for this model exist; --all repeats them.")
         return
-    rows = Rows(
-        title=f"Measured on {table.device}",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    for column in ("subject", "shape", "tokens", "choice", "us", "us without", "us saved"):
-        rows.add_column(
-            column, overflow="fold", justify="left" if column in ("subject", "shape", "choice") else "right"
-        )
+    rows: list[tuple[str, ...]] = []
     for each in sorted(table, key=lambda entry: (entry.subject, entry.shape, entry.tokens)):
         figures = (f"{each.microseconds:.2f}", f"{each.baseline:.2f}", f"{each.saved:.2f}" if each.choice else "-")
-        rows.add_row(each.subject, each.shape, str(each.tokens), each.choice or "as it is", *figures)
-    Console(highlight=False).print(rows)
+        rows.append((each.subject, each.shape, str(each.tokens), each.choice or "unchanged", *figures))
+    columns = ("subject", "shape", "tokens", "choice", "us", "us without", "us saved")
+    print_table(f"Measured on {table.device}", columns, rows, right=("tokens", *columns[4:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 
-from torch.distributed import Store
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
 from torchweave.config.options import TorchrunEnv

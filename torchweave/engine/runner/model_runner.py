@@ -30,7 +30,7 @@ from torchweave.engine.runner.pipeline_stage import StageForward, StageResampler
 from torchweave.engine.runner.resample import Resampler
 from torchweave.engine.runner.step_buffers import HostBufferRing, StepBuffers, pack, packed_size
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
-from torchweave.ops.attention.calls import run_attention_op
+from torchweave.ops.attention.call import run_attention_op
 from torchweave.ops.attention.op import AttentionBackend, AttentionMetadata, AttentionStep, LayerKVCache
 from torchweave.ops.sampling.sample import logprobs, sample
 from torchweave.ops.slot_state import SlotState

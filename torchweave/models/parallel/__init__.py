@@ -1,4 +1,4 @@
-"""An unmodified model, divided over ranks before its weights are read: each layer of it, or the layers into stages."""
+"""Tensor and pipeline parallelism of unmodified models, applied before the weights are read."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["PipelineStage", "TensorParallelPlan", "make_pipeline_stage", "shard_
 def shard_model(
     model: PreTrainedModel, specs: list[LayerSpec], process_groups: ProcessGroups, expert_parallel: bool, report: Report
 ) -> tuple[TensorParallelPlan, list[LayerSpec]]:
-    """Make this rank's part of a whole model that has no memory yet; returns the plan and the rank's attention layers.
+    """Shard a model on the meta device for this rank; returns the plan and the rank's attention layers.
 
     Raises:
-        UnsupportedModel: the model cannot be divided so; one sentence says what stands in the way.
+        UnsupportedModel: the model cannot be sharded over these ranks; the message gives the reason.
     """
     plan = make_tensor_parallel_plan(
         model,
@@ -39,12 +39,12 @@ def shard_model(
     whole = sum(parameter.numel() for parameter in model.parameters())
     apply(model, plan)
     own = [
-        replace(found, k_scale=spec.k_scale, v_scale=spec.v_scale)
-        for found, spec in zip(layer_specs(model), specs, strict=True)
+        replace(local, k_scale=spec.k_scale, v_scale=spec.v_scale)
+        for local, spec in zip(layer_specs(model), specs, strict=True)
     ]
     if [(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in own] != plan.local_head_counts(specs):
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be divided over {plan.size} ranks: its forward does not take its number of heads "
+            f"{type(model).__name__} cannot be sharded over {plan.size} ranks: its forward does not derive its number of heads "
             "from its weights; use one rank."
         )
     report.event(

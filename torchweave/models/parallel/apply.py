@@ -1,7 +1,7 @@
-"""Make one rank's part of a model: its parameters, the numbers that forwards read, and the collectives between ranks.
+"""Apply a tensor-parallel plan to a model: local parameters and sizes, and collectives between ranks.
 
-All ranks get the same graph. What differs between them is in tensors: slices of weights, zeros for the biases that another rank
-adds, and a buffer with the first row of the vocabulary, or the first expert, that is this rank's.
+All ranks run the same graph and differ in tensors only: slices of weights, zeros for biases added by another rank, and a
+buffer with this rank's first vocabulary row or first expert.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIRST_ROW, _FIRST_EXPERT = "torchweave_first_row", "torchweave_first_expert"
 
 
 def apply(model: PreTrainedModel, plan: TensorParallelPlan) -> None:
-    """Cut the parameters of a whole model, with or without memory, and let its forward be one rank's."""
+    """Shard the parameters of a whole model, on meta or not, and adapt its forward to this rank."""
     for name, shard in plan.shards.items():
         whole = model.get_parameter(name)
         set_tensor(
@@ -52,7 +52,7 @@ def apply(model: PreTrainedModel, plan: TensorParallelPlan) -> None:
 
 
 def register_rank_offsets(model: nn.Module, plan: TensorParallelPlan, device: torch.device) -> None:
-    """Make the buffers that say which part is this rank's."""
+    """Register buffers with this rank's first vocabulary row and first expert."""
     rows = plan.shards[f"{plan.embedding}.weight"].shape[0]
     firsts = {f"{plan.embedding}.{_FIRST_ROW}": plan.rank * rows}
     firsts |= {f"{name}.{_FIRST_EXPERT}": first for name, first in plan.experts.items()}
@@ -62,11 +62,11 @@ def register_rank_offsets(model: nn.Module, plan: TensorParallelPlan, device: to
         model.get_submodule(owner).register_buffer(leaf, value, persistent=False)
 
 
-# -- what forwards read ------------------------------------------------------------------------------------------------
+# -- sizes read by forwards --------------------------------------------------------------------------------------------
 
 
 def update_linear_sizes(model: nn.Module) -> None:
-    """Let linears and embeddings know how wide they are now."""
+    """Set the size attributes of linears and embeddings from their weights."""
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
         if is_linear(module):
@@ -76,11 +76,11 @@ def update_linear_sizes(model: nn.Module) -> None:
                     setattr(module, name, int(width))
         elif isinstance(module, nn.Embedding):
             module.num_embeddings = int(weight.shape[0])
-            module.padding_idx = None  # of use in training only, and maybe another rank's
+            module.padding_idx = None  # used in training only; may belong to another rank
 
 
 def _set_local_heads(module: Any, heads: HeadSharding, configs: dict[tuple[int, HeadSharding], Any]) -> None:
-    """The attention's own numbers, and those that it reads from its config."""
+    """Set the local head counts of an attention module and of its copy of the config."""
     for name in (*_QUERY_HEADS, *_KV_HEADS):
         number = getattr(module, name, None)
         if isinstance(number, int):
@@ -111,7 +111,7 @@ def _local_count(name: str, number: int, heads: HeadSharding) -> int:
 
 
 class _AllReduceOutput:
-    """Forward hook: the sum of the module's results over ranks."""
+    """Forward hook: all-reduce the module's output."""
 
     def __init__(self, group: str) -> None:
         self.group = group
@@ -121,14 +121,14 @@ class _AllReduceOutput:
 
 
 class _AllGatherOutput:
-    """Forward hook: the columns of all ranks, without the padding behind the last one."""
+    """Forward hook: all-gather the columns of all ranks and drop the padding."""
 
     def __init__(self, group: str, columns: int) -> None:
         self.group, self.columns = group, columns
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        found = torch.ops.torchweave.all_gather(out, -1, self.group)
-        return found if found.shape[-1] == self.columns else found[..., : self.columns]
+        gathered = torch.ops.torchweave.all_gather(out, -1, self.group)
+        return gathered if gathered.shape[-1] == self.columns else gathered[..., : self.columns]
 
 
 def _shard_vocabulary(model: nn.Module, plan: TensorParallelPlan) -> None:
@@ -139,16 +139,16 @@ def _shard_vocabulary(model: nn.Module, plan: TensorParallelPlan) -> None:
 
 
 def _vocab_parallel_embedding(self: Any, ids: Tensor) -> Tensor:
-    """ids `[..., T]` -> `[..., T, D]`: each rank gives the rows that it has, and zeros for the others."""
+    """ids `[..., T]` -> `[..., T, D]`: each rank contributes its rows, and zeros for others; then all-reduce."""
     local = ids - self.torchweave_first_row
     inside = (local >= 0) & (local < self.weight.shape[0])
-    found = type(self).forward(self, torch.where(inside, local, 0))
-    found = torch.where(inside[..., None], found, 0.0)
-    return torch.ops.torchweave.all_reduce(found, self.torchweave_group)
+    rows = type(self).forward(self, torch.where(inside, local, 0))
+    rows = torch.where(inside[..., None], rows, 0.0)
+    return torch.ops.torchweave.all_reduce(rows, self.torchweave_group)
 
 
 def _sharded_norm(self: Any, x: Tensor) -> Tensor:
-    """RMSNorm over all ranks' parts of the last dimension; ranks that repeat heads repeat them equally often."""
+    """RMSNorm over the sharded last dimension; replicated heads are replicated equally often, so the mean is exact."""
     wide = x.float()
     squares = wide.square().sum(-1, keepdim=True)
     mean = torch.ops.torchweave.all_reduce(squares, self.torchweave_group) / (x.shape[-1] * self.torchweave_ranks)
@@ -156,7 +156,7 @@ def _sharded_norm(self: Any, x: Tensor) -> Tensor:
 
 
 def _localize_expert_ids(block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Forward pre-hook: experts by their number on this rank; another rank's get a number that there is not."""
+    """Forward pre-hook: expert indices local to this rank; other ranks' experts get an index out of range."""
     x, index, *rest = args
     local = index - block.torchweave_first_expert
     return (x, torch.where(local < 0, block.down_proj.shape[0], local), *rest)

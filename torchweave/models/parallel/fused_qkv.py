@@ -1,7 +1,4 @@
-"""Projections that give queries, keys and values in one: which of their rows belong to a rank's heads.
-
-A layout cannot be seen from shapes, so each is written down for the class that has it.
-"""
+"""Row layouts of fused query/key/value projections, by attention class; shapes do not reveal them."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 from torchweave.models.weights.shards import HeadSharding, Range
 
 Layout = Callable[[Any, HeadSharding, int], tuple[Range, ...] | None]
-"""(attention, heads, rows of the projection) -> this rank's rows; None: these heads cannot be divided so."""
+"""(attention, heads, rows of the projection) -> this rank's rows; None: these heads cannot be sharded."""
 
 
 def _side_by_side(_: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...]:
@@ -22,14 +19,14 @@ def _side_by_side(_: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...]:
 
 
 def _head_by_head(_: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...] | None:
-    """`[query, key, value]` of the first head, then of the next: as many heads of each."""
+    """`[query, key, value]` per head; as many KV heads as query heads."""
     return (heads.query_range(rows // heads.query),)
 
 
 def _falcon(module: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...] | None:
     if not module.new_decoder_architecture:
         return _side_by_side(module, heads, rows) if module.multi_query else _head_by_head(module, heads, rows)
-    group = rows // heads.kv  # the queries of one key and value head, then these two
+    group = rows // heads.kv  # queries of a KV head, then its key and value
     if heads.kv % heads.size == 0:
         return (heads.kv_range(group),)
     unit = group // (heads.query // heads.kv + 2)
@@ -40,19 +37,19 @@ def _falcon(module: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...] | 
 
 
 def _codegen(_: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...] | None:
-    """Four blocks, each `[its queries | its values | its keys]`; a rank's heads are laid out in four blocks again."""
+    """Four blocks `[queries | values | keys]`; a rank's heads form four blocks again."""
     blocks, unit = 4, rows // (3 * heads.query)
     if heads.num_local_query % blocks:
         return None
     in_block, own = heads.query // blocks, heads.num_local_query // blocks
-    found = []
+    ranges = []
     for block in range(blocks):
         head = heads.rank * heads.num_local_query + block * own
         for part in range(3):
             for h in range(head, head + own):
                 place = ((h // in_block) * 3 + part) * in_block + h % in_block
-                found.append((place * unit, (place + 1) * unit))
-    return tuple(found)
+                ranges.append((place * unit, (place + 1) * unit))
+    return tuple(ranges)
 
 
 def _gpt_bigcode(module: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...] | None:
@@ -70,13 +67,13 @@ _LAYOUTS: dict[tuple[str, str], Layout] = {
     ("CodeGenAttention", "qkv_proj"): _codegen,
 }
 FUSED = frozenset(leaf for _, leaf in _LAYOUTS)
-"""Names of such projections."""
+"""Names of fused projections."""
 
 
 def layout_of(module: Any, leaf: str) -> Layout | None:
-    """The layout of an attention's fused projection; None: unknown."""
+    """Layout of a fused projection; None: unknown."""
     return _LAYOUTS.get((type(module).__name__, leaf))
 
 
 WIDTHS = {"GPT2Attention": ("split_size",), "GPTBigCodeAttention": ("embed_dim", "split_size")}
-"""Attributes that a forward reads and that are as wide as all query heads, by class."""
+"""Attributes with the total width of the query heads, read by forwards, by class."""

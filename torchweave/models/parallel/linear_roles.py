@@ -1,9 +1,8 @@
-"""What each linear of a decoder is to tensor parallelism: its columns are divided, its rows are, or neither.
+"""Tensor-parallel roles of linears: sharded by columns, by rows, or replicated.
 
-transformers' own plan of a model says it first (`base_model_tp_plan` of the config, `_tp_plan` of the class). Many models have
-none, or one that leaves attention whole. For architectures whose tokens were compared with transformers' on several ranks
-(`VERIFIED`) the names that transformers' models share fill the gaps. No other model is divided by guesswork: what its plan does not
-divide stays whole, and a model whose attention would is refused.
+transformers' plan of the model (`base_model_tp_plan` of the config, `_tp_plan` of the class) takes precedence. Many models have
+none, or one without attention; for architectures verified against transformers on several ranks (`VERIFIED`), common module
+names fill the gaps. Otherwise linears outside the plan are replicated, and a model with a replicated attention is rejected.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 Role = Literal["columns", "rows"]
 
-# transformers' styles, of 5.17 as of 5.23, that divide a linear.
+# transformers' styles (5.17 to 5.23) that shard a linear.
 _STYLES: Mapping[str, Role] = {
     "colwise": "columns",
     "packed_colwise": "columns",
@@ -28,8 +27,8 @@ _STYLES: Mapping[str, Role] = {
     "local_rowwise": "rows",
     "local_packed_rowwise": "rows",
 }
-# Where a plan gathers the columns and splits the rows again, the two stand on both sides of something that the plan cannot
-# divide: a fused projection, a norm over all heads. Of a known architecture it can be.
+# Styles that gather columns and split rows around a module that the plan cannot shard (a fused projection, a norm over all
+# heads); verified architectures can.
 _GATHERED: Mapping[str, Role] = {
     "colwise_rep": "columns",
     "colwise_gather_output": "columns",
@@ -48,7 +47,7 @@ VERIFIED = frozenset(
         "vaultgemma", "youtu",
     }
 )  # fmt: skip
-"""Architectures (`model_type`) that give transformers' tokens on 2 and 4 ranks: docs/models.md."""
+"""Architectures (`model_type`) whose tokens equal transformers' on 2 and 4 ranks: docs/models.md."""
 _COLUMNS = frozenset(
     {
         "q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "query_key_value", "c_attn", "g_proj",
@@ -59,54 +58,54 @@ _ROWS = frozenset(
     {"o_proj", "out_proj", "dense", "c_proj", "down_proj", "fc2", "fc_out", "dense_4h_to_h", "output_linear", "w2"}
 )
 KV = frozenset({"k_proj", "v_proj"})
-"""Linears whose heads are those of keys and values."""
+"""Linears of keys and values."""
 PACKED = frozenset({"gate_up_proj", "input_linear"})
-"""Linears whose columns are gate and up, one after the other."""
+"""Linears whose columns are gate, then up."""
 ATTENTION = frozenset({"q_proj", "q_b_proj", "qkv_proj", "query_key_value", "c_attn"})
-"""An attention has one of these."""
+"""Projections that identify an attention module."""
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 def name_pattern(name: str) -> str:
-    """The name with a star for each number: what plans and reports call all layers' modules of that name."""
+    """The name with a star for each number, as in plans and reports."""
     return _NUMBER.sub(".*", name)
 
 
 def transformers_tp_plan(model: PreTrainedModel) -> dict[str, str]:
-    """transformers' plan of the model: style by name, with a star for each number."""
-    found: dict[str, str] = {}
+    """transformers' plan of the model: style by name pattern."""
+    styles: dict[str, str] = {}
     prefix = model.base_model_prefix
     for name, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items():
-        found[name] = found[f"{prefix}.{name}"] = style
-    return found | dict(getattr(model, "_tp_plan", None) or {})
+        styles[name] = styles[f"{prefix}.{name}"] = style
+    return styles | dict(getattr(model, "_tp_plan", None) or {})
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A product with a matrix: `nn.Linear`, what inherits from it, GPT-2's `Conv1D`."""
+    """Whether a module is `nn.Linear`, a subclass, or GPT-2's `Conv1D`."""
     weight = getattr(module, "weight", None)
     return weight is not None and weight.ndim == 2 and (isinstance(module, nn.Linear) or is_transposed(module))
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether the weight lies as `[in, out]`."""
+    """Whether the weight has layout `[in, out]`."""
     return type(module).__name__ == "Conv1D"
 
 
 def roles(model: PreTrainedModel) -> dict[str, Role]:
-    """Name of a linear -> its role, for those that have one; the output layer has none.
+    """Roles of the sharded linears but the output layer, by name.
 
-    A module with columns and no rows behind them, or the other way round, is left whole.
+    A module is sharded only if it has both column and row linears.
     """
     plan, head = transformers_tp_plan(model), model.get_output_embeddings()
     verified = model.config.model_type in VERIFIED
-    found: dict[str, Role] = {}
+    role_by_name: dict[str, Role] = {}
     for name, module in model.named_modules():
         if is_linear(module) and module is not head and (role := _role(name, plan, verified)) is not None:
-            found[name] = role
+            role_by_name[name] = role
     sides: dict[str, set[str]] = {}
-    for name, role in found.items():
+    for name, role in role_by_name.items():
         sides.setdefault(_owner(name), set()).add(role)
-    return {name: role for name, role in found.items() if len(sides[_owner(name)]) == 2}
+    return {name: role for name, role in role_by_name.items() if len(sides[_owner(name)]) == 2}
 
 
 def _role(name: str, plan: Mapping[str, str], verified: bool) -> Role | None:
@@ -125,10 +124,12 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def attention_modules(model: nn.Module, found: Mapping[str, Role]) -> dict[str, Any]:
-    """Attention modules by name: they know their layer, and have projections that are divided."""
+def attention_modules(model: nn.Module, role_by_name: Mapping[str, Role]) -> dict[str, Any]:
+    """Attention modules with a layer index and sharded projections, by name."""
     owners = {
-        _owner(name) for name, role in found.items() if role == "columns" and name.rpartition(".")[2] in ATTENTION
+        _owner(name)
+        for name, role in role_by_name.items()
+        if role == "columns" and name.rpartition(".")[2] in ATTENTION
     }
     return {
         name: module

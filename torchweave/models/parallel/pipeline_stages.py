@@ -1,8 +1,7 @@
-"""Pipeline parallelism: which layers of an unmodified model one rank keeps, and what stands where the others were.
+"""Pipeline parallelism: remove other stages' layers from an unmodified model and put placeholders in their place.
 
-A rank of a stage never has the parameters of other layers: their modules are taken out of the model before weights are read. In
-the captured graph marks are left where the stage begins and ends, and it is cut there; what is computed before and behind the
-layers (positions, masks, the last norm) falls away with that wherever it is not needed.
+Other layers are removed before weights are read. Marker ops delimit the stage in the captured graph, which is cut there; dead
+code elimination removes unneeded computation outside the layers (positions, masks, the last norm).
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """What the ranks of one stage keep of a model.
+    """The part of a model on one pipeline stage.
 
     Attributes:
-        number, size: which stage of how many.
+        number, size: index of the stage and number of stages.
         layers: name of the list of layers.
-        begin, end: the layers of this stage: from, and up to but without.
-        specs: what every layer of the whole model keeps in the KV cache.
-        width, dtype: of the hidden states that stages hand over, `[1, T, width]`.
-        num_returned: values that a layer returns as a tuple; 0: it returns its hidden states as they are.
-        embedding, head: names of the modules that hold the vocabulary.
-        tied: their weights are one, which the first and the last stage both have.
+        begin, end: layers `begin` to `end - 1` belong to this stage.
+        specs: attention specs of all layers of the whole model.
+        width, dtype: of the hidden states sent between stages, `[1, T, width]`.
+        num_returned: length of the tuple that a layer returns; 0: it returns a tensor.
+        embedding, head: names of the modules with vocabulary weights.
+        tied: embedding and head share a weight, which the first and the last stage both hold.
     """
 
     number: int
@@ -63,27 +62,27 @@ class PipelineStage:
         return self.number == self.size - 1
 
     def local_layers(self, of_all_layers: Sequence[T]) -> list[T]:
-        """What belongs to this stage's layers, of something that each layer has one of."""
+        """This stage's slice of a per-layer sequence."""
         return list(of_all_layers[self.begin : self.end])
 
     def filter_checkpoint(self, stored: Mapping[str, T]) -> dict[str, T]:
-        """The tensors of a checkpoint without those of other layers, however the checkpoint calls what is around them."""
+        """Drop other layers' tensors from a checkpoint, whatever the name prefix of its layers."""
         layer = re.compile(rf"(?:^|\.){re.escape(self.layers.rpartition('.')[2])}\.(\d+)\.")
         return {
             name: tensor
             for name, tensor in stored.items()
-            if (found := layer.search(name)) is None or self.begin <= int(found[1]) < self.end
+            if (match := layer.search(name)) is None or self.begin <= int(match[1]) < self.end
         }
 
     def owns(self, name: str) -> bool:
-        """Whether a module or parameter of the whole model is this stage's."""
+        """Whether this stage holds a module or parameter of the whole model."""
         if not name.startswith(f"{self.layers}."):
             return True
         return self.begin <= int(name.removeprefix(f"{self.layers}.").partition(".")[0]) < self.end
 
 
 def stage_layers(num_layers: int, number: int, size: int) -> tuple[int, int]:
-    """(from, up to but without) of the layers of a stage: as even as can be, with one more for earlier ones."""
+    """(begin, end) of a stage's layers: evenly distributed, with the remainder on the first stages."""
     each, more = divmod(num_layers, size)
     begin = number * each + min(number, more)
     return begin, begin + each + (number < more)
@@ -92,22 +91,22 @@ def stage_layers(num_layers: int, number: int, size: int) -> tuple[int, int]:
 def make_pipeline_stage(
     model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, size: int, report: Report
 ) -> PipelineStage:
-    """Make one stage of a model that has no memory yet.
+    """Reduce a model on the meta device to one stage.
 
     Raises:
-        UnsupportedModel: the model cannot be divided so; one sentence says what stands in the way.
+        UnsupportedModel: the model cannot be split into stages; the message gives the reason.
     """
     name, whole = type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
     if size > len(specs):
         raise UnsupportedModel(
-            f"{name} has {len(specs)} layers, which are too few for {size} stages; lower pipeline_parallel_size."
+            f"{name} has {len(specs)} layers, fewer than {size} stages; lower pipeline_parallel_size."
         )
     stage = _stage_of(model, specs, number, size)
     remove_other_stages(model, stage)
     try:
         left = len(layer_specs(model))
     except UnsupportedModel as refusal:
-        raise _refusal(name, f"without the layers of others it does not run ({refusal})") from refusal
+        raise _refusal(name, f"it does not run without the other layers ({refusal})") from refusal
     if left != stage.end - stage.begin:
         raise _refusal(name, f"a stage of {stage.end - stage.begin} layers has {left} attentions")
     report.event(
@@ -123,7 +122,7 @@ def make_pipeline_stage(
 
 
 def remove_other_stages(model: PreTrainedModel, stage: PipelineStage) -> None:
-    """Take everything that is another stage's out of a whole model, with or without memory."""
+    """Remove other stages' modules from a whole model, on meta or not."""
     layers: Any = model.get_submodule(stage.layers)
     for index, layer in enumerate(layers):
         if stage.begin <= index < stage.end:
@@ -144,11 +143,11 @@ def remove_other_stages(model: PreTrainedModel, stage: PipelineStage) -> None:
 
 
 class MissingLayer(nn.Module):
-    """Where another stage's layer was: hands hidden states on, past a mark if the stage begins or ends here."""
+    """Placeholder of another stage's layer: returns the hidden states, through a marker op at the stage's boundaries."""
 
     def __init__(self, layer: nn.Module, mark: str, num_returned: int) -> None:
         super().__init__()
-        for name, setting in vars(layer).items():  # such as the kind of attention, which models ask their layers for
+        for name, setting in vars(layer).items():  # e.g. the attention type, which models read from their layers
             if not name.startswith("_") and isinstance(setting, _PLAIN) and name != "training":
                 setattr(self, name, setting)
         self.mark, self.num_returned = mark, num_returned
@@ -162,7 +161,7 @@ class MissingLayer(nn.Module):
 
 
 class MissingEmbedding(nn.Module):
-    """Where the embedding was: nothing may depend on what it gives."""
+    """Placeholder of the embedding, whose output must be unused."""
 
     def __init__(self, embedding: Any) -> None:
         super().__init__()
@@ -174,7 +173,7 @@ class MissingEmbedding(nn.Module):
 
 
 class MissingHead(nn.Module):
-    """Where the output layer was: what it gives is dropped."""
+    """Placeholder of the output layer, whose output is dropped."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -185,12 +184,12 @@ class MissingHead(nn.Module):
 
 
 def _register_empty_weight(module: nn.Module, other: Any) -> None:
-    """A weight without numbers: some models ask where it is and of which dtype."""
+    """An empty weight: some models read its device and dtype."""
     module.register_buffer("weight", other.weight.new_empty(0), persistent=False)
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of another one, wherever the model holds that."""
+    """Replace every reference to a module."""
     other = model.get_submodule(name)
     for owner in list(model.modules()):
         for leaf, child in owner._modules.items():
@@ -199,20 +198,20 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _refusal(name: str, why: str) -> UnsupportedModel:
-    return UnsupportedModel(f"{name} cannot be divided into stages: {why}; use pipeline_parallel_size=1.")
+    return UnsupportedModel(f"{name} cannot be split into pipeline stages: {why}; use pipeline_parallel_size=1.")
 
 
 def _stage_of(model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, size: int) -> PipelineStage:
     name, path = type(model).__name__, _list_of_layers(model, len(specs))
     if path is None:
-        raise _refusal(name, "no list of modules has one attention in each")
+        raise _refusal(name, "it has no list of modules with one attention each")
     calls = _record_layer_calls(model, model.get_submodule(path))
     hidden, num_returned = calls[0]
     kinds = {None if call[0] is None else (call[0].shape, call[0].dtype) for call in calls}
     if hidden is None or len(kinds) > 1 or hidden.ndim != 3:
-        raise _refusal(name, "its layers do not take hidden states of one shape first")
+        raise _refusal(name, "the first argument of its layers is not hidden states of one shape")
     if num_returned < 0 or any(call[1] != num_returned for call in calls):
-        raise _refusal(name, "its layers do not all return the same, or return more than hidden states")
+        raise _refusal(name, "its layers return different numbers of values, or tensors besides the hidden states")
     names = {id(module): each for each, module in model.named_modules()}
     embedding, head = names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]
     tied = f"{head}.weight" in (getattr(model, "all_tied_weights_keys", None) or {})
@@ -224,7 +223,7 @@ def _stage_of(model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, s
 
 
 def _list_of_layers(model: nn.Module, count: int) -> str | None:
-    """The first list whose members each hold the attention of that number."""
+    """The first `ModuleList` whose members hold the attention of their index."""
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             holds = [
@@ -237,20 +236,20 @@ def _list_of_layers(model: nn.Module, count: int) -> str | None:
 
 
 def _record_layer_calls(model: PreTrainedModel, layers: nn.Module) -> list[tuple[Tensor | None, int]]:
-    """Of each layer's call: its hidden states, if these come first, and how many values it returns (-1: tensors among them)."""
-    seen: list[tuple[Tensor | None, int]] = []
+    """(hidden states if they are the first argument, number of returned values or -1 for further tensors) per layer."""
+    calls: list[tuple[Tensor | None, int]] = []
 
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         hidden = args[0] if args else kwargs.get("hidden_states")
         num_returned = 0
         if isinstance(out, tuple):
             num_returned = -1 if any(isinstance(each, Tensor) for each in out[1:]) else len(out)
-        seen.append((hidden if isinstance(hidden, Tensor) else None, num_returned))
+        calls.append((hidden if isinstance(hidden, Tensor) else None, num_returned))
 
-    hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers.children()]
+    hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers.children()]
     try:
         layer_specs(model)
     finally:
         for hook in hooks:
             hook.remove()
-    return seen
+    return calls

@@ -1,7 +1,7 @@
-"""The plan of tensor parallelism: for one rank, the part of each parameter that it keeps, and where ranks add up what they have.
+"""The tensor-parallel plan of a rank: its part of each parameter, and the modules followed by an all-reduce.
 
-Attention is divided by heads, everything between a product and the next by columns and rows (arXiv 1909.08053), experts by
-their inner width or by number, the vocabulary by rows. A plan holds names and shapes alone: it is made of a model without memory.
+Attention is sharded by heads, pairs of linears by columns and rows (arXiv 1909.08053), experts by inner width or by index, the
+vocabulary by rows. A plan holds names and shapes only, so it is computed on the meta device.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _KEY_NORMS = frozenset({"k_norm"})
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """What one rank makes of a model.
+    """The part of a model on one rank.
 
     Attributes:
-        rank, size: in the tensor-parallel group.
-        group: its name in the graph.
-        vocab_size: rows of the vocabulary in all.
-        embedding, head: names of the modules that hold the vocabulary; equal weights where they are tied.
-        shards: parameter -> what the rank keeps of it; the others it keeps whole.
-        all_reduced: modules whose results are parts of a sum over ranks.
-        norms: norms whose width is divided.
-        heads: attention -> how its heads are divided.
-        experts: blocks of experts that are divided by number -> the first one of this rank.
+        rank, size: rank and size of the tensor-parallel group.
+        group: the group's name in the graph.
+        vocab_size: rows of the whole vocabulary.
+        embedding, head: names of the modules with vocabulary weights.
+        shards: this rank's part by parameter; other parameters are replicated.
+        all_reduced: modules whose outputs are summed over ranks.
+        norms: norms over a sharded dimension.
+        heads: head sharding by attention module.
+        experts: first local expert by experts block, for blocks sharded by index.
     """
 
     rank: int
@@ -61,11 +61,11 @@ class TensorParallelPlan:
     experts: dict[str, int] = field(default_factory=dict)
 
     def restricted_to(self, owns: Callable[[str], bool]) -> TensorParallelPlan:
-        """The plan of a model of which only the modules are left that `owns` names."""
+        """The plan restricted to modules for which `owns` is true."""
         return replace(self, experts={name: first for name, first in self.experts.items() if owns(name)})
 
     def local_head_counts(self, whole: Sequence[LayerSpec]) -> list[tuple[int, int, int]]:
-        """(heads, key and value heads, width of a head) of each layer as this rank has them."""
+        """(query heads, KV heads, head width) of each layer on this rank."""
         divided = [HeadSharding(spec.num_heads, spec.num_kv_heads, self.rank, self.size) for spec in whole]
         return [
             (heads.num_local_query, heads.num_local_kv, spec.head_dim)
@@ -81,15 +81,15 @@ def make_tensor_parallel_plan(
     group: str,
     expert_parallel: bool = False,
 ) -> TensorParallelPlan:
-    """The plan of `rank` among `size`.
+    """The plan of rank `rank` of `size`.
 
     Args:
-        model: whole, with or without memory.
+        model: the whole model, on meta or not.
         specs: its attention layers.
-        expert_parallel: ranks have different experts instead of a part of each.
+        expert_parallel: distribute whole experts over the ranks instead of sharding each.
 
     Raises:
-        UnsupportedModel: the model cannot be divided so; one sentence says what stands in the way.
+        UnsupportedModel: the model cannot be sharded over `size` ranks; the message gives the reason.
     """
     return _TensorParallelPlanner(model, rank, size, group).plan(specs, expert_parallel)
 
@@ -104,20 +104,20 @@ class _TensorParallelPlanner:
 
     def refusal(self, why: str) -> UnsupportedModel:
         name = type(self.model).__name__
-        return UnsupportedModel(f"{name} cannot be divided over {self.size} ranks: {why}.")
+        return UnsupportedModel(f"{name} cannot be sharded over {self.size} ranks: {why}.")
 
     def plan(self, specs: Sequence[LayerSpec], expert_parallel: bool) -> TensorParallelPlan:
-        found = roles(self.model)
-        with_heads = attention_modules(self.model, found)
-        if sorted(module.layer_idx for module in with_heads.values()) != list(range(len(specs))):
+        role_by_name = roles(self.model)
+        attentions = attention_modules(self.model, role_by_name)
+        if sorted(module.layer_idx for module in attentions.values()) != list(range(len(specs))):
             raise self.refusal(
-                "transformers has no tensor-parallel plan that divides its attention (base_model_tp_plan of its config), and "
-                "Torchweave has none either; use one rank"
+                "neither transformers (base_model_tp_plan of its config) nor Torchweave has a tensor-parallel plan for its "
+                "attention; use one rank"
             )
-        for name, module in with_heads.items():
-            self._attention(name, module, specs[module.layer_idx], found)
-        for name, role in found.items():
-            if _owner(name) not in with_heads:
+        for name, module in attentions.items():
+            self._attention(name, module, specs[module.layer_idx], role_by_name)
+        for name, role in role_by_name.items():
+            if _owner(name) not in attentions:
                 self._shard_linear(name, role)
         for name, block in self.model.named_modules():
             if (form := _experts_layout(block)) is not None:
@@ -127,38 +127,38 @@ class _TensorParallelPlanner:
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
-    def _attention(self, name: str, module: nn.Module, spec: LayerSpec, found: Mapping[str, Role]) -> None:
+    def _attention(self, name: str, module: nn.Module, spec: LayerSpec, role_by_name: Mapping[str, Role]) -> None:
         heads = HeadSharding(spec.num_heads, spec.num_kv_heads, self.rank, self.size)
         if heads.indivisible_reason:
-            raise self.refusal(f"{heads.indivisible_reason} do not divide; choose among {_choices(heads)}")
+            raise self.refusal(f"{heads.indivisible_reason} are not divisible; choose among {_choices(heads)}")
         self.result.heads[name] = heads
         for leaf, child in module.named_children():
             whole = f"{name}.{leaf}"
-            if found.get(whole) == "rows":
+            if role_by_name.get(whole) == "rows":
                 if _width(child, "rows") % heads.query:
                     raise self.refusal(
                         f"{name_pattern(whole)} has {_width(child, 'rows')} columns for {heads.query} heads"
                     )
                 self._rows(whole, child, heads.query_range(_width(child, "rows") // heads.query))
-            elif whole in found:
+            elif whole in role_by_name:
                 self._columns(whole, child, self._head_ranges(module, whole, child, heads))
             else:
                 self._shard_attention_norm(whole, child, heads, spec)
         for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter.shape[:1] == (heads.query,):  # sinks: one number a head
+            if parameter.shape[:1] == (heads.query,):  # sinks: one value per head
                 self._add_shard(f"{name}.{leaf}", parameter, 0, (heads.query_range(1),))
 
     def _head_ranges(self, module: nn.Module, name: str, linear: nn.Module, heads: HeadSharding) -> Ranges:
-        """Which rows of a projection belong to this rank's heads."""
+        """Rows of a projection for this rank's heads."""
         leaf, rows = _leaf(name), _width(linear, "columns")
         if leaf in FUSED:
             layout = layout_of(module, leaf)
             ranges = None if layout is None else layout(module, heads, rows)
             if ranges is None:
                 what = (
-                    "is of an unknown layout"
+                    "has an unknown layout"
                     if layout is None
-                    else f"cannot be laid out for {heads.num_local_query} heads"
+                    else f"cannot be split into {heads.num_local_query} heads per rank"
                 )
                 raise self.refusal(f"{name_pattern(name)} of {type(module).__name__} {what}; use fewer ranks")
             return ranges
@@ -168,7 +168,7 @@ class _TensorParallelPlanner:
         return (of(rows // count),)
 
     def _shard_attention_norm(self, name: str, module: nn.Module, heads: HeadSharding, spec: LayerSpec) -> None:
-        """A norm of queries, keys or the attention's output: over one head, by head, or over all."""
+        """A norm of queries, keys or the attention's output: over one head, per head, or over all heads."""
         if any(isinstance(part, nn.ModuleList) for part in module.children()):
             raise self.refusal(f"{name_pattern(name)} has a module for each head; use one rank")
         leaf, weight = _leaf(name), getattr(module, "weight", None)
@@ -182,27 +182,26 @@ class _TensorParallelPlanner:
             self._sharded_norm(name, module, (of(weight.shape[0] // count),))
 
     def _sharded_norm(self, name: str, module: Any, ranges: Ranges) -> None:
-        """A norm over what is divided: ranks add up their sums of squares."""
+        """A norm over a sharded dimension: ranks all-reduce the sums of squares."""
         if not hasattr(module, "variance_epsilon") or getattr(module, "bias", None) is not None:
             raise self.refusal(
-                f"{name_pattern(name)} is a {type(module).__name__} over what would be divided, and no plain RMSNorm; use one rank"
+                f"{name_pattern(name)} is a {type(module).__name__} over a sharded dimension, not a plain RMSNorm; use one rank"
             )
         self._add_shard(f"{name}.weight", module.weight, 0, ranges)
         self.result.norms.append(name)
 
-    # -- products ------------------------------------------------------------------------------------------------------
+    # -- linears -------------------------------------------------------------------------------------------------------
 
     def _shard_linear(self, name: str, role: Role) -> None:
-        """A linear whose columns or rows have no heads."""
+        """Shard a linear outside attention."""
         module = self.model.get_submodule(name)
         parts = 2 if role == "columns" and _leaf(name) in PACKED else 1
         width = _width(module, role)
         shard = even_shard((width,), 0, self.rank, self.size, parts)
         if shard is None:
             raise self.refusal(
-                f"{width} {'outputs' if role == 'columns' else 'inputs'} of {name_pattern(name)} do not divide; choose "
-                f"a divisor of "
-                f"{width // parts}"
+                f"{width} {'outputs' if role == 'columns' else 'inputs'} of {name_pattern(name)} are not divisible; choose a "
+                f"divisor of {width // parts}"
             )
         if role == "columns":
             self._columns(name, module, shard.ranges)
@@ -226,27 +225,27 @@ class _TensorParallelPlanner:
         self.result.shards[name] = TensorShard(tuple(parameter.shape), dim, ranges)
 
     def _add_on_rank_0(self, name: str, bias: Tensor | None) -> None:
-        """What is added to a sum over ranks: by the first one alone."""
+        """Zero a bias on all ranks but 0, which adds it to the all-reduced sum."""
         if bias is not None and self.rank:
             self.result.shards[name] = TensorShard(tuple(bias.shape), zero=True)
 
     # -- experts -------------------------------------------------------------------------------------------------------
 
     def _shard_each_expert(self, name: str, block: Any, form: _ExpertsLayout) -> None:
-        """A part of each expert: of the width between its two products."""
+        """Shard the inner width of every expert."""
         if form.normed:
-            raise self.refusal(f"{name_pattern(name)} has a norm behind each expert; use one rank")
+            raise self.refusal(f"{name_pattern(name)} has a norm after each expert; use one rank")
         down, up = block.down_proj, getattr(block, form.up)
         inner = 1 if form.transposed else 2
         width = down.shape[inner]
         of_down = even_shard(down.shape, inner, self.rank, self.size)
         if of_down is None:
             raise self.refusal(
-                f"the width {width} of the experts {name_pattern(name)} does not divide; choose a divisor of it, or "
+                f"the width {width} of the experts {name_pattern(name)} is not divisible; choose a divisor of it, or "
                 "enable_expert_parallel"
             )
         of_up = even_shard(up.shape, 2 if form.transposed else 1, self.rank, self.size, form.halves)
-        assert of_up is not None, "as wide as down, or twice"
+        assert of_up is not None, "the up projection is as wide as down, or twice"
         self.result.shards.update({f"{name}.down_proj": of_down, f"{name}.{form.up}": of_up})
         bias = getattr(block, f"{form.up}_bias", None)
         if bias is not None:
@@ -255,15 +254,15 @@ class _TensorParallelPlanner:
         self.result.all_reduced.append(name)
 
     def _distribute_experts(self, name: str, block: Any, form: _ExpertsLayout) -> None:
-        """Some of the experts, whole."""
+        """Distribute whole experts."""
         if not form.by_index:
             raise self.refusal(
-                f"the experts {name_pattern(name)} cannot be told apart by number; leave enable_expert_parallel off"
+                f"the experts {name_pattern(name)} are not selected by index; turn enable_expert_parallel off"
             )
         count = block.down_proj.shape[0]
         if count % self.size:
             raise self.refusal(
-                f"{count} experts of {name_pattern(name)} do not divide; leave enable_expert_parallel off"
+                f"{count} experts of {name_pattern(name)} are not divisible; turn enable_expert_parallel off"
             )
         own = count // self.size
         for leaf, parameter in block.named_parameters(recurse=False):
@@ -282,14 +281,14 @@ class _TensorParallelPlanner:
 
 @dataclass(frozen=True)
 class _ExpertsLayout:
-    """How a block of experts keeps its weights.
+    """Weight layout of an experts block.
 
     Attributes:
-        up: parameter of the first product.
-        halves: 2 where that is gate and up one after the other.
-        transposed: weights lie as `[experts, in, out]`.
-        normed: each expert ends in a norm.
-        by_index: the block is told which experts each token takes, and runs as the engine's op.
+        up: name of the first weight.
+        halves: 2 if that weight is gate, then up.
+        transposed: weights have layout `[experts, in, out]`.
+        normed: each expert ends with a norm.
+        by_index: the block receives expert indices per token and runs as the engine's op.
     """
 
     up: str
@@ -300,7 +299,7 @@ class _ExpertsLayout:
 
 
 def _experts_layout(block: Any) -> _ExpertsLayout | None:
-    """The form of a block of experts; None: the module is none."""
+    """Layout of an experts block; None for other modules."""
     if type(block).__name__ == "Llama4TextExperts":
         return _ExpertsLayout("gate_up_proj", 2, transposed=True, by_index=False)
     if not is_experts_module(block):
@@ -323,13 +322,13 @@ def _owner(name: str) -> str:
 
 
 def _width(linear: Any, role: Role) -> int:
-    """How many columns (outputs) or rows (inputs) a linear has to divide."""
+    """Number of columns (outputs) or rows (inputs) of a linear."""
     outputs, inputs = linear.weight.shape[::-1] if is_transposed(linear) else linear.weight.shape
     return int(outputs if role == "columns" else inputs)
 
 
 def _choices(heads: HeadSharding) -> str:
-    """Numbers of ranks that would do."""
+    """Valid numbers of ranks."""
     return ", ".join(
         str(n) for n in range(1, heads.query + 1) if not HeadSharding(heads.query, heads.kv, 0, n).indivisible_reason
     )

@@ -1,8 +1,8 @@
-"""Experts that a checkpoint keeps one by one, merged as they are read: of each only what this rank keeps.
+"""Merge a checkpoint's separate expert tensors while reading them, restricted to this rank's part.
 
-Most checkpoints of mixtures have `experts.7.gate_proj.weight`, `experts.7.up_proj.weight` and `experts.7.down_proj.weight`, where
-transformers' models have `experts.gate_up_proj` `[E, 2 I, K]` and `experts.down_proj` `[E, K, I]`. transformers' conversion says
-which becomes which; what it says beyond stacking and joining is left to transformers itself.
+Most MoE checkpoints have `experts.7.gate_proj.weight`, `experts.7.up_proj.weight` and `experts.7.down_proj.weight`;
+transformers' models have `experts.gate_up_proj` `[E, 2 I, K]` and `experts.down_proj` `[E, K, I]`. transformers' conversion
+defines the mapping; conversions beyond stacking and concatenation are left to transformers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EXPERT = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """One expert's matrix: `part` of `parts` that are joined by rows."""
+    """A matrix of one expert: index `part` among the matrices that are concatenated by rows."""
 
     expert: int
     part: int
@@ -32,11 +32,11 @@ class ExpertMatrix:
 
 @dataclass
 class MergedParameter:
-    """What becomes one parameter.
+    """Sources of a merged parameter.
 
     Attributes:
-        parts: matrices of each expert that are joined by rows.
-        pieces: name in the checkpoint -> which piece of the parameter it is.
+        parts: matrices per expert, concatenated by rows.
+        pieces: expert matrix by checkpoint name.
     """
 
     parts: int
@@ -45,11 +45,11 @@ class MergedParameter:
 
 @dataclass(frozen=True)
 class ExpertMergePlan:
-    """How a checkpoint becomes a model.
+    """Mapping of a checkpoint to a model.
 
     Attributes:
-        merged: parameter -> what it is merged from.
-        renamed: checkpoint name -> model name, of tensors that are taken as they are.
+        merged: sources by merged parameter.
+        renamed: checkpoint name -> model name of the other tensors.
     """
 
     merged: dict[str, MergedParameter]
@@ -57,10 +57,10 @@ class ExpertMergePlan:
 
 
 def plan_expert_merge(model: PreTrainedModel, stored: Mapping[str, CheckpointTensor]) -> ExpertMergePlan | None:
-    """How `stored` becomes `model`; None: transformers has to convert it."""
+    """The plan for a checkpoint; None if transformers has to convert it."""
     converters, renamings = conversions(model)
     if not all(hasattr(each, "rename_source_key") for each in (*converters, *renamings)):
-        return None  # a transformers that does it otherwise
+        return None  # a transformers version with another interface
     used = [each for each in converters if any(each.rename_source_key(_apply(renamings, name))[1] for name in stored)]
     if not used or not all(map(_only_stacks, used)):
         return None
@@ -71,12 +71,12 @@ def plan_expert_merge(model: PreTrainedModel, stored: Mapping[str, CheckpointTen
         for converter in used:
             target, pattern = converter.rename_source_key(renamed)
             if pattern is not None:
-                found = _EXPERT.findall(renamed[renamed.index(".experts.") :] if ".experts." in renamed else renamed)
-                if len(found) != 1:
+                experts = _EXPERT.findall(renamed[renamed.index(".experts.") :] if ".experts." in renamed else renamed)
+                if len(experts) != 1:
                     return None
                 part = converter.source_patterns.index(pattern)
                 merge = merged.setdefault(target, MergedParameter(len(converter.source_patterns)))
-                merge.pieces[name] = ExpertMatrix(int(found[0]), part)
+                merge.pieces[name] = ExpertMatrix(int(experts[0]), part)
                 break
         else:
             plain[name] = renamed
@@ -96,7 +96,7 @@ def _apply(renamings: list[Any], name: str) -> str:
 
 
 def _only_stacks(converter: Any) -> bool:
-    """Whether a conversion stacks experts and joins the stacks by rows, and no more."""
+    """Whether a conversion only stacks experts and concatenates the stacks by rows."""
     steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
     stacked = steps[:1] == [("MergeModulelist", 0)] and len(converter.target_patterns) == 1
     joined = steps[1:] == [("Concatenate", 1)] if len(converter.source_patterns) > 1 else not steps[1:]
@@ -109,7 +109,7 @@ def check_merges(
     merge_plan: ExpertMergePlan,
     shards: Mapping[str, TensorShard],
 ) -> None:
-    """Refuse a checkpoint that lacks experts, or has them in other shapes than the model."""
+    """Raise `ValueError` if the checkpoint lacks experts or has other shapes than the model."""
     wanted = {
         name: shards[name].full if name in shards else tuple(tensor.shape)
         for name, tensor in loadable_tensors(model).items()
@@ -133,11 +133,7 @@ def check_merges(
 
 
 class ExpertMerger:
-    """Collects the pieces of parameters as they are read; a `TensorAssembler`.
-
-    Args:
-        model: of which this rank has what `shards` leaves.
-    """
+    """A `TensorAssembler` that merges expert matrices into this rank's parameters."""
 
     def __init__(self, model: PreTrainedModel, merge_plan: ExpertMergePlan, shards: Mapping[str, TensorShard]) -> None:
         self.pieces = {name: target for target, merge in merge_plan.merged.items() for name in merge.pieces}
@@ -156,13 +152,13 @@ class ExpertMerger:
         if target not in self._partial:
             self._partial[target] = torch.empty(self._cuts[target].shape, dtype=dtype, device=device)
         for rows, columns, (expert, row) in self._destinations(name):
-            found = part[slice(*rows), slice(*columns)]
-            self._partial[target][expert, row : row + found.shape[0]].copy_(found)
+            block = part[slice(*rows), slice(*columns)]
+            self._partial[target][expert, row : row + block.shape[0]].copy_(block)
         self._num_missing[target] -= 1
         return self._partial.pop(target) if not self._num_missing[target] else None
 
     def _destinations(self, name: str) -> Iterator[tuple[tuple[int, int], tuple[int, int], tuple[int, int]]]:
-        """(rows, columns) of a piece that this rank keeps, and the expert and row where they go."""
+        """(rows, columns) of this rank in a piece, and their destination (expert, row)."""
         target = self.pieces[name]
         shard, merge = self._cuts[target], self._merged[target]
         piece = merge.pieces[name]

@@ -1,7 +1,7 @@
-"""Linears in FP8: which of a model become so, how a weight is quantised as it is loaded, and the module that takes its place.
+"""FP8 linears: selection, quantization at load time, and the module that replaces `nn.Linear`.
 
-A weight comes to the device in the model's dtype, is quantised there and forgotten, before the next one comes: no whole model in
-16 bits is ever on the device. Numerics: `torchweave.ops.quant.fp8` and `torchweave.ops.quant.fp8_linear`.
+Each weight is quantized on the device before the next one arrives, so the device never holds the whole 16-bit model. Numerics:
+`torchweave.ops.quant.fp8` and `torchweave.ops.quant.fp8_linear`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torchweave.report import Report
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "block_sparse_moe_gate"})
 _LAYER = re.compile(r"\.\d+\.")
 DUMMY_INPUT_SCALE = 0.02
-"""Static scale of activations where there is no checkpoint: that of numbers up to 9, as norms leave them."""
+"""Static activation scale without a checkpoint: for values up to 9, as after norms."""
 
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How weights and activations of linears are quantised.
+    """Quantization scheme of linears.
 
     Attributes:
-        weights: a weight has one scale, one for each row (output channel), or one for each block of 128 x 128.
-        static: activations have one scale that the checkpoint brings; else it is found for each token, or with blocks for
-            each 128 channels of a token, as the model runs.
+        weights: scales per weight, per row (output channel), or per block of 128 x 128.
+        static: activations have a scale from the checkpoint; else scales are computed per token at run time, or per 128
+            channels of a token for block weights.
     """
 
     weights: Literal["tensor", "channel", "block"]
@@ -42,17 +42,17 @@ class QuantScheme:
 
     @property
     def name(self) -> str:
-        """As the option `quantization` names it; `_static` behind it for what only checkpoints have."""
+        """Value of the option `quantization`; the suffix `_static` occurs in checkpoints only."""
         return f"fp8_per_{self.weights}" + ("_static" if self.static else "")
 
     @property
     def group(self) -> int:
-        """`group` of `torchweave::fp8_quant`."""
+        """Argument `group` of `torchweave::fp8_quant`."""
         return GROUP if self.weights == "block" else PER_TOKEN
 
 
 def scheme(name: str) -> QuantScheme:
-    """The scheme of an option's value; `fp8` is `fp8_per_tensor`."""
+    """Parse a value of the option `quantization`; `fp8` is `fp8_per_tensor`."""
     kinds: dict[str, Literal["tensor", "channel", "block"]] = {
         "fp8": "tensor",
         "fp8_per_tensor": "tensor",
@@ -65,15 +65,18 @@ def scheme(name: str) -> QuantScheme:
 
 
 class Fp8Linear(nn.Module):
-    """A linear over FP8 operands, in place of `nn.Linear`.
+    """A linear with FP8 operands that replaces `nn.Linear`.
 
     Attributes:
         weight: e4m3 `[N, K]`.
         weight_scale: float32 `[N]`, or by block as `torchweave::fp8_linear` takes it.
-        input_scale: float32 `[1]`, or None: found as the model runs.
+        input_scale: float32 `[1]`; None: computed at run time.
         bias: `[N]` or None.
-        group: of `torchweave::fp8_quant`.
+        group: argument of `torchweave::fp8_quant`.
     """
+
+    weight_scale: Tensor
+    input_scale: Tensor | None
 
     def __init__(
         self, weight: Tensor, weight_scale: Tensor, bias: nn.Parameter | None, input_scale: Tensor | None, group: int
@@ -92,7 +95,7 @@ class Fp8Linear(nn.Module):
         return torch.ops.torchweave.fp8_linear(q, scale, self.weight, self.weight_scale, self.bias, x.dtype)
 
     def detached(self) -> Fp8Linear:
-        """The same over tensors of its own, which stay where they are when a pass moves the model's."""
+        """A copy with its own tensor objects, unaffected when a pass moves the model's tensors."""
         return Fp8Linear(self.weight.detach(), self.weight_scale.detach(), self.bias, self.input_scale, self.group)
 
     def extra_repr(self) -> str:
@@ -100,13 +103,13 @@ class Fp8Linear(nn.Module):
 
 
 def distinct_linears(model: nn.Module) -> list[Fp8Linear]:
-    """One of a model's FP8 linears for each shape."""
+    """One FP8 linear of the model per shape."""
     linears = [module for module in model.modules() if isinstance(module, Fp8Linear)]
     return list({(linear.in_features, linear.out_features): linear for linear in linears}.values())
 
 
 def quantize_weight(weight: Tensor, quant_scheme: QuantScheme) -> tuple[Tensor, Tensor]:
-    """weight `[N, K]` as e4m3 and its scales, as `Fp8Linear` keeps them; rounded to nearest."""
+    """Quantize weight `[N, K]` to e4m3, rounding to nearest; returns it with scales in the layout of `Fp8Linear`."""
     rows, width = weight.shape
     if quant_scheme.weights == "block":
         padded = nn.functional.pad(weight, (0, -width % GROUP, 0, -rows % GROUP))
@@ -120,10 +123,10 @@ def quantize_weight(weight: Tensor, quant_scheme: QuantScheme) -> tuple[Tensor, 
 
 
 def select_linears(model: PreTrainedModel, quant_scheme: QuantScheme) -> tuple[list[str], dict[str, list[str]]]:
-    """Names of the linears that are quantised, and of those that are not, by reason.
+    """Names of linears to quantize, and of the other linears by reason.
 
     Raises:
-        ValueError: the model has none.
+        ValueError: the model has no linear to quantize.
     """
     chosen: list[str] = []
     excluded: dict[str, list[str]] = {}
@@ -140,14 +143,12 @@ def select_linears(model: PreTrainedModel, quant_scheme: QuantScheme) -> tuple[l
         else:
             excluded.setdefault(why, []).append(name)
     if not chosen:
-        raise ValueError(
-            f"quantization={quant_scheme.name}: {type(model).__name__} has no linear layer that it could take."
-        )
+        raise ValueError(f"quantization={quant_scheme.name}: {type(model).__name__} has no linear layer to quantize.")
     return chosen, excluded
 
 
 def _exclusion(name: str, module: nn.Linear, head: nn.Module | None) -> str | None:
-    """Why a linear keeps its dtype, or None."""
+    """Why a linear is not quantized; None if it is."""
     if module is head:
         return "the output layer: its logits decide"
     if name.rpartition(".")[2] in _ROUTERS:
@@ -158,11 +159,11 @@ def _exclusion(name: str, module: nn.Linear, head: nn.Module | None) -> str | No
 
 
 class Quantizer:
-    """Puts weights into a model as they arrive, those of chosen linears in FP8, and replaces their modules.
+    """A `TensorSetter` that quantizes the selected linears and replaces their modules.
 
     Args:
-        weight_scales, input_scales: what a quantised checkpoint has for each linear, on the CPU; its weights come as e4m3.
-            Without, weights are quantised here.
+        weight_scales, input_scales: scales of a quantized checkpoint by linear, on the CPU; its weights are e4m3. None:
+            quantize weights here.
     """
 
     def __init__(
@@ -181,10 +182,10 @@ class Quantizer:
         self._chosen = frozenset(self.linears)
 
     def _check(self, model: PreTrainedModel) -> None:
-        """Only what the checkpoint has in FP8 is; all of that must be a linear that can be."""
+        """Restrict the linears to those in FP8 in the checkpoint, all of which must be supported."""
         if strange := sorted(set(self.weight_scales) - set(self.linears)):
             raise ValueError(
-                f"This checkpoint has {strange[0]} in FP8, which is no linear layer that can be served so "
+                f"This checkpoint has {strange[0]} in FP8, which is not a supported FP8 linear layer "
                 f"({next((why for why, names in self.excluded.items() if strange[0] in names), type(model).__name__)})."
             )
         left = [name for name in self.linears if name not in self.weight_scales]
@@ -192,15 +193,15 @@ class Quantizer:
             self.excluded["not quantised in the checkpoint"] = left
         self.linears = [name for name in self.linears if name in self.weight_scales]
         if self.scheme.static and (without := [name for name in self.linears if name not in self.input_scales]):
-            raise ValueError(f"This checkpoint promises static scales of activations, but {without[0]} has none.")
+            raise ValueError(f"This checkpoint declares static activation scales, but {without[0]} has none.")
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Tensors that come in another dtype than the model's."""
+        """Dtypes that differ from the model's, by tensor name."""
         return {f"{name}.weight": FP8 for name in self.linears} if self.stored else {}
 
     def set_tensor(self, model: nn.Module, name: str, tensor: Tensor) -> None:
-        """Make `tensor`, which is on its device, the parameter or buffer called `name`."""
+        """Set the parameter or buffer `name` to a tensor on its final device."""
         owner, _, leaf = name.rpartition(".")
         if owner in self._chosen and leaf == "weight":
             self._replace(model, owner, tensor)
@@ -214,21 +215,21 @@ class Quantizer:
             scale = layout_scales(self.weight_scales[name].to(device), weight.shape, self.scheme, name)
         else:
             weight, scale = quantize_weight(weight, self.scheme)
-        given = None
+        input_scale = None
         if self.scheme.static:
-            found = self.input_scales.get(name, torch.tensor(DUMMY_INPUT_SCALE))
-            given = found.to(device, torch.float32).reshape(1)
-        replacement = Fp8Linear(weight, scale, linear.bias, given, self.scheme.group).eval()
-        replacement._forward_hooks.update(linear._forward_hooks)  # what is done with the result stays to be done
+            stored = self.input_scales.get(name, torch.tensor(DUMMY_INPUT_SCALE))
+            input_scale = stored.to(device, torch.float32).reshape(1)
+        replacement = Fp8Linear(weight, scale, linear.bias, input_scale, self.scheme.group).eval()
+        replacement._forward_hooks.update(linear._forward_hooks)  # e.g. the all-reduce
         model.set_submodule(name, replacement)
 
     def apply(self, model: nn.Module, device: torch.device) -> None:
-        """Quantise a model that has its weights already, moving one weight at a time."""
+        """Quantize a loaded model, moving one weight at a time to the device."""
         for name in self.linears:
             self.set_tensor(model, f"{name}.weight", model.get_parameter(f"{name}.weight").data.to(device))
 
     def report_summary(self, model: nn.Module, report: Report) -> None:
-        """Report what was quantised and what was not, layers of one kind together."""
+        """Report quantized and excluded linears by name pattern."""
         modules = [model.get_submodule(name) for name in self.linears]
         report.event(
             "quantized",
@@ -241,10 +242,10 @@ class Quantizer:
 
 
 def layout_scales(scale: Tensor, shape: torch.Size, quant_scheme: QuantScheme, name: str) -> Tensor:
-    """A checkpoint's scales of a weight of `shape`, float32, as `Fp8Linear` keeps them.
+    """A checkpoint's scales of a weight of `shape`, as float32 in the layout of `Fp8Linear`.
 
     Raises:
-        ValueError: there are more or fewer than the scheme says.
+        ValueError: the number of scales does not match the scheme.
     """
     rows, width = shape
     scale = scale.float()

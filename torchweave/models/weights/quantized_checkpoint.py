@@ -1,10 +1,9 @@
-"""FP8 checkpoints: what `quantization_config` in a config.json says, and the scales beside the weights.
+"""FP8 checkpoints: the `quantization_config` of config.json, and the scales of weights, activations and KV cache.
 
-Two forms are read. compressed-tensors (llm-compressor, `format: float-quantized`): `X.weight` in e4m3 with `X.weight_scale`, one
-number, one a row, or one a block; activations per token, per group of 128, or static with `X.input_scale`. Hugging Face's `fp8`
-(fine-grained: DeepSeek, Qwen): `X.weight_scale_inv` by blocks of 128 x 128, or (Ministral) one number, with `X.activation_scale`
-where activations are static; AutoFP8 calls these two `X.weight_scale` and `X.input_scale`. Whatever is not one of these is refused
-with what it is.
+Two formats are supported; others are rejected by name. compressed-tensors (llm-compressor, `format: float-quantized`): `X.weight`
+in e4m3 with `X.weight_scale` per tensor, row or block; activations per token, per group of 128, or static with `X.input_scale`.
+Hugging Face's `fp8` (fine-grained: DeepSeek, Qwen): `X.weight_scale_inv` per block of 128 x 128, or (Ministral) per tensor, with
+`X.activation_scale` for static activations; AutoFP8 calls these `X.weight_scale` and `X.input_scale`.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ _CACHE_SCALES = {
     "k": (".k_scale", ".k_proj.output_scale", ".kv_scale"),
     "v": (".v_scale", ".v_proj.output_scale", ".kv_scale"),
 }
-"""Endings of the scales of a layer's keys and values: today's, those of the first llm-compressor, those of AutoFP8."""
+"""Name suffixes of KV-cache scales: current, first llm-compressor, AutoFP8."""
 _BLOCKS = ([GROUP, GROUP], (GROUP, GROUP))
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
 def quantization_config(source: Source) -> dict[str, Any] | None:
-    """The `quantization_config` of a model's config.json, of its text part if need be; None where it has none."""
+    """The `quantization_config` of config.json or of its text part; None if absent."""
     raw = source.config if source.folder is None else read_json(source.folder / "config.json")
     assert raw is not None
     inner = raw.get("text_config")
-    found = raw.get("quantization_config") or (inner if isinstance(inner, dict) else {}).get("quantization_config")
-    return found if isinstance(found, dict) else None
+    config = raw.get("quantization_config") or (inner if isinstance(inner, dict) else {}).get("quantization_config")
+    return config if isinstance(config, dict) else None
 
 
 def checkpoint_scheme(source: Source) -> QuantScheme | None:
-    """How a checkpoint is quantised; None: not at all.
+    """Quantization scheme of a checkpoint; None: unquantized.
 
     Raises:
-        UnsupportedModel: in a way that cannot be served; says which.
+        UnsupportedModel: the format is not supported.
     """
     config = quantization_config(source)
     if config is None:
@@ -66,7 +65,7 @@ def checkpoint_scheme(source: Source) -> QuantScheme | None:
 
 
 def checkpoint_kv_cache_dtype(source: Source) -> str | None:
-    """What a checkpoint wants keys and values kept in; None where it says nothing, or something that there is not."""
+    """KV-cache dtype requested by a checkpoint; None if none or an unsupported one."""
     cache = (quantization_config(source) or {}).get("kv_cache_scheme")
     if not isinstance(cache, dict) or cache.get("dynamic") or cache.get("strategy", "tensor") != "tensor":
         return None
@@ -74,49 +73,49 @@ def checkpoint_kv_cache_dtype(source: Source) -> str | None:
 
 
 def pop_kv_cache_scales(stored: dict[str, CheckpointTensor]) -> dict[int, tuple[float, float]]:
-    """Take the scales of keys and values out of a checkpoint's tensors: one of each a layer, 1.0 where there is none.
+    """Remove the KV-cache scales from `stored`; returns (k_scale, v_scale) by layer, 1.0 if absent.
 
     Raises:
-        ValueError: a scale that cannot be one.
+        ValueError: a scale is not a finite number above 0.
     """
-    found: dict[int, dict[str, float]] = {}
-    taken: set[str] = set()
+    scales_by_layer: dict[int, dict[str, float]] = {}
+    removed: set[str] = set()
     for kind, endings in _CACHE_SCALES.items():
         for name in [name for ending in endings for name in stored if name.endswith(ending)]:
             layer = _LAYER_NUMBER.search(name)
-            taken.add(name)
+            removed.add(name)
             if layer is None or stored[name].shape not in ((), (1,)):
-                continue  # a scale for each head: there is no such cache
+                continue  # scales per head are not supported
             with safe_open(stored[name].file, framework="pt") as tensors:
                 scale = float(tensors.get_tensor(name))
             if not (math.isfinite(scale) and scale > 0):
-                raise ValueError(f"{stored[name].file} has {name}={scale}: a scale is a finite number above 0.")
-            found.setdefault(int(layer[1]), {}).setdefault(kind, scale)
-    for name in taken:
+                raise ValueError(f"{stored[name].file} has {name}={scale}: expected a finite number above 0.")
+            scales_by_layer.setdefault(int(layer[1]), {}).setdefault(kind, scale)
+    for name in removed:
         del stored[name]
-    return {layer: (scales.get("k", 1.0), scales.get("v", 1.0)) for layer, scales in found.items()}
+    return {layer: (scales.get("k", 1.0), scales.get("v", 1.0)) for layer, scales in scales_by_layer.items()}
 
 
 def resolve_scheme(source: Source, requested: str | None) -> QuantScheme | None:
-    """How linears are to be quantised: as the checkpoint has them, else as asked.
+    """Quantization scheme to load with: the checkpoint's, else the requested one.
 
     Raises:
-        ValueError: it is quantised in another way than asked.
+        ValueError: the request contradicts the checkpoint.
     """
     stored = checkpoint_scheme(source)
     if stored is None or requested is None:
         return stored if requested is None else scheme(requested)
     if requested != stored.name and scheme(requested) != stored:
         raise ValueError(
-            f"quantization={requested} was asked for, but {source.name!r} is {stored.name} already; leave it out."
+            f"quantization={requested} contradicts {source.name!r}, which is {stored.name} already; remove the option."
         )
     return stored
 
 
 def _unsupported(what: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"This checkpoint is quantized {what}, which is not supported; use an unquantized one (quantization=fp8 quantises it as "
-        "it is loaded), or one in FP8 (compressed-tensors, or Hugging Face's fp8)."
+        f"This checkpoint is quantized {what}, which is not supported; use an unquantized one (quantization=fp8 quantizes it at "
+        "load time), or one in FP8 (compressed-tensors, or Hugging Face's fp8)."
     )
 
 
@@ -134,7 +133,7 @@ def _fine_grained(config: Mapping[str, Any]) -> QuantScheme:
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantScheme | None:
     if places := sorted(_online_transforms(config)):
-        raise _unsupported(f"by compressed-tensors with transforms of {', '.join(places)} as the model runs")
+        raise _unsupported(f"by compressed-tensors with online transforms of {', '.join(places)}")
     schemes = {
         _parse_config_group(*each) for each in _json_object(config.get("config_groups"), "config_groups").items()
     }
@@ -142,25 +141,24 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantScheme | None:
         return None
     if len(schemes) != 1:
         raise _unsupported(f"by compressed-tensors in {len(schemes)} different ways")
-    (found,) = schemes
-    return found
+    return schemes.pop()
 
 
-def _json_object(found: Any, name: str) -> Mapping[str, Any]:
-    """What is called `name` in a quantization_config, an empty object where it is null.
+def _json_object(value: Any, name: str) -> Mapping[str, Any]:
+    """A JSON object in a quantization_config; null is an empty object.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: the value is no JSON object.
     """
-    if found is not None and not isinstance(found, Mapping):
+    if value is not None and not isinstance(value, Mapping):
         raise ValueError(
-            f"The quantization_config of config.json has {name}={found!r}: expected a JSON object; copy or download it again."
+            f"The quantization_config of config.json has {name}={value!r}: expected a JSON object; copy or download it again."
         )
-    return found or {}
+    return value or {}
 
 
 def _online_transforms(config: Mapping[str, Any]) -> set[str]:
-    """What a checkpoint wants multiplied by a matrix as the model runs; what it says so of weights was done to them."""
+    """Locations of transforms to apply at run time; those of weights are already applied."""
     schemes = _json_object(
         _json_object(config.get("transform_config"), "transform_config").get("config_groups"), "config_groups"
     )
@@ -173,18 +171,18 @@ def _online_transforms(config: Mapping[str, Any]) -> set[str]:
 
 
 def _parse_config_group(name: str, group: Any) -> QuantScheme:
-    """The scheme of one group of layers."""
+    """Scheme of one config group."""
     group = _json_object(group, name)
     weights, inputs = _json_object(group.get("weights"), "weights"), group.get("input_activations")
     strategy = weights.get("strategy")
-    what = f"by compressed-tensors to {weights.get('type')}{weights.get('num_bits')} by {strategy}"
+    description = f"by compressed-tensors to {weights.get('type')}{weights.get('num_bits')} by {strategy}"
     if inputs is None:
-        raise _unsupported(f"{what} with activations as they are")
+        raise _unsupported(f"{description} with unquantized activations")
     inputs = _json_object(inputs, "input_activations")
     if any((part.get("type"), part.get("num_bits")) != ("float", 8) for part in (weights, inputs)):
-        raise _unsupported(f"{what} with activations in {inputs.get('type')}{inputs.get('num_bits')}")
+        raise _unsupported(f"{description} with activations in {inputs.get('type')}{inputs.get('num_bits')}")
     static = not inputs.get("dynamic", False)
-    how = f"{what} with {'static' if static else 'dynamic'} activations by {inputs.get('strategy')}"
+    activations = f"{description} with {'static' if static else 'dynamic'} activations by {inputs.get('strategy')}"
     if strategy == "block":
         fits = weights.get("block_structure") in _BLOCKS and not static
         if fits and inputs.get("strategy") == "group" and inputs.get("group_size") == GROUP:
@@ -192,18 +190,19 @@ def _parse_config_group(name: str, group: Any) -> QuantScheme:
     elif strategy in ("tensor", "channel") and inputs.get("strategy") == ("tensor" if static else "token"):
         return QuantScheme(strategy, static)
     elif strategy in ("tensor", "channel") and inputs.get("strategy") == "tensor":
-        return QuantScheme(strategy)  # one scale over all tokens of a step would let one request change another's
-    raise _unsupported(how)
+        return QuantScheme(
+            strategy
+        )  # with a scale over all tokens of a step, one request would change another's results
+    raise _unsupported(activations)
 
 
 def pop_scales(
     stored: dict[str, CheckpointTensor], renamed: Mapping[str, str]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Take the scales out of a checkpoint's tensors: (weight scales, input scales) by the name of the model's linear.
+    """Remove the scales from `stored`; returns (weight scales, input scales) by name of the model's linear.
 
     Args:
-        stored: loses them.
-        renamed: checkpoint name -> model name, of weights.
+        renamed: checkpoint name -> model name of weights.
     """
     weights: dict[str, Tensor] = {}
     inputs: dict[str, Tensor] = {}
@@ -225,10 +224,10 @@ def pop_scales(
 
 
 def shard_scales(scales: Mapping[str, Tensor], shards: Mapping[str, TensorShard]) -> dict[str, Tensor]:
-    """One rank's scales: of the part of each weight that it keeps.
+    """Scales of this rank's parts of weights.
 
     Raises:
-        UnsupportedModel: a part ends within a block of weights that has one scale.
+        UnsupportedModel: a part ends within a block of weights with one scale.
     """
     return {name: _shard_scale(name, scale, shards.get(f"{name}.weight")) for name, scale in scales.items()}
 
@@ -241,17 +240,17 @@ def _shard_scale(name: str, scale: Tensor, shard: TensorShard | None) -> Tensor:
     blocks = shard.for_block_scales(GROUP, scale.shape)
     if blocks is None:
         raise UnsupportedModel(
-            f"{name} has one scale for each {GROUP} x {GROUP} weights, and the parts of ranks would end within such a block; "
-            "use fewer ranks, or a checkpoint with a scale for each row."
+            f"{name} has one scale per {GROUP} x {GROUP} weights, and the parts of ranks would split such a block; "
+            "use fewer ranks, or a checkpoint with scales per row."
         )
     return blocks.extract(scale)
 
 
 def check_scales(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
-    """Refuse scales that would turn all that follows into numbers that mean nothing: no finite ones, or activations over zero.
+    """Validate scales.
 
     Raises:
-        ValueError: names the linear.
+        ValueError: a weight scale is negative or not finite, or an input scale is not a finite number above 0.
     """
     for name, scale in weights.items():
         if not bool((torch.isfinite(scale.float()) & (scale.float() >= 0)).all()):
@@ -259,10 +258,10 @@ def check_scales(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) ->
                 f"This checkpoint has scales of {name}.weight that are not all finite and at least 0; copy or download it again."
             )
     for name, scale in inputs.items():
-        given = float(scale) if scale.numel() == 1 else f"a tensor of shape {list(scale.shape)}"
-        if isinstance(given, str) or not (math.isfinite(given) and given > 0):
+        value = float(scale) if scale.numel() == 1 else f"a tensor of shape {list(scale.shape)}"
+        if isinstance(value, str) or not (math.isfinite(value) and value > 0):
             raise ValueError(
-                f"This checkpoint has {given} as the scale of what {name} is given: expected one finite number above 0; copy or "
+                f"This checkpoint has {value} as input scale of {name}: expected one finite number above 0; copy or "
                 "download it again."
             )
 
@@ -273,21 +272,23 @@ def check_dtypes(
     filled: Mapping[str, str],
     scaled: Mapping[str, Tensor],
 ) -> None:
-    """Refuse weights in FP8 without scales, scales beside weights that are not in FP8, and integers where numbers belong.
+    """Raise `ValueError` for FP8 weights without scales, scales of other weights, and integers in float tensors.
 
     Args:
-        filled: checkpoint name -> what of the model it becomes, or becomes a part of.
+        filled: checkpoint name -> name of the model's tensor that contains it.
     """
     wanted = loadable_tensors(model)
     for name, target in filled.items():
         dtype = stored[name].dtype
         if target.removesuffix(".weight") in scaled and target.endswith(".weight"):
-            said = "" if dtype == "F8_E4M3" else f"{dtype} with a scale"
+            fault = "" if dtype == "F8_E4M3" else f"{dtype} with a scale"
         elif dtype in _FLOATS or (target in wanted and not wanted[target].is_floating_point()):
-            said = ""
+            fault = ""
         else:
-            said = f"{dtype} without a scale" if dtype.startswith("F8") else f"{dtype}, expected floating-point numbers"
-        if said:
+            fault = (
+                f"{dtype} without a scale" if dtype.startswith("F8") else f"{dtype}, expected floating-point numbers"
+            )
+        if fault:
             raise ValueError(
-                f"{stored[name].file} has {name} as {said}; check that config.json belongs to these weights."
+                f"{stored[name].file} has {name} as {fault}; check that config.json belongs to these weights."
             )

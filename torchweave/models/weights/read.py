@@ -1,7 +1,7 @@
-"""Weights from safetensors files, streamed one tensor at a time to the device and dtype where they stay.
+"""Stream weights from safetensors files, tensor by tensor, to their final device and dtype.
 
-The model was built on the meta device. Tensors whose names are the model's own go straight in; where a checkpoint keeps them
-under other names or in other pieces (experts of a mixture, mostly), transformers' own conversion does the loading instead.
+The model is on the meta device. A checkpoint with other names or splits than the model (mostly experts) is converted by
+transformers instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchweave.report import Report
 _WHOLE: Mapping[str, TensorShard] = {}
 _NO_PIECES: Mapping[str, str] = {}
 INDEX = "model.safetensors.index.json"
-# Buffers of old releases that are computed now: rotary frequencies and causal masks.
+# Buffers stored by old releases and computed now: rotary frequencies and causal masks.
 _OBSOLETE = re.compile(r"(rotary_emb\.inv_freq|(attn|attention|self_attention)\.(masked_)?bias|position_ids)$")
 _TEXT_PART = re.compile(r"^(?P<base>model\.)?(language_model|text_model)\.")
 
@@ -42,10 +42,10 @@ class CheckpointTensor:
 
 
 class TensorSetter(Protocol):
-    """Puts tensors into a model as they arrive.
+    """Sets tensors of a model as they are read.
 
     Attributes:
-        dtypes: tensors that come in another dtype than the model's, by name.
+        dtypes: dtypes that differ from the model's, by tensor name.
     """
 
     @property
@@ -55,29 +55,29 @@ class TensorSetter(Protocol):
 
 
 class TensorAssembler(Protocol):
-    """Makes tensors of pieces.
+    """Assembles tensors from pieces.
 
     Attributes:
-        pieces: name in the checkpoint -> name of the model's tensor that it is a piece of.
+        pieces: checkpoint name -> name of the model's tensor that contains the piece.
     """
 
     @property
     def pieces(self) -> Mapping[str, str]: ...
 
     def num_bytes(self, name: str, stored: CheckpointTensor) -> int:
-        """Bytes of a piece that are read."""
+        """Bytes to read from a piece."""
         ...
 
     def add(self, name: str, part: Any, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Take in a piece (a safetensors slice); returns the tensor once it is complete."""
+        """Add a piece (a safetensors slice); returns the tensor once complete."""
         ...
 
 
 def read_headers(folder: Path) -> dict[str, CheckpointTensor]:
-    """Every tensor of a checkpoint by name, from the files' headers alone.
+    """Every tensor of a checkpoint by name, from the files' headers.
 
     Raises:
-        ValueError: there is no file, one is missing or damaged; names the file.
+        ValueError: no files, or a missing or damaged file.
     """
     stored: dict[str, CheckpointTensor] = {}
     for file in _files(folder):
@@ -95,12 +95,12 @@ def read_headers(folder: Path) -> dict[str, CheckpointTensor]:
 
 def _files(folder: Path) -> list[Path]:
     single, index = folder / "model.safetensors", folder / INDEX
-    if single.is_file():  # an index beside it may be that of weights before it: transformers' order
+    if single.is_file():  # an index next to it may be outdated; transformers has the same precedence
         return [single]
     if index.is_file():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
         if not names:
-            raise ValueError(f"{index} names no files (no weight_map); copy or download it again.")
+            raise ValueError(f"{index} has no weight_map; copy or download it again.")
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise ValueError(f"{folder} lacks {missing[0]}, which its index names; copy or download the missing files.")
         return [folder / name for name in names]
@@ -118,22 +118,19 @@ _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count * _BITS.get(dtype, 8) // 8
+    return math.prod(shape) * _BITS.get(dtype, 8) // 8
 
 
 def map_tensor_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Checkpoint name -> model name, for the names that the model has.
+    """Checkpoint name -> model name, for names that exist in the model.
 
-    Names may come with or without the base model's prefix, and with that of the text part of a multimodal model.
+    Checkpoint names may lack or add the base model's prefix and the prefix of a multimodal model's text part.
     """
     wanted = loadable_tensors(model).keys()
     prefix = f"{model.base_model_prefix}."
     renamed = {}
     for name in names:
-        text = _TEXT_PART.sub(lambda found: found["base"] or "", name)
+        text = _TEXT_PART.sub(lambda match: match["base"] or "", name)
         for candidate in (name, prefix + name, name.removeprefix(prefix), text):
             if candidate in wanted:
                 renamed[name] = candidate
@@ -142,12 +139,12 @@ def map_tensor_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, 
 
 
 def loadable_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint may fill: all parameters and persistent buffers, tied ones under each of their names."""
+    """Parameters and persistent buffers, tied ones under each of their names."""
     return model.state_dict(keep_vars=True)
 
 
 def conversions(model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
-    """transformers' conversions of checkpoints of the model: those of tensors, and those of names alone."""
+    """transformers' checkpoint conversions of the model: (tensor converters, renamings)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -157,7 +154,7 @@ def conversions(model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
 
 
 def needs_conversion(model: PreTrainedModel, names: Iterable[str]) -> bool:
-    """Whether this checkpoint must be converted: its tensors are not the model's one to one."""
+    """Whether the checkpoint's tensors do not map one to one to the model's."""
     names = list(names)
     converters, renamings = conversions(model)
     patterns = [re.compile(pattern) for converter in converters for pattern in converter.source_patterns]
@@ -184,11 +181,11 @@ def check_tensor_names(
     shards: Mapping[str, TensorShard] = _WHOLE,
     pieces: Mapping[str, str] = _NO_PIECES,
 ) -> None:
-    """Refuse a checkpoint that lacks tensors, has tensors of another shape, or has some that the config leaves unused.
+    """Raise `ValueError` if tensors are missing, have other shapes, or are unused under the config.
 
     Args:
-        shards: tensors of which the model has a part; the checkpoint has them whole.
-        pieces: checkpoint name -> model name, of tensors that are a piece of the model's.
+        shards: parts of whole checkpoint tensors in the model.
+        pieces: checkpoint name -> model name of tensors that are pieces.
     """
     wanted = {
         name: shards[name].full if name in shards else tuple(tensor.shape)
@@ -214,21 +211,21 @@ def check_tensor_names(
     )
     if unused:
         raise ValueError(
-            f"{folder} has {_some(unused)}, for which {type(model).__name__} has no place under this config.json; "
+            f"{folder} has {_some(unused)}, which {type(model).__name__} does not use under this config.json; "
             "check that config.json belongs to these weights."
         )
 
 
 def missing_tensors_message(model: PreTrainedModel, folder: Path, missing: list[str], stored: Iterable[str]) -> str:
-    """What to say of a checkpoint that has no tensors of these names of the model."""
+    """Error message for tensors missing from a checkpoint."""
     prefix, kind = f"{model.base_model_prefix}.", type(model).__name__
     for name in missing:
         alike = f".{name.removeprefix(prefix)}"
         elsewhere = [each for each in stored if each.endswith(alike)] if "embed" in name else []
-        if elsewhere:  # with layers that may be those of an encoder's, but there is one embedding of tokens
+        if elsewhere:  # layers may be an encoder's, but the token embedding is unique
             return (
-                f"{folder} has {elsewhere[0]} where {kind} has {name}: the text part of this checkpoint has names that the engine "
-                "does not know, so it cannot be served."
+                f"{folder} has {elsewhere[0]} where {kind} has {name}: the names of this checkpoint's text part are "
+                "unknown, so it cannot be served."
             )
     return (
         f"{folder} lacks {_some(missing)} of {kind}: expected every tensor that config.json implies; "
@@ -250,11 +247,11 @@ def stream_weights(
     shards: Mapping[str, TensorShard] = _WHOLE,
     assembler: TensorAssembler | None = None,
 ) -> None:
-    """Fill the model from the files, tensor by tensor, then tie what is tied.
+    """Fill the model from the files, tensor by tensor, and tie its weights.
 
     Args:
-        shards: tensors of which only a part is read.
-        assembler: takes what the checkpoint has in pieces.
+        shards: tensors to read in part.
+        assembler: assembles tensors that the checkpoint stores in pieces.
     """
     dtypes = dtype_plan(model) | (setter.dtypes if setter is not None else {})
     place = setter.set_tensor if setter is not None else set_tensor
@@ -279,7 +276,7 @@ def stream_weights(
                     target = renamed[name]
                     shard = shards.get(target)
                     tensor = tensors.get_tensor(name) if shard is None else shard.extract(tensors.get_slice(name))
-                    # A copy even where nothing changes: the file's pages must not stay the model's memory.
+                    # Always copy: the model must not keep the file's pages mapped.
                     place(model, target, tensor.to(device=device, dtype=dtypes[target], copy=shard is None))
     model.tie_weights(missing_keys=all_names - {*renamed.values(), *pieces.values()}, recompute_mapping=False)
 
@@ -301,11 +298,11 @@ def init_random_weights(
     shards: Mapping[str, TensorShard] = _WHOLE,
     whole: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Random weights on the device: matrices and embeddings small and normal, norms one, biases and the rest zero.
+    """Fill random weights on the device: normal matrices and embeddings, norms of one, all else zero.
 
     Args:
-        shards: tensors of which the model has a part: that of the numbers that the whole model would have.
-        whole: what `untied_tensors` gave of the whole model, where this one lacks layers: it has the same numbers.
+        shards: parts of tensors; ranks get parts of the same random numbers.
+        whole: `untied_tensors` of the whole model if this one lacks layers, so that stages get the same random numbers.
     """
     own = untied_tensors(model)
     wanted = own if whole is None else whole
@@ -332,13 +329,13 @@ def init_random_weights(
 
 
 def untied_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a checkpoint may fill, without those names that another one is tied to."""
+    """Loadable tensors without those tied to another."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return {name: tensor for name, tensor in loadable_tensors(model).items() if name not in tied}
 
 
 def dtype_plan(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) -> dict[str, torch.dtype]:
-    """The dtype of each tensor: the model's, but float32 where the model's class says that it must stay so."""
+    """Dtype by tensor: the model's, or float32 where the model's class requires it."""
     strict = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if model.config.dtype == torch.float16:
         strict |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -350,7 +347,7 @@ def dtype_plan(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = No
 
 
 def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make `tensor` the parameter or buffer called `name`."""
+    """Set the parameter or buffer `name`."""
     owner_name, _, leaf = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     if leaf in owner._parameters:
@@ -360,10 +357,10 @@ def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint has (rotary frequencies, embedding scales), as transformers does after meta.
+    """Compute buffers that checkpoints lack (rotary frequencies, embedding scales), as transformers does after meta init.
 
     Raises:
-        ValueError: a class of the model does not know how to rebuild one of its buffers.
+        ValueError: a module cannot rebuild one of its buffers.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -372,7 +369,7 @@ def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
         rebuilt = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
         for name, buffer in rebuilt.items():
             fresh = torch.empty_like(buffer, device=device)
-            # A mark that no rebuilt buffer keeps: what still has it was not rebuilt.
+            # A buffer that is still NaN afterwards was not rebuilt.
             fresh.fill_(torch.nan if fresh.is_floating_point() else 0)
             module._buffers[name] = fresh
             owners.append((owner, module, name))
@@ -383,15 +380,15 @@ def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
         buffer: Any = module._buffers[name]
         if buffer.is_floating_point() and bool(torch.isnan(buffer).all()) and buffer.numel():
             raise ValueError(
-                f"{type(module).__name__} cannot rebuild its buffer {name!r} after being built without memory; "
-                "a newer transformers may have this fixed."
+                f"{type(module).__name__} cannot rebuild its buffer {name!r} after construction on the meta device; "
+                "update transformers."
             )
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    assert not left, f"tensors without memory after loading: {left[:5]}"
+    assert not left, f"tensors still on meta after loading: {left[:5]}"
 
 
 def _with_pretrained(owner: PreTrainedModel, module: nn.Module) -> Iterable[tuple[PreTrainedModel, nn.Module]]:
-    """Every module with the nearest `PreTrainedModel` around it, whose `_init_weights` knows it."""
+    """Every module with its nearest enclosing `PreTrainedModel`, whose `_init_weights` rebuilds it."""
     yield owner, module
     for child in module.children():
         yield from _with_pretrained(child if isinstance(child, PreTrainedModel) else owner, child)

@@ -1,4 +1,4 @@
-"""Which part of a parameter one rank keeps, and how that part is read without reading the rest."""
+"""A rank's part of a parameter, and reading it without the rest."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 Range = tuple[int, int]
-"""From, and up to but without."""
+"""(begin, end), end exclusive."""
 Ranges = tuple[Range, ...]
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Ranges of one dimension of a parameter, one after the other.
+    """Concatenated ranges of one dimension of a parameter.
 
     Attributes:
         full: shape of the whole parameter.
-        dim: which dimension is divided.
-        ranges: what this rank keeps of it, in its order; a range may be another rank's too.
-        pad: rows of zeros behind, so that the part has one shape on all ranks.
-        zero: this rank has zeros of the whole shape: what is added to a sum over ranks is added by rank 0 alone.
+        dim: the sharded dimension.
+        ranges: this rank's ranges in order; ranks may share a range.
+        pad: rows of zeros appended so that all ranks have the same shape.
+        zero: this rank holds zeros of the full shape, since rank 0 alone adds the value to a sum over ranks.
     """
 
     full: tuple[int, ...]
@@ -34,14 +34,14 @@ class TensorShard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what this rank has."""
+        """Shape of this rank's part."""
         if self.zero:
             return self.full
         length = sum(end - begin for begin, end in self.ranges) + self.pad
         return (*self.full[: self.dim], length, *self.full[self.dim + 1 :])
 
     def extract(self, whole: Any) -> Tensor:
-        """This rank's part of a tensor, or of a safetensors slice, of which nothing else is read. Always a new tensor."""
+        """Copy this rank's part of a tensor or safetensors slice; only that part of a slice is read."""
         if self.zero:
             like = whole[tuple(slice(0, 1) for _ in self.full)]
             return torch.zeros(self.full, dtype=like.dtype, device=like.device)
@@ -53,7 +53,7 @@ class TensorShard:
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
     def for_block_scales(self, block: int, full: Sequence[int]) -> TensorShard | None:
-        """The cut of a tensor that has one number for each `block` of the dimension; None: a block would be cut."""
+        """The shard of a tensor with one value per `block` of the dimension; None: a range splits a block."""
         length = self.full[self.dim]
         if self.pad or any(begin % block or (end % block and end != length) for begin, end in self.ranges):
             return None
@@ -62,7 +62,7 @@ class TensorShard:
 
 
 def even_shard(full: Sequence[int], dim: int, rank: int, size: int, parts: int = 1) -> TensorShard | None:
-    """One of `size` equal parts; with `parts` of each of so many equal stretches (gate and up). None: it does not divide."""
+    """An equal part of each of `parts` equal stretches (gate and up); None: not divisible."""
     length = full[dim]
     if length % (parts * size):
         return None
@@ -72,7 +72,7 @@ def even_shard(full: Sequence[int], dim: int, rank: int, size: int, parts: int =
 
 
 def padded_shard(full: Sequence[int], dim: int, rank: int, size: int) -> TensorShard:
-    """One of `size` parts of `ceil(length / size)`, the last ones filled up with zeros."""
+    """One of `size` parts of `ceil(length / size)` rows; the last ones are padded with zeros."""
     length = full[dim]
     own = -(-length // size)
     begin, end = min(rank * own, length), min((rank + 1) * own, length)
@@ -81,10 +81,11 @@ def padded_shard(full: Sequence[int], dim: int, rank: int, size: int) -> TensorS
 
 @dataclass(frozen=True)
 class HeadSharding:
-    """How the heads of an attention are divided.
+    """Distribution of attention heads over ranks.
 
     Attributes:
-        query, kv: query heads, and key and value heads, of the whole model.
+        query, kv: query heads and KV heads of the whole model.
+        rank, size: rank and size of the tensor-parallel group.
     """
 
     query: int
@@ -94,11 +95,11 @@ class HeadSharding:
 
     @property
     def indivisible_reason(self) -> str:
-        """Why they cannot be divided so; empty: they can."""
+        """Why the heads cannot be distributed; empty if they can."""
         if self.query % self.size:
             return f"its {self.query} attention heads"
         if self.kv % self.size and self.size % self.kv:
-            return f"its {self.kv} key and value heads, which are neither a multiple nor a divisor of the ranks,"
+            return f"its {self.kv} key and value heads, neither a multiple nor a divisor of the ranks,"
         return ""
 
     @property
@@ -107,7 +108,7 @@ class HeadSharding:
 
     @property
     def num_local_kv(self) -> int:
-        """At least one: fewer heads than ranks are repeated."""
+        """At least one: fewer heads than ranks are replicated."""
         return max(1, self.kv // self.size)
 
     @property
@@ -115,10 +116,10 @@ class HeadSharding:
         return self.rank * self.kv // self.size
 
     def query_range(self, unit: int, start: int = 0) -> Range:
-        """This rank's rows where each query head has `unit` rows from `start` on."""
+        """This rank's rows of query heads with `unit` rows each, starting at `start`."""
         first = self.rank * self.num_local_query
         return start + first * unit, start + (first + self.num_local_query) * unit
 
     def kv_range(self, unit: int, start: int = 0) -> Range:
-        """The same of keys or values."""
+        """This rank's rows of KV heads with `unit` rows each, starting at `start`."""
         return start + self.first_local_kv * unit, start + (self.first_local_kv + self.num_local_kv) * unit

@@ -12,21 +12,19 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
-import zmq
 
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.responses import Response, refusal
 from torchweave.serving.engine_client.admission_pacer import AdmissionPacer
-from torchweave.serving.engine_client.request_metrics import RequestMetrics, ServingCounters
+from torchweave.serving.engine_client.request_metrics import RequestMetrics, RequestMetricsData, ServingCounters
 from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestStream
 from torchweave.serving.ipc import messages, socket_stream
 from torchweave.serving.ipc.shared_load import SharedLoad
 
-State = Literal["starting", "ready", "failed", "stopped"]
 Listener = Callable[[str, dict[str, Any]], None]
 _DRAIN_SECONDS = 1.0  # for what an engine said last to be heard; one that has ended closes what it spoke through
 
@@ -75,14 +73,14 @@ class EngineClient(ABC):
 
     def __init__(self, replica_info: messages.ReplicaInfo, frontend_context: FrontendContext) -> None:
         self.replica_info = replica_info
-        self.state: State = "stopped"
+        self.state: messages.State = "stopped"
         self.failure = ""
         self.is_config_error = False
         self.model: messages.ModelCard | None = None
         self.explanation: dict[str, Any] = {}
         self.restarts = 0
         self.request_metrics = RequestMetrics()
-        self.remote_request_metrics: Sequence[RequestMetrics] = ()
+        self.remote_request_metrics: Sequence[RequestMetricsData] = ()
         self._frontend_context = frontend_context
         self._changed = frontend_context.changed
         self._ids = replica_info.ids(frontend_context.frontend)
@@ -92,7 +90,7 @@ class EngineClient(ABC):
         self._listeners: list[Listener] = []
         self._stats: dict[str, Any] = {}
         self._prior_cache_tokens = (0, 0)  # in earlier lives of the engine, which counts from its own beginning
-        self._to_engine: zmq.Socket[bytes] | None = None
+        self._to_engine: socket_stream.Sender | None = None
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
@@ -174,7 +172,7 @@ class EngineClient(ABC):
         return self._frontend_context.shared_load.pending_prefill_tokens(self.replica_info.index)
 
     @property
-    def all_request_metrics(self) -> list[RequestMetrics]:
+    def all_request_metrics(self) -> list[RequestMetricsData]:
         """Of this HTTP process, and of the others."""
         return [self.request_metrics, *self.remote_request_metrics]
 
@@ -217,18 +215,13 @@ class EngineClient(ABC):
     @contextlib.contextmanager
     def _open_sockets(self, addresses: messages.Addresses) -> Iterator[socket.socket]:
         """While inside, requests reach a life of the engine; what it says comes to what is yielded."""
-        context = zmq.Context()
-        self._to_engine = to_engine = context.socket(zmq.PUSH)
-        from_engine = socket_stream.listen(addresses.from_engine(self._frontend_context.frontend))
-        try:
-            to_engine.setsockopt(zmq.SNDHWM, 0)
-            to_engine.connect(addresses.to_engine)  # what is sent waits until the engine listens
-            yield from_engine
-        finally:
-            self._to_engine = None
-            to_engine.close(linger=0)
-            from_engine.close()
-            context.term()  # would wait for a socket that is open
+        with socket_stream.listen(addresses.from_engine(self._frontend_context.frontend)) as from_engine:
+            self._to_engine = to_engine = socket_stream.Sender(addresses.to_engine)
+            try:
+                yield from_engine
+            finally:
+                self._to_engine = None
+                to_engine.close(0)
 
     async def _read_messages_until(self, process_exit: asyncio.Future[None], from_engine: socket.socket) -> None:
         """Hear the engine until it has ended, and what it said last."""
@@ -343,4 +336,4 @@ class EngineClient(ABC):
     def _send_bytes(self, message: bytes) -> None:
         if self._to_engine is None:
             raise EngineUnavailable(self.failure or "The engine is gone.")
-        self._to_engine.send(message, zmq.NOBLOCK)
+        self._to_engine.send(message)

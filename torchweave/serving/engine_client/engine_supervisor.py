@@ -11,7 +11,6 @@ from torchweave.config.options import EngineConfig
 from torchweave.engine.startup.early_start import prestart_workers
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
 from torchweave.serving.engine_client.replicas import Replicas
-from torchweave.serving.frontends.messages import EngineExited, EngineStarted, EngineStateChanged
 from torchweave.serving.ipc import messages
 from torchweave.serving.ipc.processes import exit_with_parent, kill_and_wait, make_socket_dir, process_exit, spawn
 from torchweave.serving.ipc.shared_load import SharedLoad
@@ -82,7 +81,7 @@ class EngineSupervisor(EngineClient):
         exit_stack.callback(shutil.rmtree, folder, ignore_errors=True)
         addresses = messages.Addresses(folder)
         from_engine = exit_stack.enter_context(self._open_sockets(addresses))
-        self._frontend_context.announce(EngineStarted(self.replica_info.index, addresses))
+        self._frontend_context.announce(messages.EngineStarted(self.replica_info.index, addresses))
         self._events.clear()
         self._progress_bars.clear()
         self._record_event(0.0, "progress", messages.PROCESS_START_PROGRESS)
@@ -110,14 +109,14 @@ class EngineSupervisor(EngineClient):
         elif self.state != "stopped":
             self.state, self.failure = "failed", why
         self._announce_state()
-        self._frontend_context.announce(EngineExited(self.replica_info.index, why))
+        self._frontend_context.announce(messages.EngineExited(self.replica_info.index, why))
         if was_ready:
             self._notify_listeners("engine_ended", {"why": why, "restarts": self.state == "starting"})
         self._changed.set()
 
     def _announce_state(self) -> None:
         self._frontend_context.announce(
-            EngineStateChanged(self.replica_info.index, self.state, self.failure, self.restarts, self.model)
+            messages.EngineStateChanged(self.replica_info.index, self.state, self.failure, self.restarts, self.model)
         )
 
 

@@ -15,6 +15,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from torchweave.serving.ipc.messages import PromptRouted
 from torchweave.serving.ipc.shared_load import SharedLoad
 
 REQUEST_COST = 256
@@ -47,16 +48,6 @@ class Load:
     @property
     def work(self) -> int:
         return self.pending_prefill_tokens + REQUEST_COST * self.num_requests
-
-
-@dataclass(frozen=True)
-class PromptRouted:
-    """A prompt went to a replica: its `incarnation`, the prompt's spans, and how many of them the replica keeps."""
-
-    replica: int
-    incarnation: int
-    prefix_hashes: list[int]
-    capacity: int
 
 
 class LoadBalancer:

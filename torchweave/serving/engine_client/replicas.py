@@ -15,10 +15,10 @@ import numpy as np
 
 from torchweave.config.options import EngineConfig
 from torchweave.engine.request import SamplingParams
-from torchweave.serving.engine_client.client import EngineClient, FrontendContext, Listener, State
-from torchweave.serving.engine_client.load_balancer import Load, LoadBalancer, PromptRouted
+from torchweave.serving.engine_client.client import EngineClient, FrontendContext, Listener
+from torchweave.serving.engine_client.load_balancer import Load, LoadBalancer
 from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestStream
-from torchweave.serving.ipc.messages import ModelCard
+from torchweave.serving.ipc.messages import ModelCard, PromptRouted, State
 
 
 class Replicas:

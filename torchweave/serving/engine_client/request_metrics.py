@@ -106,23 +106,33 @@ class ServingCounters:
         return cls(**found)
 
 
-class RequestMetrics:
-    """Watches one engine client. Belongs to its event loop.
+@dataclass
+class RequestMetricsData:
+    """The part of `RequestMetrics` that other HTTP processes read.
 
     Attributes:
-        open: answers that are not finished, by id.
-        recent: those that ended last, newest first.
-        pending_prefill_tokens: tokens of prompts that the engine was given and has not read.
+        open: unfinished requests by id.
+        recent: the requests that finished last, newest first.
         history: tokens and step times by second.
     """
 
+    counts: ServingCounters = field(default_factory=ServingCounters)
+    open: dict[int, RequestRecord] = field(default_factory=dict)
+    recent: deque[RequestRecord] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT_REQUESTS))
+    history: History = field(default_factory=lambda: History(HISTORY_SECONDS, ("generated", "read", "ended")))
+
+
+class RequestMetrics(RequestMetricsData):
+    """Metrics of the requests of one engine client. Used from its event loop only.
+
+    Attributes:
+        pending_prefill_tokens: prompt tokens of submitted requests that the engine has not prefilled.
+    """
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self.clock = clock
         self.began = clock()
-        self.counts = ServingCounters()
-        self.open: dict[int, RequestRecord] = {}
-        self.recent: deque[RequestRecord] = deque(maxlen=_NUM_RECENT_REQUESTS)
-        self.history = History(HISTORY_SECONDS, ("generated", "read", "ended"))
         self.pending_prefill_tokens = 0
 
     # -- what the client tells -----------------------------------------------------------------------------------------
@@ -229,7 +239,7 @@ class RequestMetrics:
             counts.per_output_token.observe((now - record.first_token_at) / (record.num_tokens - 1))
 
 
-def visible_requests(all_request_metrics: Sequence[RequestMetrics]) -> list[RequestRecord]:
+def visible_requests(all_request_metrics: Sequence[RequestMetricsData]) -> list[RequestRecord]:
     """Answers of several engines for people: those under way, the newest first, then those that ended last."""
     newest = [
         list(reversed(request_metrics.open.values()))[:_MAX_OPEN_SHOWN] for request_metrics in all_request_metrics

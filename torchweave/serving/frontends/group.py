@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import shutil
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing.context import SpawnProcess
-from typing import cast
-
-import zmq
-import zmq.asyncio
 
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
-from torchweave.serving.engine_client.load_balancer import PromptRouted
 from torchweave.serving.frontends.messages import (
     End,
     FromFrontend,
@@ -26,9 +21,13 @@ from torchweave.serving.frontends.messages import (
     FrontendReady,
     MetricsRequest,
     ToFrontend,
+    decode_from_frontend,
 )
+from torchweave.serving.ipc import socket_stream
+from torchweave.serving.ipc.messages import PromptRouted, encode
 from torchweave.serving.ipc.processes import critical_task, kill_and_wait, make_socket_dir, process_exit, spawn
 from torchweave.serving.ipc.shared_load import SharedLoad
+from torchweave.serving.ipc.socket_stream import Sender
 from torchweave.serving.metrics.prometheus import HttpRequestCounters
 from torchweave.utils import gc
 
@@ -51,12 +50,12 @@ class FrontendGroup:
         self.failure = ""
         self._count, self._frontend_context = count, frontend_context
         self._processes: dict[int, SpawnProcess] = {}
-        self._to_frontends: dict[int, zmq.Socket[bytes]] = {}
+        self._to_frontends: dict[int, Sender] = {}
         self._joined: set[int] = set()
         self._frontend_metrics: dict[int, FrontendMetrics] = {}
         self._num_polls = 0
         self._next_message: asyncio.Future[None] | None = None
-        self._read_task: asyncio.Task[None] | None = None
+        self._read_tasks: list[asyncio.Task[None]] = []
         self._watch_tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self._exit_stack = ExitStack()  # sockets, and the folder in which they lie
@@ -84,18 +83,11 @@ class FrontendGroup:
         frontend_infos = [FrontendInfo(number, self._count, folder, *address) for number in range(1, self._count)]
         proxy_socket = socket.socket(socket.AF_UNIX)
         proxy_socket.bind(frontend_infos[0].proxy_socket)
-        context = zmq.asyncio.Context()
-        self._exit_stack.callback(context.term)  # would wait for a socket that is open
-        from_frontends = context.socket(zmq.PULL)
-        self._exit_stack.callback(from_frontends.close, linger=0)
-        from_frontends.setsockopt(zmq.RCVHWM, 0)
-        from_frontends.bind(frontend_infos[0].to_first)
-        self._read_task = critical_task(self._read(from_frontends, on_prompt_routed))
         for frontend_info in frontend_infos:
-            to = self._to_frontends[frontend_info.number] = zmq.Context.shadow(context).socket(zmq.PUSH)
-            self._exit_stack.callback(to.close, linger=0)
-            to.setsockopt(zmq.SNDHWM, 0)
-            to.connect(frontend_info.from_first)
+            from_frontend = self._exit_stack.enter_context(socket_stream.listen(frontend_info.to_first))
+            self._read_tasks.append(critical_task(self._read(from_frontend, frontend_info.number, on_prompt_routed)))
+            to_frontend = self._to_frontends[frontend_info.number] = Sender(frontend_info.from_first)
+            self._exit_stack.callback(to_frontend.close, 0)
             name = f"tw-http-{frontend_info.number}"
             process = spawn(_run, config, settings, frontend_info, self._frontend_context.shared_load, name=name)
             self._processes[frontend_info.number] = process
@@ -104,10 +96,10 @@ class FrontendGroup:
 
     def announce(self, message: ToFrontend, exclude: int = 0) -> None:
         """Tell all of the others, `exclude` for the one that has said it."""
-        text = pickle.dumps(message)
+        text = encode(message)
         for number, to in self._to_frontends.items():
             if number != exclude:
-                to.send(text, zmq.NOBLOCK)
+                to.send(text)
 
     async def joined(self) -> None:
         """Wait until all of them listen, or one is gone."""
@@ -129,7 +121,7 @@ class FrontendGroup:
             engine.remote_request_metrics = [
                 metrics.request_metrics[engine.replica_info.index] for metrics in self._frontend_metrics.values()
             ]
-        http.remote = [metrics.http for metrics in self._frontend_metrics.values()]
+        http.remote = [Counter(metrics.http) for metrics in self._frontend_metrics.values()]
 
     async def stop(self, at_once: bool = False) -> None:
         """End them: when they have written what they have to write, or at once."""
@@ -140,8 +132,8 @@ class FrontendGroup:
         for process in self._processes.values():
             await asyncio.to_thread(kill_and_wait, process)
         await asyncio.gather(*self._watch_tasks)
-        if self._read_task is not None:
-            self._read_task.cancel()
+        for task in self._read_tasks:
+            task.cancel()
         self._to_frontends.clear()  # the engines may still have something to tell, and nobody is left who would hear it
         self._exit_stack.close()
 
@@ -155,13 +147,15 @@ class FrontendGroup:
             self._next_message.set_result(None)
             self._next_message = None
 
-    async def _read(self, from_frontends: zmq.asyncio.Socket, on_prompt_routed: Callable[[PromptRouted], None]) -> None:
-        while True:
-            number, message = cast(tuple[int, FromFrontend], pickle.loads(await from_frontends.recv()))
+    async def _read(
+        self, from_frontend: socket.socket, number: int, on_prompt_routed: Callable[[PromptRouted], None]
+    ) -> None:
+        def on_message(encoded: bytes) -> None:
+            message: FromFrontend = decode_from_frontend(encoded)
             if isinstance(message, PromptRouted):
                 on_prompt_routed(message)
                 self.announce(message, exclude=number)
-                continue
+                return
             if isinstance(message, FrontendReady):
                 self._joined.add(number)
             elif isinstance(message, FrontendFailed):
@@ -169,6 +163,8 @@ class FrontendGroup:
             else:
                 self._frontend_metrics[number] = message
             self._notify_waiters()
+
+        await socket_stream.read(from_frontend, on_message)
 
     async def _watch(self, process: SpawnProcess) -> None:
         await process_exit(process)

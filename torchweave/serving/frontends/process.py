@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
-
-import zmq
-import zmq.asyncio
 
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.serving.engine_client.client import FrontendContext
-from torchweave.serving.engine_client.load_balancer import PromptRouted
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.frontends.messages import (
     Draining,
@@ -23,13 +18,16 @@ from torchweave.serving.frontends.messages import (
     FrontendReady,
     MetricsRequest,
     ToFrontend,
+    decode_to_frontend,
 )
 from torchweave.serving.frontends.shared_engine import SharedEngineClient
 from torchweave.serving.http.app import create_app
 from torchweave.serving.http.listener import UvicornServer, join
-from torchweave.serving.ipc.messages import ReplicaInfo
+from torchweave.serving.ipc import socket_stream
+from torchweave.serving.ipc.messages import PromptRouted, ReplicaInfo, encode
 from torchweave.serving.ipc.processes import critical_task, exit_with_parent
 from torchweave.serving.ipc.shared_load import SharedLoad
+from torchweave.serving.ipc.socket_stream import Sender
 from torchweave.serving.service import Service
 from torchweave.utils import gc
 
@@ -64,23 +62,20 @@ class Frontend:
         self._app = create_app(client, settings, wait=True, primary_socket=frontend_info.proxy_socket)
         self._service: Service = self._app.state.service
         self.uvicorn = UvicornServer(self._app)
-        self._context = zmq.asyncio.Context()
-        self._to_first = zmq.Context.shadow(self._context).socket(zmq.PUSH)
-        self._from_first = self._context.socket(zmq.PULL)
+        self._to_first = Sender(frontend_info.to_first)
 
     async def run(self) -> None:
-        self._from_first.setsockopt(zmq.RCVHWM, 0)
-        self._from_first.bind(self._frontend_info.from_first)
-        self._to_first.connect(self._frontend_info.to_first)
-        tasks = [critical_task(self._read_messages()), critical_task(self._report_listening())]
-        try:
-            await self.uvicorn.serve(sockets=[join(self._frontend_info.host, self._frontend_info.port)])
-        finally:
-            for task in tasks:
-                task.cancel()
-            self._to_first.close(linger=0)
-            self._from_first.close(linger=0)
-            self._context.term()
+        with socket_stream.listen(self._frontend_info.from_first) as from_first:
+            reading = critical_task(
+                socket_stream.read(from_first, lambda message: self._on_message(decode_to_frontend(message)))
+            )
+            reporting = critical_task(self._report_listening())
+            try:
+                await self.uvicorn.serve(sockets=[join(self._frontend_info.host, self._frontend_info.port)])
+            finally:
+                reading.cancel()
+                reporting.cancel()
+                self._to_first.close(0)
 
     async def _report_listening(self) -> None:
         """Tell the first one when this one listens, or why it does so in vain; the first one ends it."""
@@ -93,13 +88,9 @@ class Frontend:
         with gc.gc_frozen_manual_collect():
             await asyncio.Event().wait()
 
-    async def _read_messages(self) -> None:
-        while True:
-            self._on_message(pickle.loads(await self._from_first.recv()))
-
     def _on_message(self, message: ToFrontend) -> None:
         if isinstance(message, MetricsRequest):
-            request_metrics = tuple(engine.request_metrics for engine in self._engines)
+            request_metrics = [engine.request_metrics for engine in self._engines]
             self._send(FrontendMetrics(message.number, request_metrics, self._app.state.http.requests))
         elif isinstance(message, PromptRouted):
             self._service.client.on_prompt_routed(message)
@@ -111,4 +102,4 @@ class Frontend:
             self._engines[message.engine].on_engine_message(message)
 
     def _send(self, message: FromFrontend) -> None:
-        self._to_first.send(pickle.dumps((self._frontend_info.number, message)), zmq.NOBLOCK)
+        self._to_first.send(encode(message))

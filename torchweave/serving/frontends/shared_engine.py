@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchweave.serving.engine_client.client import EngineClient
-from torchweave.serving.frontends.messages import EngineExited, EngineStarted, EngineStateChanged
-from torchweave.serving.ipc.messages import Addresses
+from torchweave.serving.ipc.messages import Addresses, EngineExited, EngineStarted, EngineStateChanged
 from torchweave.serving.ipc.processes import critical_task
 
 

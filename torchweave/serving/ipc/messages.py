@@ -6,9 +6,10 @@ The engine process believes what it is told, so the sockets lie in a folder that
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from torchweave.engine.request import FinishReason, InferenceRequest, Output, Sa
 from torchweave.engine.responses import Response, Responses
 
 Ids = TypeVar("Ids", int, np.ndarray)
+State = Literal["starting", "ready", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Addresses:
 
     @property
     def to_engine(self) -> str:
-        return f"ipc://{self.folder}/to_engine"
+        return f"{self.folder}/to_engine"
 
     def from_engine(self, frontend: int) -> str:
         return f"{self.folder}/from_engine.{frontend}"
@@ -207,6 +209,48 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
 FromEngine = EngineEvent | Ready | Accepted | Outputs | RequestStateChanges | Stats | Failed
 
 
+# -- from the HTTP process that starts the engines to the others -------------------------------------------------------
+
+
+class EngineStarted(msgspec.Struct, tag=True, array_like=True):
+    """Process of engine number `engine` was started; HTTP processes reach it at `addresses`."""
+
+    engine: int
+    addresses: Addresses
+
+
+class EngineStateChanged(msgspec.Struct, tag=True, array_like=True):
+    """New state of an engine; `model` is set while the engine is ready."""
+
+    engine: int
+    state: State
+    failure: str
+    restarts: int
+    model: ModelCard | None
+
+
+class EngineExited(msgspec.Struct, tag=True, array_like=True):
+    """The engine's process ended. Follows the `EngineStateChanged` that this caused."""
+
+    engine: int
+    why: str
+
+
+class PromptRouted(msgspec.Struct, tag=True, array_like=True):
+    """A prompt was sent to a replica, in all HTTP processes' prefix histories.
+
+    Attributes:
+        incarnation: number of the replica's engine process.
+        prefix_hashes: of the prompt, see `hash_prefixes`.
+        capacity: prefixes that fit in the replica's KV cache.
+    """
+
+    replica: int
+    incarnation: int
+    prefix_hashes: list[int]
+    capacity: int
+
+
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
@@ -214,20 +258,25 @@ def _to_msgpack(value: Any) -> Any:
     """What msgspec does not know, as something that it does."""
     if isinstance(value, np.ndarray):
         return value.tolist()
+    if isinstance(value, deque):
+        return list(value)
     if isinstance(value, np.generic):
         return value.item()
     return str(value)
 
 
-def _from_msgpack(hint: type, value: Any) -> Any:
+def from_msgpack(hint: type, value: Any) -> Any:
+    """Decode the types that msgspec does not support (a `dec_hook`)."""
     if hint is np.ndarray:
         return np.asarray(value, np.int32)
+    if get_origin(hint) is deque:
+        return deque(msgspec.convert(value, list[get_args(hint)[0]]))
     raise NotImplementedError(hint)
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_to_msgpack).encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_from_msgpack).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=from_msgpack).decode
 
 
 def submit(request: InferenceRequest) -> Submit:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import select
+import selectors
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import cast
 
 _SIZE = struct.Struct("<I")
+_RECEIVE_BYTES = 1 << 18
 _CONNECT_RETRY_SECONDS = 0.02  # between two looks whether the other process listens
 
 
@@ -111,6 +114,24 @@ def _wait_until_writable(into: socket.socket) -> None:
     waiting.poll(1000)
 
 
+class FrameDecoder:
+    """Splits a stream of bytes into the messages that a `Sender` framed."""
+
+    def __init__(self) -> None:
+        self._incomplete = b""
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the messages that `data` completes."""
+        data, begin = self._incomplete + data if self._incomplete else data, 0
+        while len(data) - begin >= _SIZE.size:
+            end = begin + _SIZE.size + _SIZE.unpack_from(data, begin)[0]
+            if end > len(data):
+                break
+            yield data[begin + _SIZE.size : end]
+            begin = end
+        self._incomplete = data[begin:]
+
+
 class Reader(asyncio.Protocol):
     """Calls `on_message` with each message that a `Sender` sends.
 
@@ -121,7 +142,7 @@ class Reader(asyncio.Protocol):
     def __init__(self, on_message: Callable[[bytes], None]) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_message = on_message
-        self._part = b""
+        self._frames = FrameDecoder()
         self._transport: asyncio.BaseTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -130,19 +151,11 @@ class Reader(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        data, at = self._part + data if self._part else data, 0
         try:
-            while len(data) - at >= _SIZE.size:
-                begin = at + _SIZE.size
-                end = begin + _SIZE.unpack_from(data, at)[0]
-                if end > len(data):
-                    break
-                at = end
-                self._on_message(data[begin:end])
-        except Exception as error:  # whatever a message that nobody understands leads to
+            for message in self._frames.feed(data):
+                self._on_message(message)
+        except Exception as error:  # decoding a malformed message may raise anything
             self._finish(error)
-            return
-        self._part = data[at:]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`; how the sender ended does not matter."""
@@ -163,7 +176,7 @@ def listen(path: str) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX)
     listening.setblocking(False)
     listening.bind(path)
-    listening.listen(1)
+    listening.listen()
     return listening
 
 
@@ -176,3 +189,20 @@ async def read(listening: socket.socket, on_message: Callable[[bytes], None]) ->
         await reader.ended
     finally:
         transport.close()
+
+
+def receive(listening: socket.socket) -> Iterator[bytes]:
+    """Yield the messages of all senders, in order for each of them. Blocks while there are none; never ends."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(listening, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.data is None:
+                    selector.register(listening.accept()[0], selectors.EVENT_READ, FrameDecoder())
+                    continue
+                connected = cast(socket.socket, key.fileobj)
+                if data := connected.recv(_RECEIVE_BYTES):
+                    yield from key.data.feed(data)
+                else:
+                    selector.unregister(connected)
+                    connected.close()

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 # vLLM's buckets, so that dashboards made for it show the same; below its first ones a few more for what is faster.
 FIRST_TOKEN_SECONDS = (
@@ -27,25 +28,29 @@ ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 163
 REQUEST_TOKENS = tuple(mantissa * 10**exponent for exponent in range(7) for mantissa in (1, 2, 5))
 
 
+@dataclass(slots=True)
 class BucketHistogram:
-    """A histogram: how many values lie at or below each bound, their sum, and the last few themselves.
+    """A histogram with fixed bucket bounds, which also keeps the latest values. msgpack can encode it.
 
     Attributes:
-        counts: values by bucket, not cumulative; the last bucket is above every bound.
-        recent: the last values, for percentiles of now.
+        bounds: upper bounds of the buckets, ascending.
+        num_recent: length of `recent`.
+        counts: values per bucket, not cumulative; the last bucket is above every bound.
+        recent: the latest values, for percentiles.
     """
 
-    __slots__ = ("_bounds", "_num_recent", "counts", "recent", "sum")
+    bounds: tuple[float, ...]
+    num_recent: int = 0
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
+    recent: deque[float] = field(default_factory=deque)
 
-    def __init__(self, bounds: Sequence[float], num_recent: int = 0) -> None:
-        self._bounds = bounds
-        self._num_recent = num_recent
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-        self.recent: deque[float] = deque(maxlen=num_recent)
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+        self.recent = deque(self.recent, self.num_recent)
 
     def observe(self, value: float) -> None:
-        self.counts[bisect_left(self._bounds, value)] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
         self.recent.append(value)
 
@@ -59,17 +64,18 @@ class BucketHistogram:
         first = parts[0]
         if len(parts) == 1:
             return first
-        found = cls(first._bounds, first._num_recent * len(parts))
-        found.counts = [sum(counts) for counts in zip(*(part.counts for part in parts), strict=True)]
-        found.sum = sum(part.sum for part in parts)
-        for part in parts:
-            found.recent.extend(part.recent)
-        return found
+        return cls(
+            first.bounds,
+            first.num_recent * len(parts),
+            [sum(counts) for counts in zip(*(part.counts for part in parts), strict=True)],
+            sum(part.sum for part in parts),
+            deque(value for part in parts for value in part.recent),
+        )
 
     def cumulative(self) -> list[tuple[str, float]]:
         """Buckets as Prometheus has them: (upper bound, values at or below it)."""
         found, total = [], 0
-        for bound, count in zip((*self._bounds, math.inf), self.counts, strict=True):
+        for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
             total += count
             found.append(("+Inf" if math.isinf(bound) else repr(float(bound)), float(total)))
         return found
@@ -83,40 +89,43 @@ def percentile(values: Iterable[float], percent: float) -> float | None:
     return ordered[max(math.ceil(len(ordered) * percent / 100) - 1, 0)]
 
 
+@dataclass(slots=True)
 class History:
-    """What happened in each of the last seconds.
+    """Sums and values of each of the last `seconds` seconds. msgpack can encode it.
 
-    Args:
-        seconds: how many are kept.
-        names: what is added up in a second; all start at 0.
+    Attributes:
+        names: of the sums.
+        rows: (second, sums, values), oldest first.
     """
 
-    def __init__(self, seconds: int, names: Sequence[str]) -> None:
-        self._seconds = seconds
-        self._names = tuple(names)
-        self._rows: deque[tuple[int, dict[str, float], list[float]]] = deque(maxlen=seconds + 1)
+    seconds: int
+    names: tuple[str, ...]
+    rows: deque[tuple[int, dict[str, float], list[float]]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.rows = deque(self.rows, self.seconds + 1)
 
     def add(self, now: float, values: Iterable[float] = (), **amounts: float) -> None:
         """Add to the second of `now`; `values` are those whose percentiles are wanted."""
         second = math.floor(now)
-        if not self._rows or self._rows[-1][0] < second:
-            self._rows.append((second, dict.fromkeys(self._names, 0.0), []))
-        _, sums, kept = self._rows[-1]
+        if not self.rows or self.rows[-1][0] < second:
+            self.rows.append((second, dict.fromkeys(self.names, 0.0), []))
+        _, sums, kept = self.rows[-1]
         for name, amount in amounts.items():
             sums[name] += amount
         kept.extend(values)
 
     def sums(self, now: float) -> dict[str, list[float]]:
         """Each name's amount in each whole second before `now`, oldest first."""
-        rows = {second: sums for second, sums, _ in self._rows}
-        nothing = dict.fromkeys(self._names, 0.0)
+        rows = {second: sums for second, sums, _ in self.rows}
+        nothing = dict.fromkeys(self.names, 0.0)
         last = math.floor(now)
-        seconds = range(last - self._seconds, last)
-        return {name: [rows.get(second, nothing)[name] for second in seconds] for name in self._names}
+        seconds = range(last - self.seconds, last)
+        return {name: [rows.get(second, nothing)[name] for second in seconds] for name in self.names}
 
     def values(self, second: int) -> Sequence[float]:
         """The values of a second."""
-        return next((kept for at, _, kept in reversed(self._rows) if at == second), ())
+        return next((kept for at, _, kept in reversed(self.rows) if at == second), ())
 
 
 class Percentiles:

@@ -73,7 +73,7 @@ class Live:
             "state": "draining" if self._service.draining else self._state(),
             "failure": client.failure,
             "version": torchweave.__version__,
-            "uptime": now - all_request_metrics[0].began,
+            "uptime": now - self._engines[0].request_metrics.began,
             "model": self._model(),
             "startup": self._startup(),
             "requests": {

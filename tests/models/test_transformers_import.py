@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchweave.models.lazy_imports import postponed
+from torchweave.models.transformers_import import postponed
 
 PACKAGES = {
     "sklearn/__init__.py": "",
@@ -41,8 +41,8 @@ import sys
 from importlib import metadata
 read = metadata.packages_distributions
 import torchweave.models
-from torchweave.models.lazy_imports import DEFERRED_FUNCTIONS
-assert not {"sklearn", "scipy", *DEFERRED_FUNCTIONS} & set(sys.modules), "imported for nothing"
+from torchweave.models.transformers_import import DEFERRED_FUNCTIONS
+assert not {"sklearn", "scipy", *FUNCTIONS} & set(sys.modules), "imported for nothing"
 assert metadata.packages_distributions is read
 from transformers.utils import is_scipy_available, is_sklearn_available, is_torch_available
 assert is_scipy_available() and is_sklearn_available() and is_torch_available()
@@ -55,7 +55,7 @@ def test_a_function_is_imported_when_it_is_called(tmp_path: Path) -> None:
     run(
         """
 import sys
-from torchweave.models.lazy_imports import postponed
+from torchweave.models.transformers_import import postponed
 with postponed():
     from curves import roc_curve
 assert "sklearn" not in sys.modules and "sklearn.metrics" not in sys.modules
@@ -87,7 +87,7 @@ def test_other_attributes_import_the_real_module(tmp_path: Path) -> None:
     run(
         """
 import sys
-from torchweave.models.lazy_imports import postponed
+from torchweave.models.transformers_import import postponed
 with postponed():
     import other
     assert other.minimize(3) == -3 and other.linear_sum_assignment(5) == ("assigned", 5)
@@ -122,3 +122,26 @@ def test_distributions_are_those_that_are_there() -> None:
     assert dict(found) == metadata.packages_distributions()
     assert len(found) == len(metadata.packages_distributions())
     assert found.get("no_such_package", []) == []
+
+
+LISTING = """
+import sys
+from pathlib import Path
+import torchweave.models
+from transformers.utils import import_utils
+from torchweave.models.transformers_import import models_of
+
+lists = import_utils.define_import_structure.cache_info().misses
+folder = Path(import_utils.__file__).parents[1] / "models"
+assert models_of(import_utils.define_import_structure(folder, prefix="models")) == \\
+    import_utils.define_import_structure(str(folder / "__init__.py")), "another list"
+assert import_utils.define_import_structure.cache_info().misses == lists + 1  # the second is made here for the first time
+from transformers.models import LlamaConfig
+from transformers import LlamaForCausalLM
+assert not hasattr(sys.modules["transformers.models"], "OneThatIsNotThere")
+"""
+
+
+def test_models_are_listed_once_and_are_all_there() -> None:
+    done = subprocess.run([sys.executable, "-c", LISTING], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr

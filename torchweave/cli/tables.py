@@ -1,0 +1,79 @@
+"""Tables in the terminal that wrap cells between words and never inside a name."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Collection, Sequence
+
+_GAP = 2  # blanks between columns
+
+
+def terminal_width() -> int:
+    """Columns of the terminal (or `COLUMNS`); 160 if standard output is not a terminal."""
+    return shutil.get_terminal_size((160, 24)).columns
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = (), width: int = 0
+) -> None:
+    """Print rows of cells below a title and a header; print nothing if there are no rows.
+
+    A table whose longest words do not fit side by side is printed as records: the first cell, then one line per further cell.
+
+    Args:
+        right: columns to align at the right.
+        width: columns of the page; 0 takes the terminal's.
+    """
+    if rows:
+        bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
+        print(f"{bold}{title}{plain}\n" if title else "", end="")
+        widths = _column_widths(list(zip(columns, *rows, strict=True)), width or terminal_width())
+        lines = _records(columns, rows) if widths is None else _lines(columns, rows, right, widths)
+        print("\n".join(lines), end="\n\n")
+
+
+def _column_widths(columns: Sequence[Sequence[str]], width: int) -> list[int] | None:
+    """Widths that give every column its longest word and share the rest; None if the longest words do not fit."""
+    least = [max((len(word) for cell in cells for word in cell.split()), default=0) for cells in columns]
+    missing = [max(map(len, cells)) - word for cells, word in zip(columns, least, strict=True)]
+    spare = width - sum(least) - _GAP * (len(columns) - 1)
+    if spare < 0:
+        return None
+    widths = list(least)
+    order = sorted(range(len(columns)), key=lambda index: missing[index])
+    for done, index in enumerate(order):
+        extra = min(missing[index], spare // (len(order) - done))
+        widths[index] += extra
+        spare -= extra
+    return widths
+
+
+def _lines(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str], widths: Sequence[int]
+) -> list[str]:
+    lines: list[str] = []
+    for row in (columns, *rows):
+        parts = [
+            textwrap.wrap(cell, max(size, 1), break_on_hyphens=False) for cell, size in zip(row, widths, strict=True)
+        ]
+        for number in range(max(map(len, parts))):
+            cells = [part[number] if number < len(part) else "" for part in parts]
+            padded = (
+                cell.rjust(size) if name in right else cell.ljust(size)
+                for cell, size, name in zip(cells, widths, columns, strict=True)
+            )
+            lines.append((" " * _GAP).join(padded).rstrip())
+        if row is columns:
+            lines.append((" " * _GAP).join("\N{BOX DRAWINGS LIGHT HORIZONTAL}" * size for size in widths))
+    return lines
+
+
+def _records(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    width = max(map(len, columns[1:]), default=0)
+    lines: list[str] = []
+    for first, *others in rows:
+        lines.append(first)
+        lines += [f"  {name.ljust(width)}  {cell}" for name, cell in zip(columns[1:], others, strict=True) if cell]
+    return lines
