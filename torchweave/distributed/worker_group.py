@@ -191,7 +191,7 @@ class WorkerGroup:
         numbers = {channel: number for number, channel in enumerate(self._channels)}
         last_beat = 0.0
         while self.failure is None and not self._closing:
-            for channel in wait(list(numbers), HEARTBEAT_SECONDS):
+            for channel in wait(list(numbers), HEARTBEAT_SECONDS):  # type: ignore[arg-type]
                 self._on_message(numbers[channel])  # type: ignore[index]
             now = time.monotonic()
             if now - last_beat >= HEARTBEAT_SECONDS:
