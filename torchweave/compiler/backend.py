@@ -17,10 +17,10 @@ from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.size_ranges import size_range
 from torchweave.compiler.ir.symbols import DynamicDims
 from torchweave.compiler.partition.pipeline_stages import extract_pipeline_stage
-from torchweave.compiler.partition.split import Piece, report_parts, split
+from torchweave.compiler.partition.split import Piece, split
 from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager
-from torchweave.compiler.piece_builder import BuildOptions, build_pieces
+from torchweave.compiler.piece_builder import build_pieces
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.tuning.table_store import load_tables, report_table
 from torchweave.config.options import TorchCompileConfig

@@ -1,4 +1,4 @@
-"""The collectives of a graph, and the data that each exchanges with the other ranks of its group."""
+"""Collectives of a graph: detection, process groups and message sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from torchweave.compiler.ir.mutation import op_overload
 from torchweave.compiler.ir.symbols import free_symbols, value
 from torchweave.ops.collectives.op import group_size
 
@@ -19,16 +18,15 @@ if TYPE_CHECKING:
 
 
 def op_schema(node: fx.Node) -> Any:
-    """The schema of the op that a node calls; None when it calls none."""
-    op = op_overload(node.target)
-    return None if op is None else op._schema
+    """The schema of the op that a node calls; None for other nodes."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    return target._schema if isinstance(target, torch._ops.OpOverload) else None
 
 
 def collective_group(node: fx.Node) -> str | None:
-    """The name of the group of ranks that a call exchanges data with; None when it is not a collective.
-
-    Every op with an argument `str group` is a collective, so that no list of them is needed.
-    """
+    """The name of a collective's process group; None for other nodes. An op with an argument `str group` is a collective."""
     schema = op_schema(node)
     for index, argument in enumerate(() if schema is None else schema.arguments):
         if argument.name == "group" and isinstance(argument.type, torch.StringType):
@@ -38,7 +36,7 @@ def collective_group(node: fx.Node) -> str | None:
 
 
 def num_ranks(graph: FakeGraph) -> int:
-    """The size of the largest group of ranks in a graph; 1 without collectives."""
+    """Size of the largest process group in a graph; 1 without collectives."""
     groups = {collective_group(node) for node in graph.graph.nodes} - {None}
     return max((group_size(str(group)) for group in groups), default=1)
 
@@ -50,17 +48,17 @@ def exchanges(piece: FakeGraph, symbols: Mapping[str, str]) -> list[dict[str, An
         symbols: the caller's names of sizes, by symbol.
 
     Returns:
-        For each: `op`, `group`, `calls`, `per` (the size that the message is proportional to, "" for none) and `bytes`, the
-        message of one rank at size 1.
+        For each: `op`, `group`, `calls`, `per` (the size that scales its message, "" for none) and `bytes`, one rank's
+        message at a size of 1.
     """
-    counts: Counter[tuple[str, str, str, int]] = Counter()
+    calls_by_key: Counter[tuple[str, str, str, int]] = Counter()
     for node in piece.graph.nodes:
         group = collective_group(node)
         sent = next((value(each) for each in node.all_input_nodes if isinstance(value(each), Tensor)), None)
         if group is not None and sent is not None:
-            counts[(op_schema(node).name, group, *_message(sent, symbols))] += 1
+            calls_by_key[(op_schema(node).name, group, *_message(sent, symbols))] += 1
     keys = ("op", "group", "per", "bytes")
-    return [{**dict(zip(keys, key, strict=True)), "calls": calls} for key, calls in counts.items()]
+    return [{**dict(zip(keys, key, strict=True)), "calls": calls} for key, calls in calls_by_key.items()]
 
 
 def _message(sent: Tensor, symbols: Mapping[str, str]) -> tuple[str, int]:
@@ -70,11 +68,3 @@ def _message(sent: Tensor, symbols: Mapping[str, str]) -> tuple[str, int]:
         expression = numel.node.expr
         numel = expression.xreplace({symbol: sympy.Integer(1) for symbol in expression.free_symbols})
     return ", ".join(symbols.get(name, name) for name in names), int(numel) * sent.dtype.itemsize
-
-
-def report_collectives(pieces: Sequence[Piece], symbols: Mapping[str, str], report: Report) -> None:
-    """Record a `communication` event for each distinct piece with collectives."""
-    num_uses = Counter(piece.digest for piece in pieces)
-    for piece in {piece.digest: piece for piece in reversed(pieces)}.values():
-        if messages := exchanges(piece, symbols):
-            report.event("communication", piece=piece.digest, shared_by=num_uses[piece.digest], exchanges=messages)
