@@ -17,10 +17,10 @@ from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.size_ranges import size_range
 from torchweave.compiler.ir.symbols import DynamicDims
 from torchweave.compiler.partition.pipeline_stages import extract_pipeline_stage
-from torchweave.compiler.partition.split import Piece, split
+from torchweave.compiler.partition.split import Piece, report_parts, split
 from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager
-from torchweave.compiler.piece_builder import build_pieces
+from torchweave.compiler.piece_builder import BuildOptions, build_pieces
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.tuning.table_store import load_tables, report_table
 from torchweave.config.options import TorchCompileConfig
@@ -74,11 +74,10 @@ def compile_graph(
         # 4. Split at the boundary ops.
         parts = split(graph)
     pieces = [part for part in parts if isinstance(part, Piece)]
-    report.event("parts", order=[describe(part) for part in parts])
-    report_collectives(pieces, graph.symbols, report)
+    report_parts(parts, graph.symbols, report)
     # 5. Build each distinct piece: lowering, passes on ATen, Inductor or FX, or the cache.
     with lock_cache():
-        built = build_pieces(graph, pieces, manager, cache, device, report)
+        built = build_pieces(pieces, BuildOptions(graph, manager, cache, device, report))
     # 6. Assemble: generate the forward that calls the pieces and boundary ops in order.
     low, high = size_range(graph, config.dynamic_shapes, report)
     return CompiledGraph(graph, parts, built, (low, min([high, *(each.max_size for each in built.values())])), report)
