@@ -24,8 +24,7 @@ from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.request import InferenceRequest, Output
 from torchweave.engine.responses import NO_TOKENS, Response
 from torchweave.engine.startup.build import Engine
-from torchweave.engine.startup.open import open_engine
-from torchweave.engine.startup.replica import replica_config
+from torchweave.engine.startup.open import open_engine, replica_config
 from torchweave.report import Report
 from torchweave.serving.ipc import messages as wire
 from torchweave.serving.ipc.socket_stream import Sender, listen, receive

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ class ChildProcess:
         ignored_signals: signals that neither end nor interrupt the child, from its first instruction on. Processes that it
             starts handle them as usual.
         stdout: as for `subprocess.Popen`; None: this process's.
-        env: environment variables to set in addition to this process's.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class ChildProcess:
         new_group: bool = False,
         ignored_signals: Sequence[signal.Signals] = (),
         stdout: int | None = None,
-        env: Mapping[str, str] | None = None,
     ) -> None:
         call = pickle.dumps((name, tuple(ignored_signals), target, args))
         self._socket, child_end = socket.socketpair()
@@ -66,7 +64,6 @@ class ChildProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     process_group=0 if new_group else None,
-                    env=None if env is None else {**os.environ, **env},
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)

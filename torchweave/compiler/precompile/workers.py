@@ -1,7 +1,7 @@
 """Processes that build Triton kernels: a build takes up to some seconds, and would share the GIL with the compilation.
 
 One process imports the modules and forks a child for each kernel. It is started as a command instead of by
-`multiprocessing`, for the reason given in `torchweave.distributed.launchers.local`.
+`multiprocessing`, for the reason given in `torchweave.utils.child_process`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -21,11 +20,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 
 from torchweave.compiler.precompile.kernel_jobs import BuiltKernel, KernelSpec
+from torchweave.utils.child_process import ChildProcess
 
 _MAX_PARALLEL_BUILDS = 16
 _TIMEOUT_SECONDS = 120.0  # kernels still missing then are built at their first launch
 _ENDED = "the process that builds kernels has exited"
-_START = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {most})"
 
 
 class KernelWorkers:
@@ -39,12 +38,8 @@ class KernelWorkers:
         self._connection, theirs = Pipe()
         most = max(min(most, len(os.sched_getaffinity(0))), 1)
         with theirs:
-            start = _START.format(module=__name__, path=sys.path, fd=theirs.fileno(), most=most)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", start],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+            self._process = ChildProcess(
+                main, theirs.fileno(), most, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL
             )
         self._requested: dict[int, tuple[KernelSpec, Future[str | None]]] = {}
         self._finished = 0  # number of requests that `finish` has waited for

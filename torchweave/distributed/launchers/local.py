@@ -1,6 +1,6 @@
 """Ranks as child processes on this machine.
 
-A rank needs seconds for its imports, and its task becomes known later: it is started early, imports, and waits for the task.
+A rank is started before its task exists, since its imports take seconds: it imports and then waits for the task.
 """
 
 from __future__ import annotations
