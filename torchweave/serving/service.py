@@ -12,7 +12,7 @@ from torchweave.engine.request import SamplingParams
 from torchweave.engine.sampling.structured_output import rejection_reason
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.engine_client.request_stream import EngineUnavailable
-from torchweave.serving.http.errors import ApiError
+from torchweave.serving.errors import ApiError
 from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.openai.generation import AnswerStream
 from torchweave.serving.openai.tools import detect_tool_format

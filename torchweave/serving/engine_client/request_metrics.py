@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
 
-from torchweave.serving.metrics.counters import (
+from torchweave.serving.engine_client.counters import (
     BETWEEN_TOKENS_SECONDS,
     FIRST_TOKEN_SECONDS,
     ITERATION_TOKENS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -12,10 +12,9 @@ from starlette.routing import Route
 
 import torchweave
 from torchweave.config.options import ServerConfig
+from torchweave.serving.engine_client.client import EngineClient
 from torchweave.serving.engine_client.replicas import Replicas
-from torchweave.serving.frontends.group import FrontendGroup
-from torchweave.serving.frontends.proxy import ProxyMiddleware
-from torchweave.serving.http.errors import add_error_handlers
+from torchweave.serving.errors import add_error_handlers
 from torchweave.serving.http.fast_path import FastPathMiddleware
 from torchweave.serving.http.middleware import (
     AuthLimitsMiddleware,
@@ -24,6 +23,7 @@ from torchweave.serving.http.middleware import (
     read_keys,
 )
 from torchweave.serving.http.openapi import install_openapi
+from torchweave.serving.http.proxy import ProxyMiddleware
 from torchweave.serving.http.routes import chat, completions, live, metrics, models, status, tokens
 from torchweave.serving.metrics.live import Live
 from torchweave.serving.metrics.prometheus import HttpMetricsMiddleware, HttpRequestCounters, PrometheusMetrics
@@ -34,7 +34,7 @@ def create_app(
     client: Replicas,
     settings: ServerConfig,
     wait: bool = False,
-    frontends: FrontendGroup | None = None,
+    poll_remote_metrics: Callable[[Sequence[EngineClient], HttpRequestCounters], Awaitable[None]] | None = None,
     primary_socket: str | None = None,
 ) -> FastAPI:
     """The application. It starts the engines when it starts, and ends them with itself. Routes find their `Service` as
@@ -42,7 +42,7 @@ def create_app(
 
     Args:
         wait: it answers nothing before it is known whether requests are taken; else it serves `/health` and `/ready` at once.
-        frontends: HTTP processes whose requests count here too.
+        poll_remote_metrics: updates the metrics of the other HTTP processes, see `FrontendGroup.poll_metrics`.
         primary_socket: Unix socket of the HTTP process that answers all but requests for answers; None: this one does.
 
     Raises:
@@ -79,8 +79,8 @@ def create_app(
     app.state.metrics = PrometheusMetrics(client.engines, http, service.names[0])
 
     async def poll_metrics() -> None:
-        if frontends is not None:
-            await frontends.poll_metrics(client.engines, http)
+        if poll_remote_metrics is not None:
+            await poll_remote_metrics(client.engines, http)
 
     app.state.poll_metrics = poll_metrics
     app.state.live = Live(service, poll_metrics)

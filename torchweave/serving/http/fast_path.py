@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from torchweave.serving.engine_client.request_stream import EngineUnavailable
-from torchweave.serving.http.errors import ApiError, api_error
+from torchweave.serving.errors import ApiError, api_error
 from torchweave.serving.http.middleware import App, Receive, Send, header, replay
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchweave.config.options import ServerConfig, read_text_file
 from torchweave.serving.engine_client.admission_pacer import AdmissionPacer
-from torchweave.serving.http.errors import ApiError
+from torchweave.serving.errors import ApiError
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from fastapi.responses import Response
 
-from torchweave.serving.http.errors import ApiError, api_error
-from torchweave.serving.http.sse import event
+from torchweave.serving.errors import ApiError, api_error
 from torchweave.serving.metrics.prometheus import STREAM_SEND
 from torchweave.serving.openai.generation import AnswerStream, Delta
+from torchweave.serving.openai.sse import event
 
 Value = TypeVar("Value")
 Receive = Callable[[], Awaitable[Any]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from torchweave.serving.http.chat_template import encode, resolve_tool_use
 from torchweave.serving.http.middleware import REQUEST_ID
 from torchweave.serving.http.responses import EventStream, full_response
 from torchweave.serving.http.routes.dependencies import service_of, stream_options
-from torchweave.serving.openai.chat_template import encode, resolve_tool_use
 from torchweave.serving.openai.protocol import ChatRequest
 from torchweave.serving.openai.response_builders import ChatResponseBuilder
 from torchweave.serving.openai.sampling_fields import chat_params

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from torchweave.serving.http.errors import ApiError
+from torchweave.serving.errors import ApiError
 from torchweave.serving.http.middleware import REQUEST_ID
 from torchweave.serving.http.responses import EventStream, full_response
 from torchweave.serving.http.routes.dependencies import service_of, stream_options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import Request
 
-from torchweave.serving.http.errors import ApiError
+from torchweave.serving.errors import ApiError
 from torchweave.serving.openai.protocol import Generation, StreamOptions
 from torchweave.serving.service import Service
 

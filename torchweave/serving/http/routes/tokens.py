@@ -6,9 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from torchweave.serving.http.errors import ApiError
+from torchweave.serving.errors import ApiError
+from torchweave.serving.http.chat_template import encode
 from torchweave.serving.http.routes.dependencies import service_of
-from torchweave.serving.openai.chat_template import encode
 from torchweave.serving.openai.protocol import AnyTokenizeRequest, DetokenizeRequest, TokenizeRequest
 
 router = APIRouter(tags=["tokens"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import httptools
 
-from torchweave.serving.http.errors import ApiError
+from torchweave.serving.errors import ApiError
 from torchweave.serving.http.middleware import App, Receive, Send
 from torchweave.serving.http.responses import cancel_on_disconnect
 from torchweave.serving.metrics.prometheus import PROXIED

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchweave.serving.http.errors import ApiError
+from torchweave.serving.errors import ApiError
 from torchweave.serving.openai.protocol import ChatRequest, ChatTemplate, Message
 from torchweave.serving.openai.tools import ToolCallParser, forced_schema, make_forced_parser, make_tool_parser
 from torchweave.serving.service import Service

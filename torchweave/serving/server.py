@@ -52,7 +52,7 @@ class Server:
         self.client = create_replicas(
             config, settings.data_parallel_size, settings.restart_engine, frontend_context, count
         )
-        self.app = create_app(self.client, settings, frontends=self._frontends)
+        self.app = create_app(self.client, settings, poll_remote_metrics=self._frontends.poll_metrics)
         self.service: Service = self.app.state.service
         self._draining: asyncio.Task[None] | None = None
         self._uvicorn = UvicornServer(self.app)
