@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: a conversation in, its next message out."""
+"""`/v1/chat/completions`: generate the next message of a conversation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchweave.serving.openai.sampling_fields import chat_params
 router = APIRouter(prefix="/v1", tags=["generation"])
 
 
-@router.post("/chat/completions", summary="The next message of a conversation")
+@router.post("/chat/completions", summary="Generate the next message of a conversation")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)
