@@ -1,4 +1,4 @@
-"""The HTTP processes beside the first one, as the first one sees them."""
+"""The first HTTP process's handle on the other HTTP processes."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from torchweave.serving.ipc.socket_stream import Sender
 from torchweave.serving.metrics.prometheus import HttpRequestCounters
 from torchweave.utils import gc
 
-_POLL_TIMEOUT_SECONDS = 1.0  # in which the others say what they have seen; who is later is shown as he was
+_POLL_TIMEOUT_SECONDS = 1.0  # for the others' metrics; a process that is later is shown with its previous ones
 _END_SECONDS = 7.0  # for the others to end by themselves
 
 
 class FrontendGroup:
-    """Starts the others, tells them of the engines, and asks them what they have seen.
+    """Starts and ends the other HTTP processes, reports the engines' states to them, and polls their metrics.
 
     Args:
-        count: HTTP processes, the first one among them; with 1 nothing happens here.
-        frontend_context: of the first.
+        count: number of HTTP processes, including the first; with 1 this object does nothing.
+        frontend_context: of the first process.
 
     Attributes:
-        failure: why the server cannot go on; empty while all are there.
+        failure: why the server has to end; empty while all processes run.
     """
 
     def __init__(self, count: int, frontend_context: FrontendContext) -> None:
@@ -67,13 +67,13 @@ class FrontendGroup:
         address: tuple[str, int],
         on_prompt_routed: Callable[[PromptRouted], None],
     ) -> list[socket.socket]:
-        """Start the others, which will listen at `address` too once the engines are ready.
+        """Start the others, which listen at `address` once the engines are ready.
 
         Args:
-            on_prompt_routed: called with each prompt that one of them gives to an engine.
+            on_prompt_routed: called with each prompt that another process sends to an engine.
 
         Returns:
-            Where the first one has to listen as well: the others hand on what is about the whole server.
+            Additional sockets for the first process: the others proxy requests about the whole server there.
         """
         if self._count == 1:
             return []
@@ -95,19 +95,19 @@ class FrontendGroup:
         return [proxy_socket]
 
     def announce(self, message: ToFrontend, exclude: int = 0) -> None:
-        """Tell all of the others, `exclude` for the one that has said it."""
-        text = encode(message)
-        for number, to in self._to_frontends.items():
+        """Send a message to all other processes except number `exclude`."""
+        encoded = encode(message)
+        for number, to_frontend in self._to_frontends.items():
             if number != exclude:
-                to.send(text)
+                to_frontend.send(encoded)
 
     async def joined(self) -> None:
-        """Wait until all of them listen, or one is gone."""
+        """Wait until all processes listen, or one has failed."""
         while len(self._joined) < len(self._processes) and not self.failure:
             await self._wait_for_message()
 
     async def poll_metrics(self, engines: Sequence[EngineClient], http: HttpRequestCounters) -> None:
-        """Bring up to date what is known of the requests of the others."""
+        """Update `remote_request_metrics` and `http.remote` from the other processes."""
         self._num_polls = number = self._num_polls + 1
         self.announce(MetricsRequest(number))
         with suppress(TimeoutError):
@@ -124,7 +124,7 @@ class FrontendGroup:
         http.remote = [Counter(metrics.http) for metrics in self._frontend_metrics.values()]
 
     async def stop(self, at_once: bool = False) -> None:
-        """End them: when they have written what they have to write, or at once."""
+        """End the processes after their last responses, or `at_once`."""
         self._stopping = True
         self.announce(End())
         if self._watch_tasks and not at_once and len(self._joined) == len(self._processes):
@@ -134,13 +134,13 @@ class FrontendGroup:
         await asyncio.gather(*self._watch_tasks)
         for task in self._read_tasks:
             task.cancel()
-        self._to_frontends.clear()  # the engines may still have something to tell, and nobody is left who would hear it
+        self._to_frontends.clear()  # engines may still announce state changes
         self._exit_stack.close()
 
     async def _wait_for_message(self) -> None:
-        """Wait until one of them has said something, or is gone."""
-        news = self._next_message = self._next_message or asyncio.get_running_loop().create_future()
-        await asyncio.shield(news)
+        """Wait until a process has sent a message or ended."""
+        self._next_message = self._next_message or asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._next_message)
 
     def _notify_waiters(self) -> None:
         if self._next_message is not None:
@@ -159,7 +159,7 @@ class FrontendGroup:
             if isinstance(message, FrontendReady):
                 self._joined.add(number)
             elif isinstance(message, FrontendFailed):
-                self._fail(message.why or "An HTTP process of the server could not begin.")
+                self._fail(message.why or "An HTTP process of the server could not start.")
             else:
                 self._frontend_metrics[number] = message
             self._notify_waiters()
@@ -179,5 +179,5 @@ class FrontendGroup:
 
 def _run(config: EngineConfig, settings: ServerConfig, frontend_info: FrontendInfo, shared_load: SharedLoad) -> None:
     with gc.gc_frozen_after():
-        from torchweave.serving.frontends.process import main  # all that a server is made of
+        from torchweave.serving.frontends.process import main  # imports the whole server
     main(config, settings, frontend_info, shared_load)

@@ -22,11 +22,11 @@ from torchweave.serving.ipc.messages import (
 
 @dataclass(frozen=True)
 class FrontendInfo:
-    """Which HTTP process it is (1, 2, ... of `count`; the first one is 0), and where all of them meet.
+    """Number of an HTTP process (1, 2, ... of `count`; the first one is 0), and its addresses.
 
     Attributes:
-        folder: of their sockets.
-        host, port: where all of them listen.
+        folder: of the processes' Unix sockets.
+        host, port: address of the server.
     """
 
     number: int
@@ -37,7 +37,7 @@ class FrontendInfo:
 
     @property
     def proxy_socket(self) -> str:
-        """The first one's Unix socket for HTTP."""
+        """Unix socket at which the first process takes HTTP requests of the others."""
         return f"{self.folder}/http"
 
     @property

@@ -13,13 +13,13 @@ import msgspec
 
 import torchweave
 from torchweave.serving.engine_client.client import EngineClient
+from torchweave.serving.engine_client.counters import BucketHistogram, Percentiles, percentile
 from torchweave.serving.engine_client.request_metrics import (
     HISTORY_SECONDS,
     RequestRecord,
     ServingCounters,
     visible_requests,
 )
-from torchweave.serving.metrics.counters import BucketHistogram, Percentiles, percentile
 from torchweave.serving.metrics.prometheus import EngineSnapshot
 from torchweave.serving.service import Service
 

@@ -1,4 +1,4 @@
-"""Server-sent events: a JSON body each."""
+"""Server-sent events with JSON bodies."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _MARK = "\0text\0"
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """One event."""
+    """Encode an event."""
     return b"data: " + _encode(body) + b"\n\n"
 
 
 class TextEventCache:
-    """Events that differ in an answer's text alone: written once, with a gap for the text."""
+    """Events that differ only in the text: the JSON around the text is encoded once per answer."""
 
     def __init__(self) -> None:
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # by answer: what stands before and behind its text
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # by answer: the bytes before and after its text
 
     def of(self, index: int, text: str, body: Callable[[int, str], dict[str, Any]]) -> bytes:
-        """The event of a text; `body` makes it for an answer (by its number) and a text."""
+        """Encode the event of answer `index` with `text`; `body(index, text)` builds its JSON."""
         around = self._around.get(index)
         if around is None:
             before, _, behind = event(body(index, _MARK)).partition(_encode(_MARK))

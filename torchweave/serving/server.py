@@ -1,4 +1,4 @@
-"""One server from its start to its end: the socket, the signals, the drain, and the exit code."""
+"""The server's life cycle: socket, signals, drain and exit code."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from torchweave.serving.ipc.shared_load import SharedLoad
 from torchweave.serving.service import Service
 from torchweave.utils import gc
 
-_FAILED_SECONDS = 1.0  # for those who ask to hear that the engine has failed
-_POLL_SECONDS = 0.05  # between two looks at what other HTTP processes have in flight, while they finish it
+_FAILED_SECONDS = 1.0  # for clients to receive the engine's failure
+_POLL_SECONDS = 0.05  # of the requests in flight during the drain
 
 
 class Server:
-    """Serves one engine, or replicas of it, until a signal or the end of the last one.
+    """Serves one engine, or replicas of it, until a signal or the failure of the last one.
 
     Args:
         config: of each engine.
-        settings: of the server.
         on_ready: called with the server when it takes requests.
 
     Attributes:
-        url: where it listens.
+        url: address of the server.
 
     Raises:
-        ValueError: the address cannot be had.
+        ValueError: the address is invalid or in use.
     """
 
     def __init__(
@@ -52,23 +51,23 @@ class Server:
         self.client = create_replicas(
             config, settings.data_parallel_size, settings.restart_engine, frontend_context, count
         )
-        self.app = create_app(self.client, settings, frontends=self._frontends)
+        self.app = create_app(self.client, settings, poll_remote_metrics=self._frontends.poll_metrics)
         self.service: Service = self.app.state.service
         self._draining: asyncio.Task[None] | None = None
         self._uvicorn = UvicornServer(self.app)
 
     @property
     def failure(self) -> str:
-        """Why it cannot go on, or has not begun; empty while it can."""
-        if self.client.state == "failed":  # what else is amiss may be so for that
+        """Why the server failed or could not start; empty otherwise."""
+        if self.client.state == "failed":  # may have caused the failure of the HTTP processes
             return self.client.failure
         return self._frontends.failure or self.client.failure
 
     def run(self) -> int:
-        """Serve; returns the exit code: 0 after a signal, 1 when the engine failed.
+        """Serve; returns the exit code: 0 after a signal, 1 if the engine failed.
 
         Raises:
-            ValueError: the engine cannot be what was asked; one sentence says why and what to do.
+            ValueError: an option or the model is invalid; the message says why and what to do.
         """
         with self._uvicorn.runner() as runner:
             return runner.run(self._serve())
@@ -84,7 +83,7 @@ class Server:
         await serving
         await _cancel(*tasks, *([self._draining] if self._draining is not None else []))
         at_once = self._uvicorn.force_exit
-        if at_once:  # uvicorn has left requests and application as they were, to be cancelled with the loop
+        if at_once:  # uvicorn then skips the application's shutdown
             await self.client.stop(at_once)
             await self._uvicorn.lifespan.shutdown()
         await self._frontends.stop(at_once)
@@ -93,7 +92,7 @@ class Server:
         return 1 if self.client.state == "failed" or self._frontends.failure else 0
 
     async def _report_ready(self) -> None:
-        """Tell when the server is ready, or end it where it cannot be."""
+        """Call `on_ready` when the server is ready, or end the server if its start failed."""
         await self.service.startup_done.wait()
         if not self.service.ready:
             self._uvicorn.should_exit = True
@@ -106,19 +105,19 @@ class Server:
             await asyncio.Event().wait()
 
     async def _watch_engines(self) -> None:
-        """End the server with its engine, or with one of its HTTP processes, be it while it starts."""
+        """End the server when its engines or one of its HTTP processes have ended, also during the start."""
         startup_done = self.service.startup_done
         await self.client.wait_for(
             lambda: bool(self._frontends.failure) or (startup_done.is_set() and not self.client.alive)
         )
         if self._frontends.failure:
-            await self.client.stop()  # whoever waits for an answer hears of it, in all HTTP processes
+            await self.client.stop()  # requests in flight get an error, in all HTTP processes
         if self.failure:
             await asyncio.sleep(_FAILED_SECONDS)
         self._uvicorn.should_exit = True
 
     def drain(self) -> None:
-        """Take no more requests and end when those that run have finished; called again: now."""
+        """Refuse new requests and end when the running ones have finished; on a second call, end at once."""
         if self._draining is not None or not self.service.ready:
             self._uvicorn.should_exit = True
             self._uvicorn.force_exit = self._draining is not None
@@ -132,7 +131,7 @@ class Server:
             async with asyncio.timeout(self._settings.drain_timeout):
                 while self.client.num_in_flight:
                     await asyncio.sleep(_POLL_SECONDS)
-        await self.client.stop()  # whoever is still there hears of it
+        await self.client.stop()  # the remaining requests get an error
         self._uvicorn.should_exit = True
 
 

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
-from torchweave.serving.metrics.counters import FIRST_TOKEN_SECONDS, BucketHistogram, History, Percentiles, percentile
+from torchweave.serving.engine_client.counters import (
+    FIRST_TOKEN_SECONDS,
+    BucketHistogram,
+    History,
+    Percentiles,
+    percentile,
+)
 
 
 def test_a_distribution_counts_as_prometheus_does():

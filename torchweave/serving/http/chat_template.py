@@ -1,4 +1,4 @@
-"""A conversation as tokens: messages and tools through the model's chat template, and how its answer is read for calls."""
+"""Chat requests: render messages and tools with the chat template, and choose the tool-call parser."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchweave.serving.http.errors import ApiError
+from torchweave.serving.errors import ApiError
 from torchweave.serving.openai.protocol import ChatRequest, ChatTemplate, Message
 from torchweave.serving.openai.tools import ToolCallParser, forced_schema, make_forced_parser, make_tool_parser
 from torchweave.serving.service import Service
 
-# Names in `chat_template_kwargs` that are arguments of the tokenizer, not variables of the template.
+# Arguments of the tokenizer, which `chat_template_kwargs` must not set.
 _RESERVED = frozenset(
     (
         "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
@@ -25,14 +25,14 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How tools take part in an answer.
+    """Tool settings of a request.
 
     Attributes:
-        tools: what the template is told; None: nothing.
-        forced: the JSON schema that the answer is held to.
-        parser: makes a parser of calls for one answer; None: calls are not looked for.
-        keep_special: the model calls by means of special tokens.
-        new_id: of a call.
+        tools: definitions for the template; None: no tools.
+        forced: JSON schema that constrains the answer to tool calls.
+        parser: creates a tool-call parser for one answer; None: answers are not parsed.
+        keep_special: the model's tool calls use special tokens.
+        new_id: creates the id of a call.
     """
 
     tools: list[dict[str, Any]] | None = None
@@ -43,26 +43,31 @@ class ToolUse:
 
 
 def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
-    """What the tools of a request mean for its answer.
+    """Resolve `tools` and `tool_choice` of a request.
 
     Raises:
-        ApiError: 400, tools that this model or this choice cannot have.
+        ApiError: 400, the tools are invalid or not supported by the model.
     """
     choice, named, tools = body.tool_choice, body.named_function, body.tools
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise ApiError(400, "tool_choice asks for a call, but there are no tools.", param="tool_choice")
+            raise ApiError(400, "tool_choice requires a tool call, but tools is empty; add tools.", param="tool_choice")
         return ToolUse()
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
-        raise ApiError(400, "Two tools have the same name; rename one of them.", param="tools")
+        raise ApiError(400, "Two tools have the same name; rename one.", param="tools")
     if named is not None and named not in names:
-        raise ApiError(400, f"tool_choice names {named!r}, but the tools are {', '.join(names)}.", param="tool_choice")
+        raise ApiError(
+            400, f"tool_choice {named!r} is not in tools; choose from {', '.join(names)}.", param="tool_choice"
+        )
     if choice == "none":
         return ToolUse()
     template = service.chat_template()
     if "tools" not in template:
-        sentence = "The chat template of this model knows no tools; leave tools out, or serve it with a chat_template that does."
+        sentence = (
+            "The chat template of this model does not support tools; leave tools out, or serve the model with a chat_template "
+            "that does."
+        )
         raise ApiError(400, sentence, param="tools")
     tool_definitions = [tool.model_dump(exclude_none=True) for tool in tools]
     tool_format = service.tool_format(template)
@@ -70,7 +75,7 @@ def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
         schema = forced_schema(tools, named, body.parallel_tool_calls is not False)
         return ToolUse(tool_definitions, schema, lambda: make_forced_parser(tools, named))
     if tool_format is None:
-        sentence = "How this model calls tools is not known by its chat template; serve it with tool_call_parser."
+        sentence = "The tool-call format of this model was not detected; serve the model with tool_call_parser."
         raise ApiError(400, sentence, param="tools")
     if tool_format == "mistral":
         return ToolUse(
@@ -80,20 +85,24 @@ def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
 
 
 async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any]] | None) -> list[int]:
-    """Token ids of a conversation.
+    """Encode a conversation as token ids.
 
     Raises:
-        ApiError: 400, variables that no template may be given, or that this one does not know.
-        ValueError: there is no template, or it refuses the messages.
+        ApiError: 400, template variables that are reserved or not supported by the template.
+        ValueError: the model has no template, or the template rejects the messages.
     """
     variables = dict(body.chat_template_kwargs or {})
     if reserved := sorted(_RESERVED & set(variables)):
-        raise ApiError(400, f"chat_template_kwargs must not hold {', '.join(reserved)}.", param="chat_template_kwargs")
+        raise ApiError(
+            400,
+            f"chat_template_kwargs must not contain {', '.join(reserved)}; leave them out.",
+            param="chat_template_kwargs",
+        )
     if tools is not None:
         variables["tools"] = tools
     if body.reasoning_effort is not None:
         if "reasoning_effort" not in service.chat_template():
-            sentence = "The chat template of this model knows no reasoning_effort; leave it out."
+            sentence = "The chat template of this model does not support reasoning_effort; leave it out."
             raise ApiError(400, sentence, param="reasoning_effort")
         variables["reasoning_effort"] = body.reasoning_effort
     if body.continue_final_message:
@@ -110,14 +119,14 @@ async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """A message as templates know it: text that is there, and arguments of calls as objects."""
-    found = message.model_dump(exclude_none=True)
-    found.setdefault("content", "")
-    if found.get("tool_calls"):
-        found["tool_calls"] = [_call(call) for call in found["tool_calls"]]
+    """Convert a message for the template: `content` is always present, arguments of tool calls are objects."""
+    fields = message.model_dump(exclude_none=True)
+    fields.setdefault("content", "")
+    if fields.get("tool_calls"):
+        fields["tool_calls"] = [_call(call) for call in fields["tool_calls"]]
     else:
-        found.pop("tool_calls", None)
-    return found
+        fields.pop("tool_calls", None)
+    return fields
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
@@ -126,6 +135,6 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):  # no JSON, or nested too deeply to be read
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

@@ -1,4 +1,4 @@
-"""What an HTTP process does not answer itself, the first one does: pages, probes, metrics, and whatever is wrong with a request."""
+"""Proxy to the first HTTP process, which handles pages, probes, metrics and invalid requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import httptools
 
-from torchweave.serving.http.errors import ApiError
+from torchweave.serving.errors import ApiError
 from torchweave.serving.http.middleware import App, Receive, Send
 from torchweave.serving.http.responses import cancel_on_disconnect
 from torchweave.serving.metrics.prometheus import PROXIED
@@ -20,11 +20,10 @@ _READ_BYTES = 1 << 16
 
 
 class ProxyMiddleware:
-    """ASGI middleware that lets nothing through but the beginning and the end of the application: it asks the first HTTP process,
-    and hands its answer on as it comes.
+    """ASGI middleware that forwards every HTTP request to the first HTTP process and streams its response.
 
     Args:
-        address: its Unix socket.
+        address: Unix socket of the first process.
     """
 
     def __init__(self, app: App, address: str) -> None:
@@ -37,12 +36,12 @@ class ProxyMiddleware:
             return
         scope[PROXIED] = True
         bodyless = scope["method"] in ("GET", "HEAD", "OPTIONS")
-        body = b"" if bodyless else (await receive())["body"]  # whole: the guard has read it
+        body = b"" if bodyless else (await receive())["body"]  # complete: `AuthLimitsMiddleware` has read it
         try:
             reader, writer = await asyncio.open_unix_connection(self._address)
         except OSError:
-            gone = ApiError(503, "The server is shutting down; ask another one.", code="shutting_down")
-            await gone.response(scope, receive, send)
+            sentence = "The server is shutting down; send the request to another server."
+            await ApiError(503, sentence, code="shutting_down").response(scope, receive, send)
             return
         try:
             writer.write(_request(scope, body))
@@ -60,24 +59,24 @@ def _request(scope: Any, body: bytes) -> bytes:
 
 
 async def _forward_response(reader: asyncio.StreamReader, send: Send) -> None:
-    answer = _ResponseHandler()
-    parser = httptools.HttpResponseParser(answer)
-    begun = False
-    while not answer.ended and (data := await reader.read(_READ_BYTES)):
+    response = _ResponseHandler()
+    parser = httptools.HttpResponseParser(response)
+    started = False
+    while not response.ended and (data := await reader.read(_READ_BYTES)):
         parser.feed_data(data)
-        if answer.head_complete and not begun:
-            begun = True
+        if response.head_complete and not started:
+            started = True
             status = parser.get_status_code()
-            await send({"type": "http.response.start", "status": status, "headers": answer.headers})
-        if begun and answer.parts:
-            await send({"type": "http.response.body", "body": answer.take(), "more_body": True})
-    if not begun:
-        raise ConnectionError("the first HTTP process went before it answered")
+            await send({"type": "http.response.start", "status": status, "headers": response.headers})
+        if started and response.parts:
+            await send({"type": "http.response.body", "body": response.take(), "more_body": True})
+    if not started:
+        raise ConnectionError("the first HTTP process ended before it responded")
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _ResponseHandler:
-    """What httptools finds."""
+    """Callbacks of httptools' parser."""
 
     def __init__(self) -> None:
         self.headers: list[tuple[bytes, bytes]] = []

@@ -1,6 +1,6 @@
-"""What is counted: plain numbers of one event loop, so that counting a token costs a fraction of a microsecond.
+"""Histograms and per-second history without locks, for one event loop: counting a token takes less than a microsecond.
 
-`metrics.py` draws them in Prometheus' format when somebody asks, `live.py` for the page.
+`metrics/prometheus.py` and `metrics/live.py` format them on demand.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-# vLLM's buckets, so that dashboards made for it show the same; below its first ones a few more for what is faster.
+# vLLM's buckets, so that its dashboards work, with additional smaller ones.
 FIRST_TOKEN_SECONDS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -60,7 +60,7 @@ class BucketHistogram:
 
     @classmethod
     def merge(cls, parts: Sequence[BucketHistogram]) -> BucketHistogram:
-        """The values of several distributions with the same bounds; the last few of each are kept."""
+        """Sum histograms with the same bounds; keeps the recent values of each."""
         first = parts[0]
         if len(parts) == 1:
             return first
@@ -73,16 +73,16 @@ class BucketHistogram:
         )
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Buckets as Prometheus has them: (upper bound, values at or below it)."""
-        found, total = [], 0
+        """Cumulative buckets, as in Prometheus: (upper bound, values at or below it)."""
+        buckets, total = [], 0
         for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
             total += count
-            found.append(("+Inf" if math.isinf(bound) else repr(float(bound)), float(total)))
-        return found
+            buckets.append(("+Inf" if math.isinf(bound) else repr(float(bound)), float(total)))
+        return buckets
 
 
 def percentile(values: Iterable[float], percent: float) -> float | None:
-    """The smallest value that at least so many percent of the values do not exceed; None without values."""
+    """Nearest-rank percentile: the smallest value that `percent` of the values do not exceed; None without values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -106,33 +106,30 @@ class History:
         self.rows = deque(self.rows, self.seconds + 1)
 
     def add(self, now: float, values: Iterable[float] = (), **amounts: float) -> None:
-        """Add to the second of `now`; `values` are those whose percentiles are wanted."""
+        """Add amounts, and values for percentiles, to the second of `now`."""
         second = math.floor(now)
         if not self.rows or self.rows[-1][0] < second:
             self.rows.append((second, dict.fromkeys(self.names, 0.0), []))
-        _, sums, kept = self.rows[-1]
+        _, sums, row_values = self.rows[-1]
         for name, amount in amounts.items():
             sums[name] += amount
-        kept.extend(values)
+        row_values.extend(values)
 
     def sums(self, now: float) -> dict[str, list[float]]:
-        """Each name's amount in each whole second before `now`, oldest first."""
+        """Sums by name in each full second before `now`, oldest first."""
         rows = {second: sums for second, sums, _ in self.rows}
-        nothing = dict.fromkeys(self.names, 0.0)
+        zeros = dict.fromkeys(self.names, 0.0)
         last = math.floor(now)
         seconds = range(last - self.seconds, last)
-        return {name: [rows.get(second, nothing)[name] for second in seconds] for name in self.names}
+        return {name: [rows.get(second, zeros)[name] for second in seconds] for name in self.names}
 
     def values(self, second: int) -> Sequence[float]:
         """The values of a second."""
-        return next((kept for at, _, kept in reversed(self.rows) if at == second), ())
+        return next((values for at, _, values in reversed(self.rows) if at == second), ())
 
 
 class Percentiles:
-    """Percentiles of the values of each of the last whole seconds, over several histories.
-
-    A second that is over stays as it is: its values are sorted once.
-    """
+    """Percentiles of each of the last full seconds over several histories, computed once for each second."""
 
     def __init__(self, histories: Sequence[History], seconds: int, percents: Sequence[float]) -> None:
         self._histories = histories
@@ -141,7 +138,7 @@ class Percentiles:
         self._by_second: dict[int, list[float | None]] = {}
 
     def of(self, now: float) -> list[list[float | None]]:
-        """For each percentile that of every whole second before `now`, oldest first; None for a second without a value."""
+        """Values of each percentile for every full second before `now`, oldest first; None for seconds without values."""
         last = math.floor(now)
         seconds = range(last - self._seconds, last)
         self._by_second = {second: self._by_second.get(second) or self._of_second(second) for second in seconds}

@@ -1,4 +1,4 @@
-"""Faults in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`, each message one useful sentence."""
+"""Errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """What a client is told instead of an answer."""
+    """An error response."""
 
     def __init__(
         self,
@@ -44,20 +44,20 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of a fault that was met while its request was answered."""
+    """Convert an exception of a request handler into an error response."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineUnavailable):
         return ApiError(503, str(error), code="engine_unavailable")
     if isinstance(error, ValueError):
         return ApiError(400, str(error))
-    return ApiError(500, f"The server met a fault of its own: {type(error).__name__}.", code="internal_error")
+    return ApiError(500, f"Internal server error: {type(error).__name__}.", code="internal_error")
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every fault of every route in the one form."""
+    """Return the errors of all routes in OpenAI's format."""
 
-    async def ours(_: Request, error: Exception) -> JSONResponse:
+    async def handle(_: Request, error: Exception) -> JSONResponse:
         return api_error(error).response
 
     async def http(_: Request, error: Exception) -> JSONResponse:
@@ -69,37 +69,38 @@ def add_error_handlers(app: FastAPI) -> None:
         return _invalid(error).response
 
     for kind in (ApiError, EngineUnavailable, ValueError):
-        app.add_exception_handler(kind, ours)
+        app.add_exception_handler(kind, handle)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(Exception, ours)
+    app.add_exception_handler(Exception, handle)
 
 
 def _http_sentence(error: HTTPException) -> str:
     if error.status_code == 400:
         return _unread_sentence(error.__cause__)
     sentences = {
-        404: "There is no such address; /docs lists those that there are.",
-        405: "This address does not take this method; /docs lists what it takes.",
+        404: "This path does not exist; see /docs for the available ones.",
+        405: "This path does not support this method; see /docs for the supported ones.",
     }
     return sentences.get(error.status_code, str(error.detail))
 
 
 def _unread_sentence(why: BaseException | None) -> str:
-    """Why a body could not be read, where it is not that it is no JSON."""
+    """Why a body could not be parsed, for errors other than a JSON syntax error."""
     if isinstance(why, UnicodeDecodeError):
-        return f"The body is not text in UTF-8 (byte {why.start} is not); send JSON in UTF-8."
+        return f"The body is not valid UTF-8 (at byte {why.start}); send JSON in UTF-8."
     if isinstance(why, RecursionError):
         return "The body is nested too deeply; send JSON with fewer levels."
-    return "The body cannot be read: it holds a number of thousands of digits, or is no JSON; send JSON without."
+    return (
+        "The body could not be parsed: it is not JSON, or contains a number with thousands of digits; send valid JSON."
+    )
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """The first fault of a body, named by its field."""
+    """The first validation error of a body, with the field's name."""
     first = error.errors()[0]
-    where = [
-        part for part in first["loc"] if part != "body" and " " not in str(part)
-    ]  # kinds of a body are "a text", ...
+    # Without the tags of body variants ("a text", ...).
+    where = [part for part in first["loc"] if part != "body" and " " not in str(part)]
     param = ".".join(map(str, where)) or None
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}.")
