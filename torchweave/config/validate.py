@@ -169,7 +169,7 @@ def check_limits(settings: ServerConfig) -> None:
     for origin in settings.allowed_origins:
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
             raise ValueError(
-                f"allowed_origins={origin!r} is not an origin: expected `*`, or scheme, host and port as in the Origin header, such as "
+                f"allowed_origins={origin!r} is not an origin: expected `*`, or scheme, host and port as in "
                 "https://chat.example.com"
             )
 
