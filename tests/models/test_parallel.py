@@ -197,7 +197,7 @@ def test_scales_of_blocks_are_divided_with_their_weights(tmp_path: Path) -> None
 
 def test_shards_within_a_scale_block_are_refused(tmp_path: Path) -> None:
     _block_checkpoint(tmp_path, 64)
-    with pytest.raises(UnsupportedModel, match=r"one scale for each 128 x 128 weights.*use fewer ranks"):
+    with pytest.raises(UnsupportedModel, match=r"one scale per 128 x 128 weights.*use fewer ranks"):
         part_of(tmp_path, 0)
 
 
