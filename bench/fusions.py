@@ -2,10 +2,10 @@
 
     python bench/fusions.py --json bench/results/fusions_h100_202611.json [--models 1b 8b] [--tokens 1 8 32 256 2048]
 
-Builds: `fx` separate operations; `fx fused` Torchweave's kernel; `inductor` Inductor's code; `inductor kept` Inductor's code with the
-op kept. A graph holds a call on each of many copies of the operands, so that caches stay cold; the graphs of all builds are
-replayed in turn. For attention with fused rotary embedding, `inductor` is Inductor's rotary embedding followed by attention and
-`inductor kept` attention alone. The JSON holds microseconds per call and their noise.
+Builds: `fx` separate operations; `fx fused` Torchweave's kernel; `inductor` Inductor's code; `inductor kept` Inductor's code
+with the op kept. A graph holds a call on each of many copies of the operands, so that caches stay cold; the graphs of all
+builds are replayed in turn. For attention with fused rotary embedding, `inductor` is Inductor's rotary embedding followed by
+attention and `inductor kept` attention alone. The JSON holds microseconds per call and their noise.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python bench/mixed_batch.py [--model demo] [--others 8] [--beside 0 1 8] [--tokens 200] [--rounds 7] [--json FILE]
 
-`others` are plain greedy requests. `plain` adds more of them (the cost of a larger batch), the baseline for `penalties` (all three, a
-bias and a bad word) and `grammar` (a JSON schema). Requests with a grammar join every second step. Rounds cycle through all cases;
-results are medians, and ratios to plain the median over rounds.
+`others` are plain greedy requests. `plain` adds more of them (the cost of a larger batch), the baseline for `penalties` (all
+three, a bias and a bad word) and `grammar` (a JSON schema). Requests with a grammar join every second step. Rounds cycle
+through all cases; results are medians, and ratios to plain the median over rounds.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python bench/overlap.py --json bench/results/overlap-2x_h200_202611.json
 
-Starts a process on each of two GPUs. A CUDA graph holds six layers; graphs are replayed in turn, and a time is the median over rounds
-of the slowest rank's, in microseconds per layer. `serial` is the engine's form: the product, then all-reduce, residual and norm in one
-launch. `chunks`: rows are split, and all-reduces run on a second stream as parts complete. `copies`: the second stream only copies
-parts to the other rank, which uses no multiprocessors; both ranks add at the end.
+Starts a process on each of two GPUs. A CUDA graph holds six layers; graphs are replayed in turn, and a time is the median
+over rounds of the slowest rank's, in microseconds per layer. `serial` is the engine's form: the product, then all-reduce,
+residual and norm in one launch. `chunks`: rows are split, and all-reduces run on a second stream as parts complete. `copies`:
+the second stream only copies parts to the other rank, which uses no multiprocessors; both ranks add at the end.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python bench/reinplace.py --json bench/results/reinplace_cpu_202611.json [--width 4096]
 
-None of Torchweave's ops mutates its arguments within a piece; ops of a user's model may. The graph creates a tensor `[T, width]`, and
-an op adds two others to it. The median of 30 rounds of 20 calls, both forms in turn, as FX code.
+None of Torchweave's ops mutates its arguments within a piece; ops of a user's model may. The graph creates a tensor `[T,
+width]`, and an op adds two others to it. The median of 30 rounds of 20 calls, both forms in turn, as FX code.
 """
 
 from __future__ import annotations

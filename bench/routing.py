@@ -2,10 +2,10 @@
 
     python bench/routing.py [--replicas 4] [--json FILE]
 
-A replica has the costs of an 8B model on an H100: `STEP` per step, plus costs per prefilled prompt token, per decoding request, and per
-token of its context. Prefill is first come, first served, with at most 8,192 tokens per step, 1,024 next to decoding requests; the last
-`CACHE` tokens stay cached. Policies: `turn` (round robin), `requests` (fewest requests), `tokens` and `prefixes`
-(torchweave.serving.engine_client.load_balancer without and with known prefixes).
+A replica has the costs of an 8B model on an H100: `STEP` per step, plus costs per prefilled prompt token, per decoding
+request, and per token of its context. Prefill is first come, first served, with at most 8,192 tokens per step, 1,024 next to
+decoding requests; the last `CACHE` tokens stay cached. Policies: `turn` (round robin), `requests` (fewest requests), `tokens`
+and `prefixes` (torchweave.serving.engine_client.load_balancer without and with known prefixes).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python bench/sampling.py [--vocab 128256] [--rows 1 8 64 256] [--json FILE]
 
-Logits are bfloat16 and, as in a decode step, in the L2 cache. "peaked" logits resemble a trained model's (few tokens hold the mass);
-"flat" logits are the worst case of the top-p search.
+Logits are bfloat16 and, as in a decode step, in the L2 cache. "peaked" logits resemble a trained model's (few tokens hold the
+mass); "flat" logits are the worst case of the top-p search.
 """
 
 from __future__ import annotations

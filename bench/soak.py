@@ -3,9 +3,9 @@
     torchweave serve MODEL &
     python bench/soak.py --pid $! [--base_url http://127.0.0.1:8000] [--seconds 600] [--streams 100] [--json FILE]
 
-About six in ten clients disconnect before their response ends: a tenth of them within 10 ms, the others within three seconds. Samples
-the memory of the server's process tree and, from nvidia-smi, of the GPU every few seconds. Exit code 1 if a response was incomplete,
-a block is in use two seconds after the last request, or something was compiled.
+About six in ten clients disconnect before their response ends: a tenth of them within 10 ms, the others within three seconds.
+Samples the memory of the server's process tree and, from nvidia-smi, of the GPU every few seconds. Exit code 1 if a response
+was incomplete, a block is in use two seconds after the last request, or something was compiled.
 """
 
 from __future__ import annotations

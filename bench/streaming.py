@@ -2,8 +2,8 @@
 
     python bench/streaming.py [--streams 128] [--tokens 200] [--json bench/results/streaming_h100_202611.json]
 
-Each step yields a token per stream; the next starts when all are sent. Times are CPU microseconds per token of the process, split into
-user time (Python and the event loop) and system time (sending).
+Each step yields a token per stream; the next starts when all are sent. Times are CPU microseconds per token of the process,
+split into user time (Python and the event loop) and system time (sending).
 """
 
 from __future__ import annotations
