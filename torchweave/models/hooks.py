@@ -201,7 +201,7 @@ def disable_padding_warnings(model: nn.Module) -> None:
     """Disable the check for padding tokens, which reads tensors on the host; the engine does not pad."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.warn_if_padding_and_no_attention_mask = _do_nothing
+            module.warn_if_padding_and_no_attention_mask = _do_nothing  # type: ignore[method-assign]
 
 
 def _do_nothing(*_: Any) -> None:

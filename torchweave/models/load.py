@@ -235,7 +235,8 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_cod
             f"{name} has no causal language model in transformers {transformers.__version__}; only decoders can be served."
         )
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # linears are replaced by quantized ones when their weights arrive
+        # Linears are replaced by quantized ones when their weights arrive.
+        del config.quantization_config  # type: ignore[attr-defined]
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(

@@ -85,7 +85,7 @@ def _cached_model_list() -> Iterator[None]:
     tools = import_module("transformers.utils.import_utils")
     read = getattr(tools, "define_import_structure", None)
     folder = Path(str(tools.__file__)).parents[1] / "models"
-    if not hasattr(read, "cache_info"):
+    if read is None or not hasattr(read, "cache_info"):
         yield
         return
 

@@ -46,9 +46,8 @@ class TransformersBaseline:
             ids[row, longest - len(prompt) :] = torch.tensor(list(prompt))
             mask[row, longest - len(prompt) :] = 1
         device = self.model.device
-        output: Any = self.model.generate(
-            input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=num_tokens
-        )  # type: ignore[operator]
+        generate: Any = self.model.generate  # type: ignore[attr-defined]
+        output = generate(input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=num_tokens)
         return output[:, longest:].tolist()
 
     @torch.no_grad()

@@ -178,9 +178,9 @@ def _engine(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     if device != "cpu":
         torch.cuda.empty_cache()
     with engine(args) as llm:
-        result = _result_header(scenario, llm, environment(llm.plan.device, llm.plan.config.num_ranks)) | {
-            "memory_bandwidth": bandwidth
-        }
+        result: dict[str, Any] = _result_header(
+            scenario, llm, environment(llm.plan.device, llm.plan.config.num_ranks)
+        ) | {"memory_bandwidth": bandwidth}
         report = Report(show=False if args.quiet else None)
         _measure(scenario, llm, sizes, report, result)
         add_roofline(result.get("decode", []), llm, bandwidth)

@@ -75,6 +75,9 @@ class Fp8Linear(nn.Module):
         group: argument of `torchweave::fp8_quant`.
     """
 
+    weight_scale: Tensor
+    input_scale: Tensor | None
+
     def __init__(
         self, weight: Tensor, weight_scale: Tensor, bias: nn.Parameter | None, input_scale: Tensor | None, group: int
     ) -> None:
