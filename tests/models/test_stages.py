@@ -133,8 +133,9 @@ def test_more_pipeline_stages_than_layers_are_refused() -> None:
 
 def test_layers_that_return_more_than_hidden_states_are_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [(torch.empty(1, 53, 64, device="meta"), -1)] * 3
-    monkeypatch.setattr(stages, "_calls", lambda *_: seen)
+    monkeypatch.setattr(stages, "_record_layer_calls", lambda *_: seen)
     with pytest.raises(
-        UnsupportedModel, match=r"LlamaForCausalLM cannot be split into pipeline stages: .* or tensors besides the hidden"
+        UnsupportedModel,
+        match=r"LlamaForCausalLM cannot be split into pipeline stages: .* or tensors besides the hidden",
     ):
         stage_of(zoo.zoo_model("llama").config().to_dict(), 0, load_format="dummy")

@@ -222,7 +222,7 @@ def _text_part(config: PreTrainedConfig) -> PreTrainedConfig:
         text.tie_word_embeddings = True  # the full model owns the head, so its config decides on tying
     if type(text) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModel(
-            f"{config.model_type} is multimodal, and transformers has no decoder class for its text part."
+            f"{config.model_type} takes images or audio, and transformers has no decoder class for its text part."
         )
     return text
 
