@@ -1,11 +1,10 @@
-"""Time the attention kernels inside CUDA graphs, over a KV cache that the L2 cache cannot hold.
+"""Times of the attention kernels inside CUDA graphs, over a KV cache larger than the L2 cache.
 
     python -m bench.attention --out attention.json [--only decode|prefill|mixed] [--defaults]
 
-Each number is one layer's call, KV write included. Decode is held against the bytes of the keys and values and the GPU's copy
-bandwidth, prefill against causal operations per second. Every launch configuration is compared in the one run; `--defaults`
-takes only what the backend would choose. Of a mixed step, rows that generate and one that reads a prompt, the kernels run one
-behind the other and as branches of the graph.
+A number is one layer's call, KV write included. Decode is compared with the bytes of keys and values over copy bandwidth, prefill
+with causal operations per second. One run compares every launch configuration; `--defaults` takes only the backend's choice. For
+mixed steps (decode rows and one prefill row) the kernels run in sequence and as branches of the graph.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from torchweave.ops.attention.op import (
 )
 
 COPY_GB_PER_S = 3020.0  # measured on an H100 80GB HBM3
-COLD_BYTES = 256 << 20  # of KV between two reads of the same bytes: five times the L2 cache
+COLD_BYTES = 256 << 20  # KV bytes between two reads of the same address: five times the L2 cache
 HEADS = {"llama-1b": LayerSpec(8, 64, 64, 32), "llama-8b": LayerSpec(8, 128, 128, 32)}
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXTS = (192, 1024, 8192)
 PREFILLS = ((16, 1024), (4, 8192), (1, 1000), (1, 16))
 MIXED = (64, 128, 256, 384, 512, 1024, 2048)
-"""Tokens of a step, of which MIXED_ROWS generate behind MIXED_CONTEXT tokens; the others are the second half of a prompt."""
+"""Tokens of a mixed step: MIXED_ROWS decode rows with MIXED_CONTEXT tokens; the others are the second half of a prompt."""
 MIXED_ROWS, MIXED_CONTEXT = 48, 640
 DECODE_CONFIGS = (
     DecodeConfig(64, 4, 3, 2, 1),
@@ -74,7 +73,7 @@ PREFILL_CONFIGS = (
 
 @dataclass
 class Bench:
-    """A step and the inputs of one layer; `caches` are the layers that take turns."""
+    """A step and the inputs of a layer; the calls cycle through `caches`."""
 
     meta: AttentionMetadata
     q: torch.Tensor
@@ -85,7 +84,7 @@ class Bench:
 
 
 def make(spec: LayerSpec, rows: Sequence[tuple[int, int]], block_size: int, layers: int, padded_rows: int = 0) -> Bench:
-    """A sequence for each of `rows`: tokens of this step, and keys with them; in shuffled blocks. Behind them rows of padding."""
+    """A sequence per row of `rows` (tokens of this step, keys including them) in shuffled blocks, then padding rows."""
     device, dtype = torch.device("cuda"), torch.bfloat16
     tokens = sum(new for new, _ in rows)
     most = max(length for _, length in rows)
@@ -129,7 +128,7 @@ def make(spec: LayerSpec, rows: Sequence[tuple[int, int]], block_size: int, laye
 
 
 def time_us(backend: AttentionBackend, bench: Bench) -> float:
-    """Microseconds of one layer's call: the median over replays of a graph of all layers."""
+    """Microseconds per layer: the median over replays of a graph of all layers."""
     out = torch.empty_like(bench.q)
 
     def run() -> None:
@@ -179,7 +178,7 @@ def decode_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
 
 
 def prefill_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
-    """One result per heads, shape and configuration, and FlashAttention 3 where it is installed."""
+    """One result per heads, shape and configuration, and FlashAttention 3 if installed."""
     fa3 = available_backends("cuda")["fa3"] is None
     for model, spec in HEADS.items():
         chosen = default_prefill_config(spec.head_dim, spec.num_heads // spec.num_kv_heads, torch.bfloat16)
@@ -201,7 +200,7 @@ def prefill_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]
 
 
 def mixed_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
-    """A result per heads and size of a step, in both orders. The padding is that of a recording."""
+    """A result per heads and step size, in both orders, padded as in recorded graphs."""
     for model, spec in HEADS.items():
         for tokens in MIXED:
             new = tokens - MIXED_ROWS
@@ -221,7 +220,7 @@ def mixed_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
 
 
 def _try(run: Callable[[], float]) -> float | str:
-    """A configuration that does not fit (shared memory) is a result too."""
+    """A configuration that exceeds shared memory is a result too."""
     try:
         return run()
     except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError) as error:
@@ -236,7 +235,7 @@ def _speed(us: float | str, kv_bytes: int) -> dict[str, Any]:
 
 
 def summary(results: list[dict[str, Any]]) -> str:
-    """A line per shape: the default, and the fastest configuration where it is another one."""
+    """A row per shape: the default, and the fastest configuration if different."""
     shapes: dict[tuple, list[dict[str, Any]]] = {}
     for result in results:
         if "us" in result:

@@ -1,9 +1,9 @@
-"""What capturing a model costs by its depth: the seconds of the `capture` event of a start, the first of its process, on a CPU.
+"""Capture time by model depth: seconds of the `capture` event of the first start of a process, on a CPU.
 
     python bench/capture.py --json bench/results/capture_cpu_202611.json [--model llama] [--layers 16 32] [--rounds 5]
 
-A tiny model of that architecture with so many layers is woven in a process of its own with an empty compile cache, so that the
-graph is traced and kept. The depths take turns, and medians are compared.
+Each sample compiles a tiny model of the architecture in a new process with an empty compile cache. Depths alternate; medians are
+compared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DYNAMIC = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"
 
 
 def one(name: str, layers: int) -> dict[str, Any]:
-    """What this process's report says of capturing the model."""
+    """The capture event of this process."""
     torch.set_num_threads(1)
     zoo_model = zoo.zoo_model(name)
     count = "n_layer" if "n_layer" in zoo_model.options else "num_hidden_layers"

@@ -1,10 +1,10 @@
-"""How long ranks take to add: NCCL, one shot and two shots over symmetric memory, alone and with the norm and quantising behind.
+"""All-reduce times: NCCL, one-shot and two-shot over symmetric memory, alone and fused with norm and quantization.
 
     python bench/collectives.py --ranks 2 --json bench/results/collectives-2x_h200_202611.json
 
-Starts a process for each GPU. A CUDA graph holds many calls, each on an operand of its own; graphs are replayed in turn, and a time
-is the median over rounds of the slowest rank's, in microseconds a call. The table ends with the ranges that follow from it, as
-`torchweave.distributed.symmetric_memory.KernelSizeLimits`: up to which size of operand each way was the fastest.
+Starts a process per GPU. A CUDA graph holds many calls on distinct operands; graphs are replayed in turn, and a time is the median
+over rounds of the slowest rank's, in microseconds per call. The table ends with the resulting size limits, as
+`torchweave.distributed.symmetric_memory.KernelSizeLimits`: the operand size up to which each method was the fastest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torchweave.ops.collectives.all_reduce_norm import NormSpec, QuantSpec, appl
 CALLS, ROUNDS = 20, 15
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 WIDTHS = (2048, 4096, 8192)
-SLACK = 1.02  # what two runs differ by
+SLACK = 1.02  # run-to-run variation
 SLOT_BYTES, LARGE_BYTES = 4 << 20, 64 << 20
 SUMS = ("nccl", "one_shot", "large one_shot", "two_shot")
 NORMS = tuple(f"{name} + norm" for name in SUMS) + tuple(
@@ -54,7 +54,7 @@ Call = Callable[[Tensor], Any]
 
 
 def ways(process_groups: ProcessGroups, width: int) -> dict[str, Call]:
-    """Every way by its name, for operands of `width` columns."""
+    """Every method by name, for operands of `width` columns."""
     group, device = process_groups.groups["tp"], torch.device(process_groups.device)
     nccl = ProcessGroupCommunicator(group)
     one = open_symmetric(group, device, KernelSizeLimits(SLOT_BYTES, SLOT_BYTES, SLOT_BYTES, SLOT_BYTES, 0))
@@ -64,7 +64,7 @@ def ways(process_groups: ProcessGroups, width: int) -> dict[str, Call]:
     found: dict[str, Call] = {
         name: each.all_reduce for name, each in zip(SUMS, (nccl, one, large, two), strict=True)
     }  # fmt: skip
-    for name, each in zip(GATHERS, (nccl, one, large), strict=True):  # of columns, as logits are gathered
+    for name, each in zip(GATHERS, (nccl, one, large), strict=True):  # along columns, as for logits
         found[name] = lambda x, each=each: each.all_gather(x, 1)
     slot, fp4 = [0], QuantSpec("fp4", scale=torch.ones(1, device=device))
 
@@ -88,14 +88,14 @@ def ways(process_groups: ProcessGroups, width: int) -> dict[str, Call]:
 
 
 def runs(name: str, size: int) -> bool:
-    """Whether a way is measured at operands of `size` bytes."""
+    """Whether a method is measured for operands of `size` bytes."""
     if "nccl" in name:
         return True
     return size <= (LARGE_BYTES if "large" in name or "two_shot" in name else SLOT_BYTES)
 
 
 def record(call: Call, operands: list[Tensor]) -> torch.cuda.CUDAGraph:
-    """A graph of a call on each operand."""
+    """A CUDA graph with a call on each operand."""
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -110,14 +110,14 @@ def record(call: Call, operands: list[Tensor]) -> torch.cuda.CUDAGraph:
 
 
 def measure(process_groups: ProcessGroups, found: dict[str, Call], rows: int, width: int) -> dict[str, float]:
-    """Microseconds a call of every way, by the slowest rank of each round."""
+    """Microseconds per call of every method, from the slowest rank of each round."""
     operands = [torch.randn(rows, width, device=process_groups.device).bfloat16() for _ in range(CALLS)]
     graphs = {name: record(call, operands) for name, call in found.items() if runs(name, operands[0].nbytes)}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS):
         for name, graph in graphs.items():
             process_groups.barrier()
-            graph.replay()  # the first one brings the ranks together
+            graph.replay()  # the first replay synchronizes the ranks
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             for _ in range(5):
@@ -150,7 +150,7 @@ def rank_main(rank: int, size: int, address: tuple[str, int], rows: list[int], w
 
 
 def table(results: list[dict[str, Any]], names: tuple[str, ...]) -> str:
-    """A Markdown table, one line for each size; the fastest way in bold."""
+    """A Markdown table with a row per size; the fastest method in bold."""
     lines = ["| rows x width | " + " | ".join(names) + " |", "|---:|" + "---:|" * len(names)]
     for width, rows in sorted({(row["width"], row["rows"]) for row in results}):
         times = {row["way"]: row["microseconds"] for row in results if (row["width"], row["rows"]) == (width, rows)}
@@ -162,7 +162,7 @@ def table(results: list[dict[str, Any]], names: tuple[str, ...]) -> str:
 
 
 def ranges_of(results: list[dict[str, Any]]) -> dict[str, int]:
-    """Up to how many bytes each way is the fastest at every measured size, as `KernelSizeLimits` asks."""
+    """Largest size in bytes up to which each method is the fastest, for `KernelSizeLimits`."""
     sizes: dict[int, list[dict[str, float]]] = {}
     for width, rows in {(row["width"], row["rows"]) for row in results}:
         times = {row["way"]: row["microseconds"] for row in results if (row["width"], row["rows"]) == (width, rows)}

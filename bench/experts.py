@@ -1,11 +1,11 @@
-"""Routed experts on a GPU: torch's grouped matmul against the project's kernels, in one CUDA graph, with cold weights.
+"""Routed experts on a GPU: torch's grouped matmul against Torchweave's kernels, in a CUDA graph with cold weights.
 
     python bench/experts.py --json bench/results/experts_h100_202611.json [--model mixtral-8x7b] [--tokens 1 2 4]
 
-Each measurement records one graph that runs the op on several layers' weights in turn, each time with another random routing, so
-that the chosen experts come from memory and not from a cache, and times replays of it. `torch` is the plain path: sort, gather,
-two grouped matmuls, weighted sum. Candidates vary the first product, then, with the best of these, the second, then dependent
-launch; each must agree with `torch` before it is timed. GB/s counts the weights of the experts that were chosen, each once.
+A sample replays a graph that runs the op on several layers' weights with different random routings, so that the experts come from
+memory instead of a cache. `torch` is the plain path: sort, gather, two grouped matmuls, weighted sum. Candidates vary the first
+product, then the second with the best first, then dependent launch; each must agree with `torch` before it is timed. GB/s counts
+the weights of the distinct chosen experts.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ WIDE_DOWN = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 3), (64, 64, 4, 4)]
 
 
 def starts(tokens: int, model: Model) -> Iterator[tuple[Rows | Tiles, list[GemmConfig], list[GemmConfig]]]:
-    """Where the search begins at a number of tokens: a way, and the candidates of its two products."""
+    """Start of the search for a token count: a method, and the candidates of its two products."""
 
     def products(options: list[tuple[int, int, int, int]]) -> list[GemmConfig]:
         return [GemmConfig(*option) for option in options]
@@ -110,7 +110,7 @@ def starts(tokens: int, model: Model) -> Iterator[tuple[Rows | Tiles, list[GemmC
 
 
 def by_torch(call: ExpertsCall) -> None:
-    """The path without kernels of our own: what a graph of torch's operations can do."""
+    """The reference path of torch operations."""
     experts, order = torch.sort(call.index.reshape(-1).to(torch.int32), stable=True)
     every = torch.arange(call.num_experts, device=call.x.device, dtype=torch.int32)
     ends = torch.searchsorted(experts, every, right=True, out_int32=True)
@@ -125,7 +125,7 @@ def by_torch(call: ExpertsCall) -> None:
 
 
 def make_layers(model: Model) -> list[ExpertsCall]:
-    """As many layers' weights as make COLD_BYTES, two at least, without tokens."""
+    """Weights of COLD_BYTES in total, at least two layers."""
     columns, biased = 2 * model.inner, model.biased
     transposed = model.form.transposed
     up = (model.width, columns) if transposed else (columns, model.width)
@@ -146,7 +146,7 @@ def make_layers(model: Model) -> list[ExpertsCall]:
 
 
 def make_calls(layers: list[ExpertsCall], model: Model, tokens: int) -> list[ExpertsCall]:
-    """Calls on all layers, each with a routing of its own, as many as read COLD_BYTES or 8."""
+    """Calls on all layers with different routings: at least COLD_BYTES or 8 calls."""
     count = max(len(layers), 8 if tokens <= 64 else 4)
     calls = []
     for number in range(count):
@@ -160,7 +160,7 @@ def make_calls(layers: list[ExpertsCall], model: Model, tokens: int) -> list[Exp
 
 
 def measure(execute: Callable[[ExpertsCall], None], calls: list[ExpertsCall]) -> float:
-    """Microseconds of one call: the median replay of a graph that runs all of them, over their number."""
+    """Microseconds per call: the median replay of a graph of all calls, over their number."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -190,7 +190,7 @@ class Bench:
         self.results: list[dict] = []
 
     def at(self, tokens: int) -> None:
-        """All candidates at a number of tokens."""
+        """All candidates for a token count."""
         calls = make_calls(self.layers, self.model, tokens)
         self._record(tokens, calls, "torch", by_torch, None)
         by_torch(calls[0])
@@ -218,7 +218,7 @@ class Bench:
         return ways[min(timed)[1]] if timed else None
 
     def _try(self, tokens: int, calls: list[ExpertsCall], right: Tensor, strategy: Strategy) -> float | None:
-        """Microseconds, or None where the way fails, disagrees or time is up."""
+        """Microseconds; None if the method fails, disagrees or time is up."""
         if time.monotonic() > self.deadline:
             return None
         try:
@@ -228,7 +228,7 @@ class Bench:
             return self._record(
                 tokens, calls, type(strategy).__name__.lower(), lambda call: run(call, strategy), strategy
             )
-        except Exception as error:  # a configuration may ask for more shared memory than there is
+        except Exception as error:  # e.g. too much shared memory
             self.results.append(
                 {"model": self.name, "tokens": tokens, "way": asdict(strategy), "error": str(error)[:300]}
             )
@@ -253,7 +253,7 @@ class Bench:
         return us
 
     def build_kernels(self, tokens: list[int]) -> None:
-        """Build every kernel on all cores before anything is timed."""
+        """Compile every kernel on all cores before timing."""
         jobs = {}
         for count in tokens:
             jobs.setdefault(str(self._chosen(count)), (self._chosen(count), count))
@@ -275,7 +275,7 @@ class Bench:
 
 
 def table(results: list[dict]) -> str:
-    """One line for each number of tokens: torch's path, and the best of each kind as microseconds, gain and GB/s."""
+    """A row per token count: torch's path, and the best of each kind as microseconds, gain and GB/s."""
     lines = []
     for model, tokens in dict.fromkeys((r["model"], r["tokens"]) for r in results if "us" in r):
         rows = [r for r in results if (r["model"], r["tokens"]) == (model, tokens) and "us" in r]

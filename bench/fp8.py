@@ -1,11 +1,11 @@
-"""FP8 on a GPU: quantising and products against cuBLAS in bf16 and FP8, in one CUDA graph, with cold weights.
+"""FP8 on a GPU: quantization and products against cuBLAS in bf16 and FP8, in a CUDA graph with cold weights.
 
     python bench/fp8.py --json bench/results/fp8_h100_202611.json [--tokens 1 2 4] [--shapes qkv down] [--part products]
 
-A measurement records one graph that runs the product on as many distinct weights as make 256 MB (or 4 products), and times
-replays of it. Contenders: cuBLAS in bf16, `_scaled_mm` (a scale a row, with fast and with exact accumulation; 1 x 128 by 128 x 128
-blocks), and the project's kernels in several configurations. Every one must agree with the reference before it is timed. `--part
-fused` times what ends in FP8: quantising by itself, the op before it by itself, and both as one op, over distinct tensors.
+A sample replays a graph that runs the product on 256 MB of distinct weights (or 4 products). Contenders: cuBLAS in bf16,
+`_scaled_mm` (scales per row with fast and exact accumulation; 1 x 128 by 128 x 128 blocks), and configurations of Torchweave's
+kernels. Each must agree with the reference before it is timed. `--part fused` times ops with FP8 output: quantization alone, the
+preceding op alone, and the fused op, over distinct tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REPLAYS = 10
 
 
 def candidates(tokens: int, blocks: bool) -> list[Fp8Config]:
-    """The configurations that are tried at a number of tokens."""
+    """Candidate configurations for a token count."""
     found: list[Fp8Config] = []
     if tokens <= 2:
         for shape in (
@@ -68,7 +68,7 @@ def candidates(tokens: int, blocks: bool) -> list[Fp8Config]:
 
 
 def measure(run: Callable[[int], Any], count: int) -> float:
-    """Microseconds of one call: the median replay of a graph that calls `run(0..count-1)`, over their number."""
+    """Microseconds per call: the median replay of a graph that calls `run(0..count-1)`, over `count`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -90,14 +90,14 @@ def measure(run: Callable[[int], Any], count: int) -> float:
 
 
 def compile_all(widths: set[int], tokens: list[int]) -> None:
-    """Build every kernel on all cores before anything is timed: launches on small weights with the real widths."""
+    """Compile every kernel on all cores before timing, by launches on small weights with the real widths."""
 
     def build(job: tuple[Fp8Config, int, int, bool]) -> None:
         config, num_tokens, width, blocks = job
         q, s = quantize(torch.zeros(num_tokens, width, device="cuda"), GROUP if blocks else 0)
         w = torch.zeros(128, width, device="cuda").to(FP8)
         scale = block_scales(torch.ones(1, width // GROUP, device="cuda")) if blocks else torch.ones(128, device="cuda")
-        with contextlib.suppress(Exception):  # what cannot run says so when it is timed
+        with contextlib.suppress(Exception):  # failures are reported by the timing
             config.run(q, s, w, scale, None, torch.empty(num_tokens, 128, device="cuda", dtype=torch.bfloat16))
 
     jobs: dict[Any, tuple[Fp8Config, int, int, bool]] = {}
@@ -113,7 +113,7 @@ def compile_all(widths: set[int], tokens: list[int]) -> None:
 
 
 class Product:
-    """One shape, its weights in bf16 and both FP8 schemes."""
+    """A shape with weights in bf16 and both FP8 schemes."""
 
     def __init__(self, name: str, outputs: int, width: int) -> None:
         self.name, self.outputs, self.width = name, outputs, width
@@ -126,7 +126,7 @@ class Product:
         self.by_block = block_scales(torch.rand(-(-outputs // GROUP), -(-width // GROUP), device="cuda") / 1e4)
 
     def rows(self, tokens: int, deadline: float) -> list[dict[str, Any]]:
-        """Every contender at one number of tokens."""
+        """Every contender for a token count."""
         x = torch.randn(tokens, self.width, device="cuda", dtype=torch.bfloat16)
         found = [
             self._row(
@@ -181,7 +181,7 @@ class Product:
                         run(0, out)[:few].float(), right, rtol=2e-2, atol=2e-2 * float(right.abs().max())
                     )
                     us = measure(lambda i, run=run, out=out: run(i, out), self.count)
-                except Exception as error:  # a configuration may ask for more shared memory than there is
+                except Exception as error:  # e.g. too much shared memory
                     found.append(
                         {
                             "name": self.name,
@@ -208,7 +208,7 @@ class Product:
 
 
 def fused(tokens: int) -> list[dict[str, Any]]:
-    """Norm and activation of 8B, quantising, and both as one op, at one number of tokens."""
+    """Norm and activation of 8B, quantization, and both fused, for a token count."""
     count, found = 24, []
     x = [torch.randn(1, tokens, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
     wide = [
@@ -233,7 +233,7 @@ def fused(tokens: int) -> list[dict[str, Any]]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """For each shape, number of tokens and scheme: microseconds of bf16, of the library, of the best and of the chosen kernel."""
+    """By shape, token count and scheme: microseconds of bf16, the library, the best and the chosen kernel."""
     lines = [
         f"{'shape':10}{'T':>6} {'scheme':6}{'bf16':>9}{'scaled_mm':>10}{'best':>9}{'chosen':>9}"
         f"{'x bf16':>8}{'GB/s':>7}{'TFLOPS':>8}  best is"

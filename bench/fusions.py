@@ -1,11 +1,11 @@
-"""What each fusion saves, and whether Inductor makes it unneeded: four builds of the same few operations, in CUDA graphs.
+"""Gain of each fusion, and whether Inductor makes it redundant: four builds of the same operations, in CUDA graphs.
 
     python bench/fusions.py --json bench/results/fusions_h100_202611.json [--models 1b 8b] [--tokens 1 8 32 256 2048]
 
-Builds: `fx` the operations one by one; `fx fused` our kernel; `inductor` what Inductor makes of them; `inductor kept` the same with
-our op left in its code. One graph holds a call on each of many copies of the operands, so that nothing is found in a cache; the
-graphs of all builds are replayed in turn. For attention that turns queries and keys itself, `inductor` is Inductor's rotary
-embedding and then attention, `inductor kept` attention alone. The JSON holds microseconds a call and their noise.
+Builds: `fx` separate operations; `fx fused` Torchweave's kernel; `inductor` Inductor's code; `inductor kept` Inductor's code
+with the op kept. A graph holds a call on each of many copies of the operands, so that caches stay cold; the graphs of all
+builds are replayed in turn. For attention with fused rotary embedding, `inductor` is Inductor's rotary embedding followed by
+attention and `inductor kept` attention alone. The JSON holds microseconds per call and their noise.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Rope(nn.Module):
 
 
 def operations(model: Model) -> dict[str, tuple[nn.Module, Callable[[int], dict[str, Tensor]]]]:
-    """Each fusion's module, and its operands for a number of tokens."""
+    """Each fusion's module, and its operands for a token count."""
 
     def draw(tokens: int, width: int) -> Tensor:
         return torch.randn(tokens, width, device="cuda").to(torch.bfloat16)
@@ -141,7 +141,7 @@ def builds(module: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def measure(name: str, module: nn.Module, operands: Any, tokens: list[int], clock: GraphClock) -> list[dict[str, Any]]:
-    """One row for every build and number of tokens."""
+    """One row per build and token count."""
     built = builds(module, operands(64))
     rows = []
     for count in tokens:
@@ -157,7 +157,7 @@ def measure(name: str, module: nn.Module, operands: Any, tokens: list[int], cloc
 
 
 def measure_attention(model: Model, tokens: list[int], clock: GraphClock, normed: bool) -> list[dict[str, Any]]:
-    """Decode steps of `tokens` sequences over caches of their own: Inductor turns and attention follows, or attention alone."""
+    """Decode steps of `tokens` sequences with separate caches: Inductor's RoPE and attention, or attention alone."""
     module = Rope(model, normed)
     backend = TritonBackend(torch.device("cuda"))
     spec = LayerSpec(model.kv_heads, model.dim, model.dim, model.heads)
@@ -197,7 +197,7 @@ def measure_attention(model: Model, tokens: list[int], clock: GraphClock, normed
 
 
 def _decode_step(backend: TritonBackend, spec: LayerSpec, rows: int) -> Any:
-    """Every row has KEYS keys, its own blocks, and a new token at the end of them."""
+    """Every row has KEYS keys in its own blocks, the last of them new."""
     blocks = KEYS // BLOCK
     table = torch.arange(rows * blocks, device="cuda", dtype=torch.int32).view(rows, blocks)
     meta = AttentionMetadata(
@@ -216,7 +216,7 @@ def _decode_step(backend: TritonBackend, spec: LayerSpec, rows: int) -> Any:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Microseconds of every build, one line for each fusion, model and number of tokens."""
+    """Microseconds of every build, a row per fusion, model and token count."""
     names = ("fx", "fx fused", "inductor", "inductor kept")
     lines = [f"{'fusion':26} {'model':6} {'T':>5}" + "".join(f"{name:>16}" for name in names)]
     for model, fusion, tokens in dict.fromkeys((row["model"], row["fusion"], row["tokens"]) for row in rows):

@@ -1,10 +1,9 @@
-"""Time what the formats of the KV cache cost, inside CUDA graphs, and how fast blocks go to host memory and back.
+"""Cost of KV-cache formats inside CUDA graphs, and bandwidth of block copies to and from host memory.
 
     python -m bench.kv_cache --out kv_cache.json [--quick]
 
-Decode and prefill are one layer's call, KV write included, as in `bench.attention`, over caches in bfloat16 and in FP8 side by side
-in one run; `ratio` is the time over that of bfloat16. Copies to and from the host are timed alone, and beside a decode graph
-that is replayed meanwhile, whose slow-down is told.
+Decode and prefill are one layer's call, KV write included, as in `bench.attention`, over caches in bfloat16 and FP8 in one run;
+`ratio` is relative to bfloat16. Copies are timed alone and next to a replayed decode graph, whose slow-down is reported.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def attention_results(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def copy_results() -> Iterator[dict[str, Any]]:
-    """Gigabytes a second to the host and back: of the blocks of Llama 8B, a few and many at once."""
+    """GB/s to the host and back for blocks of Llama 8B, few and many at once."""
     spec, num_blocks = HEADS["llama-8b"], 256
     backend = TritonBackend(torch.device("cuda"))
     layers = [backend.allocate(spec, num_blocks, BLOCK_SIZE, torch.bfloat16, torch.device("cuda")) for _ in range(32)]
@@ -81,7 +80,7 @@ def copy_results() -> Iterator[dict[str, Any]]:
         for _ in range(20):
             move(np.arange(num_blocks), np.arange(num_blocks))
         beside = time_us(backend, bench)
-        copying = not copier.is_done(copier._begun)  # else the copies ended before the timing did
+        copying = not copier.is_done(copier._begun)  # false: the copies ended before the timing
         torch.cuda.synchronize()
         yield {"kind": "beside", "direction": direction, "decode_us": alone, "beside_us": beside, "throughout": copying}
 

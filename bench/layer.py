@@ -1,10 +1,10 @@
-"""A whole decoder layer at few tokens, in one CUDA graph over many layers' weights: today's kernels against fused, dependent ones.
+"""A whole decoder layer at few tokens, in a CUDA graph over many layers' weights: current kernels against fused, dependent ones.
 
     python bench/linear.py --json /tmp/linear.json && python bench/layer.py --linears /tmp/linear.json --json /tmp/layer.json
 
-Each variant is a chain of launches a layer: what Inductor makes of norm, gate and residual between plain products; the same
-as dependent launches; products with all of that inside. Each product runs as bench/linear.py measured best for its variant.
-Attention is over a paged cache of 192 keys a row. One number is one layer: the graph's time over its layers.
+Variants: Inductor's code for norm, gate and residual between plain products; the same with dependent launches; products with
+fused epilogues. Each product uses the best configuration of bench/linear.py for its variant. Attention runs over a paged cache of
+192 keys per row. A number is one layer: the graph's time over its layers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of one layer and its cache."""
+    """Weights and KV cache of a layer."""
 
     weights: dict[str, Tensor]
     norms: tuple[Tensor, Tensor]
@@ -47,7 +47,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Variant:
-    """How a layer is run.
+    """A variant of running a layer.
 
     Attributes:
         fused: products take the norm, the gate and the residual in.
@@ -80,7 +80,7 @@ VARIANTS = (
 
 
 class Pieces:
-    """The operations between products as Inductor builds them."""
+    """Inductor's code for the operations between products."""
 
     def __init__(self, dependent: bool) -> None:
         options: dict[str, Any] = {"triton.enable_pdl": dependent}
@@ -104,7 +104,7 @@ def _gate(gate_up: Tensor) -> Tensor:
 
 
 class Chain:
-    """Runs layers of one model at one number of tokens."""
+    """Runs layers of a model for a token count."""
 
     def __init__(
         self, model: str, tokens: int, layers: list[Layer], best: Callable[[str, Variant], LinearConfig | None]
@@ -147,7 +147,7 @@ class Chain:
         return out
 
     def run(self, variant: Variant, pieces: Pieces, backend: TritonBackend) -> Tensor:
-        """All layers; the last residual."""
+        """Run all layers and return the last residual."""
         return self.run_fused(variant, backend) if variant.fused else self.run_plain(variant, pieces, backend)
 
     def run_plain(self, variant: Variant, pieces: Pieces, backend: TritonBackend) -> Tensor:
@@ -195,7 +195,7 @@ def build_layers(model: str, rows: int) -> list[Layer]:
 
 
 def chooser(results: list[dict[str, Any]], model: str, tokens: int) -> Callable[[str, Variant], LinearConfig | None]:
-    """The configuration that measured best for a product among the kinds of a variant; None for the BLAS."""
+    """The fastest configuration of a product among the kinds of a variant; None for cuBLAS."""
 
     def best(name: str, variant: Variant) -> LinearConfig | None:
         rows = [r for r in results if r["name"] == f"{model} {name}" and r["tokens"] == tokens]

@@ -1,13 +1,12 @@
-"""Products of few tokens on a GPU: the BLAS against the project's kernels, with what a decoder layer has around each product.
+"""Matrix products of few tokens on a GPU: cuBLAS against Torchweave's kernels, with the neighbouring ops of a decoder layer.
 
     python bench/linear.py --json bench/results/linear_h100_202611.json [--models 1b 8b] [--tokens 1 2 4] [--dtype float16]
-    python bench/linear.py --read bench/results/linear*_h100_202611.json --table torchweave/compile/tuning/tables/KIND.json
+    python bench/linear.py --read bench/results/linear*_h100_202611.json --table torchweave/compiler/tuning/tables/KIND.json
 
-Each candidate is one CUDA graph that runs on as many distinct weights as make 256 MB, so that every weight comes from memory and
-not from a cache; the graphs of all candidates of a line are replayed in turn (torchweave/compiler/tuning/measure.py). The first
-is the product by cuBLAS with kernels of their own around it, against which every other is checked and measured; beyond
-FUSED_TOKENS products stand alone. With `dependent`, consecutive calls are dependent launches of one another. The JSON holds every
-candidate; the table the best of a kind.
+A candidate is a CUDA graph over 256 MB of distinct weights, so that caches stay cold; the graphs of a row's candidates are replayed
+in turn (torchweave/compiler/tuning/measure.py). The first is cuBLAS with separate kernels for the neighbouring ops, the reference
+for correctness and speed; above FUSED_TOKENS, products run alone. With `dependent`, consecutive calls are dependent launches. The
+JSON holds every candidate, the table the best of each kind.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _as_it_runs(shape: LinearShape, tokens: int) -> LinearShape:
 
 
 def build_all(subjects: list[LinearShape], tokens: list[int], dtype: torch.dtype) -> None:
-    """Build every kernel on all cores before anything is timed: launches on small weights with the real widths."""
+    """Compile every kernel on all cores before timing, by launches on small weights with the real widths."""
 
     def build(job: tuple[LinearConfig, int, LinearShape]) -> None:
         config, count, small = job
@@ -81,7 +80,7 @@ def build_all(subjects: list[LinearShape], tokens: list[int], dtype: torch.dtype
 def compare(
     name: str, subject: LinearShape, count: int, weights: list[Tensor], dtype: torch.dtype
 ) -> list[dict[str, Any]]:
-    """All candidates of one product at a number of tokens; the first is the BLAS with kernels of their own around it."""
+    """All candidates of a product for a token count; the first is cuBLAS with separate kernels around it."""
     x, around = torch.randn(count, subject.width, device="cuda", dtype=dtype), subject.fused(count, dtype, "cuda")
     out = torch.empty(count, subject.columns, device="cuda", dtype=dtype)
     expected = run_unfused(x, weights[0], around).float()
@@ -109,7 +108,7 @@ def compare(
 
 
 def choices(results: list[dict[str, Any]], device: str, command: str) -> Table:
-    """The table that the package ships: for every product and number of tokens what won by more than the noise."""
+    """The shipped table: for every product and token count the winner by more than the noise."""
     entries: list[Entry] = []
     for name, tokens in dict.fromkeys((r["name"], r["tokens"]) for r in results):
         rows = [r for r in results if (r["name"], r["tokens"]) == (name, tokens)]
@@ -130,7 +129,7 @@ def kind(config: dict[str, Any] | None) -> str:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """One line for each product and number of tokens: the BLAS, and the best of each kind as microseconds and gain."""
+    """A row per product and token count: cuBLAS, and the best of each kind as microseconds and gain."""
     lines = [
         "product, T, us of cuBLAS and kernels around it (GB/s of weight); best of each kind: us (gain) tile, warps, depth"
     ]
@@ -148,7 +147,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything that was asked for, until the time is up."""
+    """Measure all requested products until the time is up."""
     started, dtype = time.monotonic(), getattr(torch, arguments.dtype)
     subjects = {f"{model} {name}": shape for model in arguments.models for name, shape in SUBJECTS[model].items()}
     build_all(list(subjects.values()), arguments.tokens, dtype)

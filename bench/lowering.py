@@ -1,10 +1,10 @@
-"""What lowering a piece costs, and how fast each form of it runs as FX code: host time of one call on a CPU.
+"""Cost of lowering a piece, and the speed of each lowered form as FX code: host time of a call on a CPU.
 
     python bench/lowering.py --json bench/results/lowering_cpu_202611.json [--model llama]
 
-The piece between two attention ops of a tiny model, for 7 tokens, where the host's time is all there is. Forms: Torch IR as
-captured; ATen with composite ops whole, which is what passes work on; ATen as AOTAutograd gives it, composites taken apart; the
-same under Inductor's decompositions. The best of 60 rounds, all forms in turn in each.
+The piece between two attention ops of a tiny model for 7 tokens, where host time dominates. Forms: captured Torch IR; ATen with
+composite ops, the form for passes; AOTAutograd's ATen without composites; the same with Inductor's decompositions. The best of 60
+rounds, all forms in turn in each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKENS, ROUNDS, CALLS = 7, 60, 10
 
 
 def middle_piece(name: str) -> Piece:
-    """What stands between the attention of two layers."""
+    """The module between two attention ops."""
     with tempfile.TemporaryDirectory() as folder:
         zoo.save(zoo.build(zoo.zoo_model(name)), folder)
         module: nn.Module = load(folder, torch.bfloat16, "cpu", "auto", False, Report(show=False), 128).module
@@ -55,7 +55,7 @@ def middle_piece(name: str) -> Piece:
 
 
 def taken_apart(piece: Piece, decompositions: Mapping[Any, Any]) -> Piece:
-    """The piece as AOTAutograd traces it: below autograd, where composite ops are gone."""
+    """AOTAutograd's trace of the piece, below autograd, without composite ops."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -70,7 +70,7 @@ def taken_apart(piece: Piece, decompositions: Mapping[Any, Any]) -> Piece:
 
 
 def forms(piece: Piece) -> dict[str, tuple[Piece, float]]:
-    """Each form of the piece, and the seconds that tracing it took."""
+    """Each form of the piece, and its tracing time in seconds."""
     from torch._inductor.decomposition import select_decomp_table
 
     make: dict[str, Callable[[], Piece]] = {
@@ -81,7 +81,7 @@ def forms(piece: Piece) -> dict[str, tuple[Piece, float]]:
     }
     made = {}
     with dynamic_shapes_mode("backed_size_oblivious"):
-        lower(piece)  # the first trace of a process imports what tracing needs
+        lower(piece)  # the first trace of a process imports modules
         for name, function in make.items():
             begin = time.perf_counter()
             made[name] = (function(), time.perf_counter() - begin)
@@ -89,7 +89,7 @@ def forms(piece: Piece) -> dict[str, tuple[Piece, float]]:
 
 
 def measure(pieces: Mapping[str, Piece]) -> dict[str, float]:
-    """Microseconds of a call of each."""
+    """Microseconds per call of each form."""
     example = pieces["torch_ir"].examples()
     shapes = [
         [TOKENS if isinstance(size, torch.SymInt) else size for size in getattr(each, "shape", ())] for each in example

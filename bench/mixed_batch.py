@@ -1,11 +1,10 @@
-"""What requests that ask for more cost those beside them: milliseconds a token of others.
+"""Cost of requests with penalties or grammars for the rest of the batch: milliseconds per token of the others.
 
     python bench/mixed_batch.py [--model demo] [--others 8] [--beside 0 1 8] [--tokens 200] [--rounds 7] [--json FILE]
 
-`others` are greedy and ask for nothing. `plain` beside them is as many more of their kind: what a larger batch costs by itself,
-and what `penalties` (all three, a bias and a barred word) and `grammar` (a JSON schema) are compared with. A request with a
-grammar takes part in every second step. Rounds go through all cases in turn; medians count, and of
-the ratios to plain the median over the rounds.
+`others` are plain greedy requests. `plain` adds more of them (the cost of a larger batch), the baseline for `penalties` (all
+three, a bias and a bad word) and `grammar` (a JSON schema). Requests with a grammar join every second step. Rounds cycle
+through all cases; results are medians, and ratios to plain the median over rounds.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ KINDS = {
 
 
 def round_of(llm: LLM, others: int, beside: int, kind: str, tokens: int) -> float:
-    """Milliseconds of a step while the others generate, a token each; the slowest tenth of the steps left out."""
+    """Milliseconds per step while the others decode, without the slowest tenth of the steps."""
     prompts = [np.random.default_rng(n).integers(8, 100, 16).tolist() for n in range(others + beside)]
     params = [replace(PLAIN, max_tokens=tokens)] * others + [replace(KINDS[kind], max_tokens=tokens + 20)] * beside
     llm.manager.timings.clear()
@@ -95,7 +94,7 @@ def main() -> None:
     with LLM(args.model, load_format=args.load_format, max_model_len=512, report=Report(show=False)) as llm:
         results = measure(llm, args)
         facts = environment(llm.plan.device)
-        facts["load_average"] = round(os.getloadavg()[1], 1)  # of the last five minutes: what else the machine did
+        facts["load_average"] = round(os.getloadavg()[1], 1)  # over five minutes: other load of the machine
     for row in results:
         if "skipped" in row:
             print(f"{row['kind']:<10} skipped: {row['skipped']}")

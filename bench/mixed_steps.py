@@ -1,10 +1,9 @@
-"""How long those who generate wait for prompts, by the sizes that mixed steps may have: simulated, seconds for a minute of traffic.
+"""Inter-token latency while prompts are prefilled, by mixed step sizes: a simulation, seconds per minute of traffic.
 
     python bench/mixed_steps.py [--rates 75 100 120] [--json FILE]
 
-The rule is the scheduler's own, the traffic that of `torchweave bench serve`. A step costs about what a 1B model's cost on an H100,
-by the gaps between tokens that a client saw there: so much for its recorded size, or, where it reads no prompt, for its rows. What
-the host adds is not in it.
+Uses the scheduler's rule and the traffic of `torchweave bench serve`. A step costs about as much as that of a 1B model on an H100,
+derived from client-side gaps: by its recorded size, or by its rows without prefill. Host time is excluded.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ DECODE, ROW, READ, HTTP = (
     0.0135,
     1 / 140,
     1.5,
-)  # milliseconds: a decode step, a row of it, a token of long prompts, to the engine
+)  # milliseconds: decode step, row, prompt token, transfer to the engine
 MOST = 8192
 LENGTHS = Lengths(544, 264, 0.88, 0)
 
 
 def sizes_of(unit: int, *first: int) -> tuple[int, ...]:
-    """What a step may hold: the sizes named, and multiples above them."""
+    """Valid step sizes: the given sizes, and multiples above them."""
     above = (first[-1] // unit + 1) * unit if first else unit
     return (*first, *range(above, MOST + 1, unit))
 
@@ -49,7 +48,7 @@ SIZES = {
     "128, 256, 384 (multiples)": (sizes_of(128), (1, 64, 128, 256, 512, 768)),
     "128, 256, 384, 512": (sizes_of(128, 128, 256, 384, 512, 768), (1, 64, 128, 256, 384, 512, 768)),
 }
-"""What a step may hold, and what is recorded: a step is padded up to the next of these."""
+"""Valid and recorded step sizes; a step is padded to the next recorded size."""
 
 
 @dataclass
@@ -69,7 +68,7 @@ def milliseconds(num_generating: int, num_read: int, recorded: Sequence[int]) ->
 def simulate(
     sizes: Sequence[int], recorded: Sequence[int], rate: float, seed: int, count: int
 ) -> tuple[list[float], list[float]]:
-    """Gaps between tokens, and times to the first one, in milliseconds."""
+    """Inter-token latencies and times to first token, in milliseconds."""
     inputs, outputs = LENGTHS.draw(count, np.random.default_rng(seed))
     times = arrivals(count, rate, 1.0, seed)
     coming = [Request(at * 1e3 + HTTP, *each) for at, *each in zip(times, inputs, outputs, strict=True)][::-1]

@@ -1,11 +1,11 @@
-"""What it buys to send one part of a product over ranks while the next part is computed: a layer's down projection, sum and norm.
+"""Overlap of a product with the all-reduce of its previous part: a layer's down projection, all-reduce and norm.
 
     python bench/overlap.py --json bench/results/overlap-2x_h200_202611.json
 
-Starts a process for each of two GPUs. A CUDA graph holds six layers; graphs are replayed in turn, and a time is the median over
-rounds of the slowest rank's, in microseconds a layer. `serial` is how the engine runs it: the product, then sum, residual and norm
-in one launch. `chunks`: rows are divided, and sums run on a second stream, each when its part of the product is there. `copies`:
-the second stream only copies parts into the other rank's memory, which takes no multiprocessors; both add what they got at the end.
+Starts a process on each of two GPUs. A CUDA graph holds six layers; graphs are replayed in turn, and a time is the median
+over rounds of the slowest rank's, in microseconds per layer. `serial` is the engine's form: the product, then all-reduce,
+residual and norm in one launch. `chunks`: rows are split, and all-reduces run on a second stream as parts complete. `copies`:
+the second stream only copies parts to the other rank, which uses no multiprocessors; both ranks add at the end.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LARGE_BYTES = 64 << 20
 
 
 class Layers:
-    """The ways, over operands of T tokens; `x[i] [T, INNER / 2]` is what layer i projects."""
+    """The variants for T tokens; `x[i] [T, INNER / 2]` is the input of layer i's projection."""
 
     def __init__(self, process_groups: ProcessGroups, tokens: int) -> None:
         device, group = torch.device(process_groups.device), process_groups.groups["tp"]
@@ -67,7 +67,7 @@ class Layers:
 
     @contextmanager
     def beside(self) -> Any:
-        """On the second stream, behind what the first one has done so far."""
+        """Run on the second stream after the first stream's current work."""
         ready = torch.cuda.Event()
         ready.record()
         with torch.cuda.stream(self.side):
@@ -129,14 +129,14 @@ def record(way: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def measure(process_groups: ProcessGroups, tokens: int) -> dict[str, float]:
-    """Microseconds a layer of every way, by the slowest rank of each round."""
-    layers = Layers(process_groups, tokens)  # graphs read its tensors
+    """Microseconds per layer of every variant, from the slowest rank of each round."""
+    layers = Layers(process_groups, tokens)  # keeps the graphs' tensors alive
     graphs = {name: record(way) for name, way in layers.ways().items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS):
         for name, graph in graphs.items():
             process_groups.barrier()
-            graph.replay()  # the first one brings the ranks together
+            graph.replay()  # the first replay synchronizes the ranks
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             for _ in range(REPLAYS):

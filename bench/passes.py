@@ -1,11 +1,10 @@
-"""What each pass buys: milliseconds a token of whole engines that differ in their passes alone, in one run.
+"""Gain of each pass: milliseconds per token of engines that differ in their passes only, in one run.
 
     python bench/passes.py --model shape:llama-1b --json bench/results/passes_llama-1b_h100_202611.json [--batch_sizes 1 8] [--fx]
 
-The first engine is the stack as it starts by default; then it is built again without each pass that found something, without any
-pass, and (`--fx`) without Inductor, with the passes and without. Or (`--passes`) without each of a few alone, and then (`--fx`) all
-of them without Inductor. Weights are random, decoding is greedy, prompts have 128 tokens: the protocol of `torchweave bench
-latency`, whose own code measures. A ratio above 1 is what the pass saves.
+The first engine has default passes; further engines lack one matching pass each, all passes, or (`--fx`) Inductor, with and without
+passes. Or (`--passes`) they lack each of the given passes, and then (`--fx`) all of them without Inductor. Random weights, greedy
+decoding, prompts of 128 tokens, measured by the code of `torchweave bench latency`. A ratio above 1 is the pass's gain.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from torchweave.report import Report
 
 
 def measure(config: EngineConfig, sizes: Sizes) -> dict[str, Any]:
-    """An engine's milliseconds a token by batch size, and its passes."""
+    """An engine's milliseconds per token by batch size, and its passes."""
     report = Report(show=False)
     with LLM.from_config(config, report) as llm:
         rows = decode(Workload(llm, sizes.seed), sizes, lambda *_: None)
@@ -50,7 +49,7 @@ def measure(config: EngineConfig, sizes: Sizes) -> dict[str, Any]:
 
 
 def measure_apart(config: EngineConfig, sizes: Sizes) -> dict[str, Any]:
-    """The same in a process of its own: over several GPUs only the first engine of a process shares their memory."""
+    """`measure` in a new process: on several GPUs only the first engine of a process gets symmetric memory."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(measure, config, sizes).result()
 
@@ -58,7 +57,7 @@ def measure_apart(config: EngineConfig, sizes: Sizes) -> dict[str, Any]:
 def variants(
     every: TorchCompileConfig, found: dict[str, int], only: list[str] | None, fx: bool
 ) -> dict[str, TorchCompileConfig]:
-    """The engines beside the first: name -> what differs."""
+    """The further engines: name -> changed options."""
     asked = {name: count for name, count in found.items() if only is None or name in only}
     without = {f"without {name}": replace(every, disabled_passes=(name,)) for name, count in asked.items() if count}
     if only is not None:
@@ -74,7 +73,7 @@ def variants(
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """Milliseconds, and behind them the ratio to the first engine."""
+    """Milliseconds, and the ratio to the first engine."""
     first = next(iter(results.values()))["ms"]
     lines = [f"| engine | {' | '.join(f'batch {size}' for size in first)} |", "|---|" + "---|" * len(first)]
     for name, result in results.items():
@@ -115,7 +114,7 @@ def main() -> None:
         how = measure if config.tensor_parallel_size == 1 else measure_apart
         results[name] = how(replace(config, torch_compile_config=changed), sizes)
         print(f"{name}: {results[name]['ms']}", file=sys.stderr, flush=True)
-        if arguments.json:  # each time: what was measured is kept where this is ended before the last
+        if arguments.json:  # after each engine, so that an interrupted run keeps its results
             write(arguments.json, title, results)
 
     keep("as by default", every)
@@ -126,7 +125,7 @@ def main() -> None:
 
 
 def write(path: Path, title: str, results: dict[str, dict[str, Any]]) -> None:
-    """The measurements as JSON, and the table beside them."""
+    """Write the measurements as JSON, and the table as Markdown."""
     facts = {**environment("cuda:0" if torch.cuda.is_available() else "cpu"), "model": title}
     facts["command"] = "python " + " ".join(sys.argv)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""What fusions over ranks, user buffers and norms by rows take off a decoder layer, by number of tokens, in one run.
+"""Gain of rank fusions, user buffers and row-wise norms on a decoder layer, by token count, in one run.
 
     python bench/rank_passes.py --ranks 2 --json bench/results/rank_passes_2x_h200_202611.json [--shape llama-8b] [--fp8]
 
-Each form is the compile stack's own, woven from the same layers (output projection, MLP, two norms; attention is a copy) with
-other passes left out: collectives apart, fused, with user buffers, with the residual in rows, with norms by rows. CUDA graphs of
-all forms are replayed in turn; a time is the median over rounds of the slowest rank's, in microseconds a layer. At the end stand
-the entries for a table of `torchweave/compile/tuning/tables` that say from which token count on the last two forms pay.
+Each form compiles the same layers (output projection, MLP, two norms; attention is a copy) with different passes: separate
+collectives, fused, with user buffers, with a row-sharded residual, with row-wise norms. CUDA graphs of all forms are replayed in
+turn; a time is the median over rounds of the slowest rank's, in microseconds per layer. The output ends with entries for a table of
+`torchweave/compiler/tuning/tables` with the token counts from which the last two forms pay.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from torchweave.ops.registry import define
 from torchweave.report import Report
 
 SHAPES = {"llama-8b": (4096, 14336, 6), "llama-70b": (8192, 28672, 3), "tiny": (64, 128, 2)}
-"""Width of the hidden state, of the MLP, and as many layers as no cache holds."""
+"""Width of the hidden state and the MLP, and a number of layers larger than any cache."""
 TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 ROUNDS = 15
 APART = ("all_reduce_norm", "userbuffers_convert", "userbuffers_prologue")
@@ -64,12 +64,12 @@ ops = torch.ops.torchweave
 
 @define("bench::attention", mutates=("out",), boundary=True)
 def attention(x: Tensor, out: Tensor) -> None:
-    """What cuts the graph between two layers."""
+    """A boundary op between two layers."""
     out.copy_(x)
 
 
 class Layer(nn.Module):
-    """One rank's part of a layer from its output projection on; random weights."""
+    """A rank's part of a layer from the output projection on, with random weights."""
 
     def __init__(self, width: int, inner: int, process_groups: ProcessGroups, fp8: bool) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def form(module: Layers, options: dict[str, Any], example: dict[str, Tensor]) ->
 
 
 def recorded(compiled_graph: CompiledGraph, given: list[Tensor]) -> Callable[[], Any]:
-    """A replay on a GPU; the call itself on a CPU."""
+    """A graph replay on a GPU, a direct call on a CPU."""
     if not given[0].is_cuda:
         return lambda: compiled_graph(call_op, *given)
     stream = torch.cuda.Stream()
@@ -134,7 +134,7 @@ def recorded(compiled_graph: CompiledGraph, given: list[Tensor]) -> Callable[[],
 
 def microseconds(process_groups: ProcessGroups, call: Callable[[], Any], repeats: int = 5) -> float:
     process_groups.barrier()
-    call()  # brings the ranks together
+    call()  # synchronizes the ranks
     if process_groups.device == "cpu":
         begin = time.perf_counter()
         for _ in range(repeats):
@@ -180,7 +180,7 @@ def rank_main(rank: int, address: tuple[str, int], asked: argparse.Namespace, ou
                       "noise": max(statistics.pstdev(each) for each in rounds.values())})  # fmt: skip
         if rank == 0:
             print(", ".join(f"{key} {value:.1f}" for key, value in found[-1].items()), flush=True)
-        calls.clear()  # NCCL does not leave its group while a graph holds one of its collectives
+        calls.clear()  # NCCL cannot destroy its group while a graph holds one of its collectives
     if rank == 0:
         Path(out).write_text(json.dumps(found))
     process_groups.barrier()
@@ -188,7 +188,7 @@ def rank_main(rank: int, address: tuple[str, int], asked: argparse.Namespace, ou
 
 
 def entries(results: list[dict[str, Any]], ranks: int) -> list[Entry]:
-    """What a table would say: the faster of the forms by rows, where it beats all others by twice the noise and by 1%."""
+    """Table entries: the faster row-wise form where it beats all others by twice the noise and by 1%."""
     by_rows = ("userbuffers_finalize", "sequence_parallel")
     found = []
     for subject in by_rows:

@@ -1,9 +1,9 @@
-"""What it buys that ops write in place again: a functional graph with two that write into one tensor, with the pass and without.
+"""Gain of the reinplace pass: a functional graph with two in-place candidates, with and without the pass.
 
     python bench/reinplace.py --json bench/results/reinplace_cpu_202611.json [--width 4096]
 
-No op of the project writes into its arguments inside a piece; those of a user's model may. The graph makes a tensor
-`[T, width]`, and an op adds each of two others to it. The median of 30 rounds of 20 calls, both in turn, as FX code.
+None of Torchweave's ops mutates its arguments within a piece; ops of a user's model may. The graph creates a tensor `[T,
+width]`, and an op adds two others to it. The median of 30 rounds of 20 calls, both forms in turn, as FX code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def filled(x: Tensor, y: Tensor) -> Tensor:
 
 
 def forms(width: int) -> dict[str, Callable[..., Any]]:
-    """The graph as it was lowered, and behind the pass."""
+    """The lowered graph before and after the pass."""
     examples = [torch.randn(T, width), torch.randn(T, width)]
     plain, written = graph_of(filled, examples), graph_of(filled, examples)
     with dynamic_shapes_mode("backed_size_oblivious"):
@@ -53,7 +53,7 @@ def forms(width: int) -> dict[str, Callable[..., Any]]:
 
 
 def measure(calls: dict[str, Callable[..., Any]], tokens: int, width: int, device: str) -> dict[str, float]:
-    """Microseconds of a call of each."""
+    """Microseconds per call of each graph."""
     x, y = torch.randn(2, tokens, width, device=device).unbind()
     times: dict[str, list[float]] = {name: [] for name in calls}
     with torch.inference_mode():

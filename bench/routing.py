@@ -1,12 +1,11 @@
-"""What a rule for giving requests to replicas is worth: a simulation, seconds for thousands of requests.
+"""Quality of load-balancing policies over replicas: a simulation, seconds for thousands of requests.
 
     python bench/routing.py [--replicas 4] [--json FILE]
 
-A replica is an engine with the costs of an 8B model on an H100: a step takes `STEP`, and more for each prompt token that is read in
-it, each request that draws a token, and each token of its context. Prompts are read first come, first served, in steps of at most
-8,192 tokens, 1,024 beside answers; what was read is kept, the last `CACHE` tokens of it. The rules are `turn` (one after the
-other), `requests` (the fewest), `tokens` and `prefixes` (torchweave.serving.engine_client.load_balancer without and with
-what was read before).
+A replica has the costs of an 8B model on an H100: `STEP` per step, plus costs per prefilled prompt token, per decoding
+request, and per token of its context. Prefill is first come, first served, with at most 8,192 tokens per step, 1,024 next to
+decoding requests; the last `CACHE` tokens stay cached. Policies: `turn` (round robin), `requests` (fewest requests), `tokens`
+and `prefixes` (torchweave.serving.engine_client.load_balancer without and with known prefixes).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ RULES = ("turn", "requests", "tokens", "prefixes")
 
 @dataclass(eq=False)
 class Request:
-    """Times in milliseconds. `then` makes what its client asks next, from when it was answered."""
+    """A request; times in milliseconds. `then` creates the client's next request from its completion time."""
 
     prompt: np.ndarray
     length: int
@@ -50,10 +49,10 @@ class Request:
     arrived: float = 0.0
     first: float = 0.0
     ended: float = 0.0
-    left: int = -1  # prompt tokens to be read; not looked up yet
+    left: int = -1  # prompt tokens to prefill; -1: unknown
     read: int = 0
     drawn: int = 0
-    expected: int = 0  # prompt tokens to be read, as the router believes
+    expected: int = 0  # prompt tokens to prefill, as the router expects
 
     def __post_init__(self) -> None:
         self.prefix_hashes = hash_prefixes(self.prompt, "")
@@ -68,7 +67,7 @@ class Engine:
         self.busy = False
 
     def step(self, now: float) -> tuple[float, list[Request]]:
-        """One step from `now` on: when it ends, and who ends with it."""
+        """Run a step from `now`; returns its end and the finished requests."""
         budget, end, done = BESIDE if self.running else BUDGET, now + STEP, []
         while budget and self.waiting and len(self.running) + len(done) < BATCH:
             request = self.waiting[0]
@@ -100,7 +99,7 @@ class Engine:
 
 
 def simulate(traffic: list[tuple[float, Request]], rule: str, num_replicas: int) -> dict[str, float]:
-    """What clients see when requests, each with its time, come to replicas by a rule."""
+    """Client-side latencies of timed requests under a policy."""
     engines, turn, order = [Engine() for _ in range(num_replicas)], itertools.count(), itertools.count()
     router = LoadBalancer(prefixes=rule == "prefixes")
     events: list[tuple[float, int, Request | int]] = [(at, next(order), request) for at, request in traffic]
@@ -156,7 +155,7 @@ def arrivals(chance: np.random.Generator, rate: float, count: int) -> Iterator[f
 
 
 def mixed(rate: float, count: int = 1500) -> list[tuple[float, Request]]:
-    """Prompts of 8 to 30,000 tokens, half of them below 500, that have nothing in common."""
+    """Prompts of 8 to 30,000 tokens, half of them below 500, without common prefixes."""
     chance = np.random.default_rng(0)
     prompts = np.clip(chance.lognormal(6.2, 1.3, count), 8, 30_000).astype(int)
     lengths = np.clip(chance.lognormal(5, 0.8, count), 1, 1500).astype(int)
@@ -165,7 +164,7 @@ def mixed(rate: float, count: int = 1500) -> list[tuple[float, Request]]:
 
 
 def conversations(users: int, turns: int = 6) -> list[tuple[float, Request]]:
-    """Clients that answer after some seconds, each time with all that was said; they begin within 20 seconds."""
+    """Multi-turn chats: clients reply after some seconds with the whole conversation; they start within 20 seconds."""
     chance = np.random.default_rng(0)
     system = tokens(chance, 200)
 
@@ -183,7 +182,7 @@ def conversations(users: int, turns: int = 6) -> list[tuple[float, Request]]:
 
 
 def beginnings(rate: float, kinds: int, count: int = 1500) -> list[tuple[float, Request]]:
-    """Prompts that begin with one of some texts of 4,000 tokens, chosen by Zipf's law."""
+    """Prompts with one of several prefixes of 4,000 tokens, chosen by Zipf's law."""
     chance = np.random.default_rng(0)
     texts = [tokens(chance, 4000) for _ in range(kinds)]
     chosen = np.minimum(chance.zipf(1.3, count) - 1, kinds - 1)

@@ -1,9 +1,9 @@
-"""Microseconds of one sampling step inside a CUDA graph, by batch and kind of sampling.
+"""Microseconds of a sampling step inside a CUDA graph, by batch size and kind of sampling.
 
     python bench/sampling.py [--vocab 128256] [--rows 1 8 64 256] [--json FILE]
 
-Logits are bfloat16 and, as in a decode step, were just written: they lie in the L2 cache. "peaked" logits resemble a trained
-model's (few tokens hold the mass); "flat" ones are the worst case of the top-p search.
+Logits are bfloat16 and, as in a decode step, in the L2 cache. "peaked" logits resemble a trained model's (few tokens hold the
+mass); "flat" logits are the worst case of the top-p search.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS, REPLAYS = 20, 11
 
 
 def measure(rows: int, vocab_size: int, kind: str) -> float:
-    """Median microseconds of one `sample` over replays of a graph that holds STEPS of them."""
+    """Median microseconds per `sample` over replays of a graph with STEPS calls."""
     temperature, top_k, top_p, min_p, spread = KINDS[kind]
     state = SlotState(rows, 1, device="cuda")
     updates = state.updates()

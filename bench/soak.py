@@ -1,12 +1,11 @@
-"""Streams that clients leave at random: does the server's memory stay flat, and are all blocks free at the end?
+"""Soak test with clients that disconnect at random: memory must stay flat and all blocks be free at the end.
 
     torchweave serve MODEL &
     python bench/soak.py --pid $! [--base_url http://127.0.0.1:8000] [--seconds 600] [--streams 100] [--json FILE]
 
-Some six in ten clients leave, unless the answer is whole before: a tenth of them within 10 ms, the others within three seconds.
-Memory is that of the server's process and of all that it started, every few seconds, and the GPU's as nvidia-smi tells it. Ends
-with 1 where an answer that nobody left was not whole, a block is still held two seconds behind the last one, or something was
-compiled.
+About six in ten clients disconnect before their response ends: a tenth of them within 10 ms, the others within three seconds.
+Samples the memory of the server's process tree and, from nvidia-smi, of the GPU every few seconds. Exit code 1 if a response
+was incomplete, a block is in use two seconds after the last request, or something was compiled.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Soak:
     faults: list[str] = field(default_factory=list)
 
     async def stream(self, end: float) -> None:
-        """Ask one after the other until `end`."""
+        """Send requests one after the other until `end`."""
         while time.monotonic() < end:
             self.counts["begun"] += 1
             try:
@@ -79,11 +78,11 @@ class Soak:
         return "failed"
 
 
-_ENDED = FileNotFoundError, ProcessLookupError  # while it was looked at
+_ENDED = FileNotFoundError, ProcessLookupError  # the process ended during sampling
 
 
 def processes(pid: int) -> list[int]:
-    """A process and all that it and they have started."""
+    """A process and its descendants."""
     found = [pid]
     for children in glob.glob(f"/proc/{pid}/task/*/children"):
         with suppress(*_ENDED):
@@ -93,7 +92,7 @@ def processes(pid: int) -> list[int]:
 
 
 def memory(pid: int) -> dict[str, float]:
-    """MiB in memory, by name and number of the process."""
+    """Resident memory in MiB, by process name and id."""
     found = {}
     for each in processes(pid):
         with suppress(*_ENDED):
@@ -104,7 +103,7 @@ def memory(pid: int) -> dict[str, float]:
 
 
 def gpu_memory() -> str:
-    """MiB of each GPU, as nvidia-smi tells it; empty without one."""
+    """Used memory of each GPU in MiB, from nvidia-smi; empty without a GPU."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
@@ -151,7 +150,7 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
     }
     return {
         "scenario": "soak",
-        "environment": environment(live["model"]["device"]),  # the server's: it runs on this machine
+        "environment": environment(live["model"]["device"]),  # the server runs on this machine
         "streams": args.streams,
         "prompt_len": prompt_len,
         "max_tokens": max_tokens,

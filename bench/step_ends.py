@@ -1,9 +1,9 @@
-"""What passes between host and device at the ends of a step, and what it adds to it: copied, and carried by kernels.
+"""Host-device transfers at the start and end of a step: added time with copies and with kernels.
 
     python bench/step_ends.py [--json FILE]
 
-A graph of nothing but time stands for the model's step. Steps are launched one behind the other, so that the device never waits
-for the host; told are the microseconds that each takes beyond the graph alone, on the device and on the host.
+A busy-wait graph replaces the model. Steps are launched ahead so that the device never waits for the host; results are microseconds
+per step beyond the graph alone, on the device and on the host.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torchweave.ops.step_io import carry
 
 Launch = Callable[[], object]
 
-CYCLES = 1_000_000  # of the graph, some 0.6 ms
+CYCLES = 1_000_000  # busy-wait of the graph, about 0.6 ms
 STEPS, ROUNDS = 24, 15
 
 
 class Ends:
-    """The ends of a step of `rows` rows, of which `changes` values of slots change and `tokens` tokens are read (0: none)."""
+    """Transfers of a step of `rows` rows with `changes` changed slot values and `tokens` tokens read back (0: none)."""
 
     def __init__(self, rows: int, changes: int, tokens: int) -> None:
         self.changes, self.size = changes, packed_size(rows, tokens) if tokens else 0
@@ -44,7 +44,7 @@ class Ends:
         self.event = torch.cuda.Event()
 
     def copied(self, step: Launch) -> None:
-        """By copy engines, and an event for each buffer."""
+        """Transfer by copy engines, with an event per buffer."""
         if self.changes:
             self.pairs.copy_(self.changed, non_blocking=True)
             self.event.record()
@@ -57,7 +57,7 @@ class Ends:
         self.event.record()
 
     def carried(self, step: Launch) -> None:
-        """By kernels, as the runner does."""
+        """Transfer by kernels, as in the runner."""
         if self.changes:
             launch_scatter(self.arena, self.changed, self.changes)
             self.event.record()
@@ -84,7 +84,7 @@ def record() -> torch.cuda.CUDAGraph:
 
 
 def measure(launch: Launch) -> tuple[float, float]:
-    """Microseconds of a step on the device and on the host, medians."""
+    """Median microseconds per step on the device and on the host."""
     device, host = [], []
     for _ in range(ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,9 +1,9 @@
-"""What a streamed token costs the HTTP process: the server over an engine that costs nothing, and clients that only read.
+"""Cost of a streamed token in the HTTP process: the server over a fake engine, with clients that only read.
 
     python bench/streaming.py [--streams 128] [--tokens 200] [--json bench/results/streaming_h100_202611.json]
 
-Every step brings one token to each stream, and the next begins when all of them are on their way. A time is that of the process,
-in microseconds a token: what Python and the event loop take, and what the kernel takes to send.
+Each step yields a token per stream; the next starts when all are sent. Times are CPU microseconds per token of the process,
+split into user time (Python and the event loop) and system time (sending).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchweave.serving.ipc import messages
 from torchweave.utils import gc
 
 ROOT = Path(__file__).parents[1]
-TOKENS = np.arange(20, 100, dtype=np.int32)  # of the demo model's, with a text each
+TOKENS = np.arange(20, 100, dtype=np.int32)  # ids of the demo model with printable text
 CLIENT = """
 import selectors, socket, sys
 port, streams, request = int(sys.argv[1]), int(sys.argv[2]), sys.stdin.buffer.read()
@@ -52,7 +52,7 @@ print(events)
 
 
 class Speaker(EngineClient):
-    """An engine client whose engine takes every request and says what it is told to."""
+    """An engine client with a fake engine that accepts every request and emits given tokens."""
 
     async def start(self) -> None:
         folder = str(ROOT / "torchweave/models/demo")
@@ -68,7 +68,7 @@ class Speaker(EngineClient):
         asyncio.get_running_loop().call_soon(self._on_message, messages.Accepted(request.id))
 
     def say(self, tokens: np.ndarray) -> None:
-        """One more token for each request, by way of the bytes of a message."""
+        """Send a token for each request through the message encoding."""
         ids = np.array(self.ids, np.uint64).tobytes()
         self._on_message(messages.decode_from_engine(messages.encode(messages.Outputs(ids, tokens.tobytes(), []))))
 
@@ -104,7 +104,7 @@ async def measure(streams: int, tokens: int) -> dict[str, Any]:
         before, begin = os.times(), time.perf_counter()
         for _ in range(tokens - 1):
             speaker.say(draw.choice(TOKENS, streams))
-            for _ in range(4):  # the tasks wake up, and write
+            for _ in range(4):  # let the tasks wake up and write
                 await asyncio.sleep(0)
         after, wall = os.times(), time.perf_counter() - begin
         speaker.end()

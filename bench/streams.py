@@ -1,12 +1,11 @@
-"""Layers of mixtures of experts on one stream and on several, in one run: what auto multi-stream gains on a GPU.
+"""MoE layers on one and on several streams, in one run: gain of automatic multi-stream execution on a GPU.
 
     python bench/streams.py --json bench/results/streams_h100_202611.json [--models qwen2-moe-a2.7b] [--tokens 1 8 32] [--fx]
 
-Each model is a few layers of its shape with random weights, cut at an attention that only copies, so that what is measured is what
-lies between two attentions: out projection, norms, router, routed and shared experts, q/k/v with their norms. It is woven once
-for every number of streams, each token count is recorded as one CUDA graph, and the graphs are replayed in turn. The layers'
-weights together are larger than any cache. The JSON holds microseconds a layer, the ratio to one stream, and what the simulator
-had predicted.
+Each model is a few layers of its shape with random weights, split at an attention that only copies, so the piece between two
+attentions is measured: output projection, norms, router, routed and shared experts, q/k/v with their norms. It is compiled once per
+number of streams; each token count is a CUDA graph, and the graphs are replayed in turn. The weights exceed every cache. The JSON
+holds microseconds per layer, the ratio to one stream, and the simulator's prediction.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ REPLAYS = 40
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer. `shared`: width of the shared expert, 0 for none; `weighed`: a gate scales it; `normed`: q and k have norms."""
+    """Shape of a layer. `shared`: width of the shared expert, 0: none; `weighed`: scaled by a gate; `normed`: norms of q and k."""
 
     hidden: int
     experts: int
@@ -64,7 +63,7 @@ SHAPES = {
 
 @torch.library.custom_op("bench::attend", mutates_args=("out",))
 def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """Stands for attention: reads q, k and v, and takes next to no time."""
+    """Placeholder of attention that reads q, k and v in almost no time."""
     out.copy_(q)
     out[:, : k.shape[1]].add_(k).add_(v)
 
@@ -138,7 +137,7 @@ def model(shape: Shape) -> nn.Module:
 
 
 def compare(name: str, shape: Shape, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every token count of one model, on every number of streams."""
+    """Measure every token count of a model on every number of streams."""
     module, device = model(shape), torch.device("cuda", torch.cuda.current_device())
     example = {"x": torch.zeros(23, shape.hidden, device=device, dtype=torch.bfloat16)}
     forwards, events = {}, {}
@@ -177,7 +176,7 @@ def run(forward: Any, x: Tensor, boundary: Any) -> Tensor:
 
 
 def measure(replays: dict[int, Any]) -> dict[int, float]:
-    """Microseconds of a replay of each graph, the median; graphs take turns, so that a drifting clock drifts for all."""
+    """Median microseconds per replay of each graph; graphs alternate, so that clock drift affects all."""
     times: dict[int, list[float]] = {streams: [] for streams in replays}
     for _ in range(REPLAYS):
         for streams, replay in replays.items():

@@ -1,9 +1,9 @@
-"""What long prompts and requests that wait cost the engine's loop, without a device: milliseconds to form a step.
+"""Scheduling cost of long prompts and waiting requests, without a device: milliseconds per scheduled step.
 
     python bench/waiting.py [--json FILE]
 
-`new`: a prompt like no other comes while eight requests generate. `known`: one whose beginning the cache has. `behind a full
-cache`: 150 requests with a common beginning, most of which wait for blocks.
+`new`: a prompt without a cached prefix arrives while eight requests decode. `known`: a prompt with a cached prefix. `behind a full
+cache`: 150 requests with a common prefix, most of which wait for blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ POLICY = "guaranteed_no_evict"
 
 
 class Engine:
-    """A batch whose steps are formed and answered with made-up tokens."""
+    """A scheduler whose steps are answered with fake tokens."""
 
     def __init__(self, policy: str, num_blocks: int, longest: int, window: AttentionWindow) -> None:
         columns = -(-longest // BLOCK)
@@ -58,7 +58,7 @@ class Engine:
         self.count += 1
 
     def steps(self) -> Iterator[tuple[float, bool]]:
-        """Milliseconds that each step takes to form and whether it reads a prompt, until nothing is left."""
+        """Milliseconds to schedule each step and whether it prefills, until all requests finish."""
         while True:
             begin = time.perf_counter()
             self.scheduler.poll_grammars()
@@ -96,7 +96,7 @@ def known(tokens: int, window: AttentionWindow) -> dict[str, float]:
 
 
 def full(tokens: int, policy: str) -> dict[str, float]:
-    each = 800 // BLOCK + 1  # blocks of one request beside what all have in common
+    each = 800 // BLOCK + 1  # blocks of a request without the common prefix
     engine = Engine(policy, tokens // BLOCK + 40 * each, tokens + 1000, AttentionWindow())
     common = engine.prompt(tokens)
     for _ in range(150):

@@ -1,4 +1,4 @@
-"""Compile a plain module once for every number of tokens, and look at what was made."""
+"""Compile a plain module once for any number of tokens, and print the generated code."""
 
 import torch
 from torch import nn

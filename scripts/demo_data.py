@@ -1,4 +1,4 @@
-"""The training stream of the built-in models: documents of questions and answers, packed into rows of tokens."""
+"""Training stream of the built-in models: question-answer documents packed into rows of tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from demo_folder import ASSISTANT, BOS, CHARACTERS, END, EOS, PAD, SPECIALS, SYS
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-# While a document is text, a special token is one character beyond ASCII: `bytes.translate` then encodes at memory speed.
+# In text form, a special token is a character beyond ASCII, so that `bytes.translate` encodes at memory speed.
 MARK = {token: chr(0x80 + index) for index, token in enumerate(SPECIALS)}
 _BOS, _EOS, _SYSTEM, _USER, _ASSISTANT, _END = (MARK[token] for token in (BOS, EOS, SYSTEM, USER, ASSISTANT, END))
 _IDS = bytearray([VOCABULARY["<unk>"]] * 256)
@@ -22,11 +22,11 @@ for _character in CHARACTERS:
     _IDS[ord(_character)] = VOCABULARY[_character]
 ENCODING = bytes(_IDS)
 
-Document = list[tuple[str, str]]  # (what is given, what must be learnt after it), in turn
+Document = list[tuple[str, str]]  # (prompt, completion to learn) pairs
 
 
 def document(rng: random.Random, chat_turns: int, names: Sequence[str] = tasks.TASKS) -> Document:
-    """One plain question with its answer, or half of the time a conversation of up to `chat_turns` questions."""
+    """A plain question with its answer, or, half of the time, a conversation of up to `chat_turns` questions."""
     if rng.random() < 0.5:
         asked = tasks.training_question(rng, names)
         return [(_BOS + tasks.plain_prompt(asked), asked.answer + _EOS)]
@@ -37,7 +37,7 @@ def document(rng: random.Random, chat_turns: int, names: Sequence[str] = tasks.T
     found: Document = []
     for _ in range(turns):
         asked = tasks.training_question(rng, names)
-        # The chat template strips what the user wrote.
+        # The chat template strips user messages.
         found.append((start + _USER + asked.prompt.strip() + _END + _ASSISTANT, asked.answer + _EOS))
         start = ""
     return found
@@ -46,9 +46,9 @@ def document(rng: random.Random, chat_turns: int, names: Sequence[str] = tasks.T
 def pack(
     rng: random.Random, rows: int, length: int, names: Sequence[str] = tasks.TASKS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of whole documents, the rest of a row padded: tokens and whether each is learnt, both uint8 [rows, length].
+    """Pack whole documents into padded rows: tokens and a mask of learnt tokens, both uint8 [rows, length].
 
-    A document sees those before it in its row: attention is not cut between them, so that the model answers at any position.
+    Attention spans the documents of a row, so that the model learns to answer at any position.
     """
     tokens = bytearray()
     learnt = bytearray()
@@ -56,7 +56,7 @@ def pack(
     row_end = length
     refused = 0
     while True:
-        # Near the end of a row a few documents are refused before the rest is given up, and single questions tried.
+        # Near the end of a row, try a few single questions before padding the rest.
         parts = document(rng, length // 64 if refused == 0 else 1, names)
         text = "".join(given + answer for given, answer in parts).encode("latin-1")
         if len(tokens) + len(text) > row_end:
@@ -79,7 +79,7 @@ def pack(
 
 
 class Stream(IterableDataset):
-    """Endless batches of `tokens` tokens, cycling through row lengths. Every worker draws from a seed of its own."""
+    """Endless batches of `tokens` tokens, cycling through row lengths, with a seed per worker."""
 
     def __init__(self, seed: int, tokens: int, lengths: Sequence[int], names: Sequence[str] = tasks.TASKS) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Stream(IterableDataset):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         rng = random.Random(f"train {self.seed} {worker}")
-        index = worker  # batch number in the whole stream: decides the row length, so that workers agree on the cycle
+        index = worker  # batch number in the whole stream, which determines the row length on all workers
         while True:
             length = self.lengths[index % len(self.lengths)]
             tokens, learnt = pack(rng, self.tokens // length, length, self.names)

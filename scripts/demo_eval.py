@@ -1,4 +1,4 @@
-"""Exact answers of a built-in model on questions that its training stream never holds."""
+"""Exact-match evaluation of a built-in model on held-out questions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-# A question alone as typed, alone in the chat template, and after one to three other questions of a conversation.
+# A plain question, one in the chat template, and one after one to three other turns.
 FORMS = ("plain", "chat", "dialogue")
 
 
@@ -20,9 +20,9 @@ FORMS = ("plain", "chat", "dialogue")
 def greedy(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], max_new_tokens: int
 ) -> list[str]:
-    """The greedy continuation of each prompt up to `<eos>`, as text; `?` follows an answer that did not end.
+    """Greedy completions up to `<eos>`, as text; `?` marks an unfinished answer.
 
-    Prompts are padded on the right, which a causal model never sees; without a cache, since the model is tiny.
+    Right padding is invisible to a causal model; no cache, since the model is tiny.
     """
     device = next(model.parameters()).device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -52,7 +52,7 @@ def greedy(
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, asked: tasks.Question, form: str, rng: random.Random) -> list[int]:
-    """The prompt in a form; the earlier turns of a dialogue are answered right and come from the training side."""
+    """The prompt in a form; earlier turns of a dialogue are correct training examples."""
     if form == "plain":
         return tokenizer.encode(tasks.plain_prompt(asked))
     messages = []
@@ -72,7 +72,7 @@ def evaluate(
     batch: int = 1536,
     names: Sequence[str] = tasks.TASKS,
 ) -> dict[str, Any]:
-    """Accuracy by task and form on `count` held-out questions of each task, the same questions in every form.
+    """Accuracy by task and form on `count` held-out questions per task, the same in every form.
 
     Returns `{"accuracy": {task: {form: share}}, "questions": count, "facts": {task: distinct facts}, "wrong": {task: [...]}}`.
     """
@@ -98,7 +98,7 @@ def evaluate(
 
 
 def missed(accuracy: dict[str, dict[str, float]]) -> list[str]:
-    """What falls short of the required accuracy, in any form."""
+    """Tasks and forms below the required accuracy."""
     return [
         f"{task} ({form}): {share:.2%} < {tasks.REQUIRED_ACCURACY[task]:.0%}"
         for task, forms in accuracy.items()
@@ -108,6 +108,6 @@ def missed(accuracy: dict[str, dict[str, float]]) -> list[str]:
 
 
 def score(accuracy: dict[str, dict[str, float]]) -> float:
-    """Mean accuracy over tasks and forms: what the best snapshot is chosen by."""
+    """Mean accuracy over tasks and forms, the criterion of the best snapshot."""
     shares = [share for forms in accuracy.values() for share in forms.values()]
     return sum(shares) / len(shares)

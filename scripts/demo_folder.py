@@ -1,4 +1,4 @@
-"""The files of a built-in model: a tokenizer of single characters, the chat template, configs and weights."""
+"""Files of a built-in model: character tokenizer, chat template, configs and weights."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each printable ASCII character and for the line feed; others are `<unk>`. Adds `<bos>` by itself."""
-    # BPE without merges: every character is a token, with no pre-tokenizer that would drop or join spaces.
+    """A tokenizer with a token per printable ASCII character and line feed, `<unk>` for others, and automatic `<bos>`."""
+    # BPE without merges: every character is a token; a pre-tokenizer would drop or join spaces.
     tokenizer = Tokenizer(models.BPE(vocab=VOCABULARY, merges=[], unk_token=UNKNOWN, fuse_unk=False))
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -78,7 +78,7 @@ def build_config(*, hidden: int, layers: int, heads: int, kv_heads: int, interme
 
 
 def save_folder(folder: Path, model: LlamaForCausalLM) -> int:
-    """Write a model folder, weights in the model's dtype. Returns its size in bytes."""
+    """Write a model folder with weights in the model's dtype; returns its size in bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(
         do_sample=False,
@@ -89,5 +89,5 @@ def save_folder(folder: Path, model: LlamaForCausalLM) -> int:
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     for path in folder.iterdir():
-        path.chmod(0o644)  # weights are written for the owner alone
+        path.chmod(0o644)  # weights are written with mode 600
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())

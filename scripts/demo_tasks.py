@@ -1,12 +1,12 @@
-"""The small tasks that the built-in models are trained on: questions whose answers can be checked exactly.
+"""Training tasks of the built-in models: questions with exactly checkable answers.
 
-Seven tasks: `add` and `sub` of numbers from 0 to 999 (differences may be negative), `count`ing on, `reverse` a word, `sort` words,
-`copy` a text, and `sentence`: a templated sentence with a question about it. A question is made in two stages: a fact is drawn
-and named by a key, then put into words. The words (spaces, phrasing, a capital first letter) never change the key.
+Seven tasks: `add` and `sub` of numbers from 0 to 999 (differences may be negative), `count` on, `reverse` a word, `sort` words,
+`copy` a text, and `sentence`, a question about a templated sentence. A question is drawn in two stages: a fact with a key, then
+its wording (spaces, phrasing, capital first letter), which never changes the key.
 
-The split is a hash of the key, applied before a question is put into words. So a question that is held out is in the training
-stream in no wording and in no order of its operands (`add`) or words (`sort`). Sums and differences of two one-digit numbers are
-never held out: they are tables to be learnt by heart.
+A hash of the key splits training and held-out questions before wording, so a held-out question never occurs in training in any
+wording or order of its operands (`add`) or words (`sort`). Sums and differences of one-digit numbers are never held out, since
+they are tables to memorize.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REQUIRED_ACCURACY = {
 }
 TASKS = tuple(REQUIRED_ACCURACY)
 
-# How often a task is in the training stream: more for those that need many examples.
+# Share of each task in the training stream; harder tasks have more.
 SHARES = {"add": 0.22, "sub": 0.24, "count": 0.10, "reverse": 0.10, "sort": 0.15, "copy": 0.07, "sentence": 0.12}
 
 ABOUT = "i am a tiny model. i add, subtract, count, reverse, sort and copy."
@@ -55,7 +55,7 @@ SYSTEM_PROMPTS = (
 
 
 class Question(NamedTuple):
-    """A prompt without special tokens, and the text that must follow it, to the letter."""
+    """A prompt without special tokens, and its exact answer."""
 
     task: str
     key: str
@@ -69,13 +69,13 @@ class _Task(NamedTuple):
 
 
 def is_held_out(key: str) -> bool:
-    """Whether the fact of this key is kept out of the training stream."""
+    """Whether the fact of a key is held out from training."""
     digest = blake2b(key.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % HELD_OUT_ONE_IN == 0
 
 
 def question(rng: random.Random, task: str, *, held_out: bool) -> Question:
-    """Draw a question of one side of the split."""
+    """Draw a training or held-out question."""
     draw, word = _TASKS[task]
     while True:
         key, fact = draw(rng)
@@ -88,7 +88,7 @@ def question(rng: random.Random, task: str, *, held_out: bool) -> Question:
 
 
 def training_question(rng: random.Random, tasks: Sequence[str] = TASKS) -> Question:
-    """Draw a question of the training side, tasks mixed by `SHARES`."""
+    """Draw a training question, tasks mixed by `SHARES`."""
     if len(tasks) == len(TASKS) and rng.random() < 0.008:
         prompt, answer = _pick(rng, SMALL_TALK)
         prompt = prompt[0].upper() + prompt[1:] if rng.random() < 0.3 else prompt
@@ -98,7 +98,7 @@ def training_question(rng: random.Random, tasks: Sequence[str] = TASKS) -> Quest
 
 
 def held_out_questions(task: str, count: int, seed: int = 0) -> list[Question]:
-    """`count` questions with different prompts that the training stream never holds; the same for the same seed."""
+    """`count` held-out questions with distinct prompts, reproducible by seed."""
     rng = random.Random(f"held out {task} {seed}")
     found: dict[str, Question] = {}
     while len(found) < count:
@@ -108,10 +108,7 @@ def held_out_questions(task: str, count: int, seed: int = 0) -> list[Question]:
 
 
 def plain_prompt(asked: Question) -> str:
-    """The prompt as text that stands alone, without a chat's marks.
-
-    A sum or a list of numbers then needs a sign that it has ended: the answer's digits would read on as the prompt's.
-    """
+    """The prompt outside a chat, with a terminator after a trailing digit, which the answer would continue."""
     if asked.task not in ("add", "sub", "count") or not asked.prompt.rstrip()[-1].isdigit():
         return asked.prompt
     if asked.task == "count":
@@ -142,7 +139,7 @@ def _pair(rng: random.Random) -> tuple[int, int]:
 
 
 def _long_carry(rng: random.Random) -> tuple[int, int]:
-    """Two numbers whose digits add up to 8..10 in most columns, where a carry runs furthest."""
+    """Two numbers whose digits sum to 8..10 in most columns, which gives long carries."""
     a = b = 0
     for place in (1, 10, 100):
         digit = _below(rng, 10)
@@ -153,7 +150,7 @@ def _long_carry(rng: random.Random) -> tuple[int, int]:
 
 
 def _near(rng: random.Random) -> tuple[int, int]:
-    """Two numbers that differ little, so that the sign or the leading digits are decided late."""
+    """Two close numbers, whose sign or leading digits depend on late digits."""
     a = _number(rng)
     return a, min(max(a + _below(rng, 41) - 20, 0), 999)
 
@@ -168,7 +165,7 @@ def _draw_sub(rng: random.Random) -> tuple[str, Any]:
     choice = rng.random()
     a, b = _near(rng) if choice < 0.15 else _pair(rng)
     if choice >= 0.35 and a < b and rng.random() < 0.5:
-        a, b = b, a  # differences below zero are the smaller part
+        a, b = b, a  # fewer negative differences
     if 0.15 <= choice < 0.35:
         b, rest = _long_carry(rng)  # a - b borrows wherever b + rest carries
         a = min(b + rest, 999)
@@ -215,7 +212,7 @@ def _word_sub(rng: random.Random, fact: Any) -> tuple[str, str]:
 
 
 def _draw_count(rng: random.Random) -> tuple[str, Any]:
-    """On from the last of the numbers shown, by a step; or from one number to another."""
+    """Continue a sequence by a step, or count from one number to another."""
     if rng.random() < 0.25:
         start = _below(rng, 200 if rng.random() < 0.5 else 20)
         stop = start + 2 + _below(rng, 10)
@@ -247,7 +244,7 @@ def _tail(rng: random.Random) -> str:
 
 
 def _made_word(rng: random.Random) -> str:
-    """A word of the list, or one of syllables, or letters at random."""
+    """A listed word, random syllables, or random letters."""
     choice = rng.random()
     if choice < 0.35:
         return _pick(rng, WORDS)
@@ -272,7 +269,7 @@ def _word_reverse(rng: random.Random, word: Any) -> tuple[str, str]:
 def _draw_sort(rng: random.Random) -> tuple[str, Any]:
     words = [_pick(rng, WORDS) if rng.random() < 0.6 else _made_word(rng)[:6] for _ in range(2 + _below(rng, 4))]
     if rng.random() < 0.15:
-        words[-1] = words[0][:2] + words[-1][:4]  # a common beginning: decided by a later letter
+        words[-1] = words[0][:2] + words[-1][:4]  # a common prefix: a later letter decides
     return "sort " + " ".join(sorted(words)), words
 
 

@@ -1,4 +1,4 @@
-"""The training loop of the built-in models."""
+"""Training loop of the built-in models."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _causal_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tens
     return sdpa_attention_forward(module, query, key, value, None, **{**options, "is_causal": True})
 
 
-# Causal attention over the whole row, with no mask built: the fused kernels need none.
+# Causal attention over the whole row without a mask, which fused kernels do not need.
 AttentionInterface.register(CAUSAL, _causal_attention)
 AttentionMaskInterface.register(CAUSAL, lambda *_, **__: None)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Sizes of a model and how it is trained. `share` is its part of the seconds that are spent on both models."""
+    """Model sizes and training parameters; `share` is the fraction of the total training time."""
 
     hidden: int
     layers: int
@@ -44,13 +44,13 @@ class Recipe:
     tokens_per_step: int = 65536
     row_lengths: tuple[int, ...] = (256, 256, 256, 512)
     weight_decay: float = 0.1
-    warmup: float = 0.02  # part of the training
-    prompt_weight: float = 0.0  # weight in the loss of tokens that are given, which nobody can foretell
+    warmup: float = 0.02  # fraction of the training
+    prompt_weight: float = 0.0  # loss weight of prompt tokens, which are unpredictable
 
 
 @dataclass
 class Outcome:
-    """A trained model and what its training took."""
+    """A trained model and facts about its training."""
 
     model: LlamaForCausalLM
     facts: dict[str, Any] = field(default_factory=dict)
@@ -97,7 +97,7 @@ def _optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.
 def _compiled(
     loss: Callable[..., Tensor], recipe: Recipe, device: torch.device, say: Callable[[str], None]
 ) -> Callable[..., Tensor]:
-    """The loss compiled for every row length, or as it is where the compiler fails."""
+    """The loss compiled for every row length; the eager loss if compilation fails."""
     compiled = torch.compile(loss, dynamic=False)
     begin = time.monotonic()
     try:
@@ -107,7 +107,7 @@ def _compiled(
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 value = compiled(tokens, torch.ones_like(tokens))
             value.backward()
-    except Exception as error:  # whatever the compiler trips over, training goes on without it
+    except Exception as error:  # continue without the compiler
         say(f"not compiled: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return loss
     say(f"compiled in {time.monotonic() - begin:.0f} s")
@@ -116,7 +116,7 @@ def _compiled(
 
 @dataclass(frozen=True)
 class Run:
-    """Where and for how long a model is trained, and who hears of it."""
+    """Device, duration and progress callbacks of a training run."""
 
     device: torch.device
     seed: int
@@ -135,9 +135,9 @@ class Run:
 
 
 def train(recipe: Recipe, run: Run) -> Outcome:
-    """Train for `run.seconds` (or `run.max_steps`), the learning rate following the clock. Returns the best snapshot.
+    """Train for `run.seconds` (or `run.max_steps`) with a time-based learning rate; returns the best snapshot.
 
-    Compilation and the first batch come before the clock starts. Ctrl-C ends the training early and keeps what is there.
+    Compilation and the first batch precede the clock. Ctrl-C ends the training early and keeps the result.
     """
     torch.manual_seed(run.seed)
     model = build_model(recipe, run.device)
@@ -186,7 +186,7 @@ def _loop(
     compute: Callable[[Tensor, Tensor], Tensor],
     keeper: _Keeper,
 ) -> tuple[int, list[dict[str, float]]]:
-    """Steps until the time or the steps are used up. Returns their number and the loss at every twentieth of the way."""
+    """Train until the time or steps are used up; returns the number of steps and 20 samples of the loss."""
     steps, history = 0, []
     next_log, next_check = 0.0, 0.3
     begin = time.monotonic()
@@ -207,7 +207,7 @@ def _loop(
             optimizer.zero_grad(set_to_none=True)
             steps += 1
             if run.on_gpu and steps % 16 == 0:
-                torch.cuda.synchronize()  # the clock is the host's: it must not run far ahead of the device
+                torch.cuda.synchronize()  # the host clock must not run far ahead of the device
             if progress >= next_log:
                 next_log = progress + 0.05
                 history.append({"step": steps, "seconds": round(elapsed, 1), "loss": round(loss.item(), 4)})
@@ -220,7 +220,7 @@ def _loop(
 
 
 class _Keeper:
-    """Asks a few held-out questions now and then, and keeps the weights that answered best."""
+    """Evaluates held-out questions periodically and keeps the best weights."""
 
     def __init__(self, model: nn.Module, run: Run) -> None:
         self.model, self.run = model, run
@@ -231,7 +231,7 @@ class _Keeper:
 
     def check(self, when: str) -> None:
         self.model.eval()
-        # Seed 1: the questions that choose a snapshot are drawn apart from those that grade it.
+        # Seed 1: other questions than for the final grade.
         found = evaluate(self.model, self.tokenizer, self.run.quick_questions, seed=1, names=self.run.names)["accuracy"]
         self.model.train()
         self.run.say(f"{when}: " + "  ".join(f"{task} {min(forms.values()):.0%}" for task, forms in found.items()))

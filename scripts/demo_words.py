@@ -1,4 +1,4 @@
-"""The words of the small tasks. Their order is part of the training stream, on which the committed models were trained."""
+"""Words of the training tasks. Their order determines the training stream of the committed models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Draw docs/architecture.svg from the code as it is.
+"""Draw docs/architecture.svg from the code.
 
-The stations of a request are named here, by file and symbol; what each does is the beginning of a docstring, and the
-rooms below are the imports as the files have them. A station that is not in the code is an error, which a test turns red.
+Stations of a request are listed here by file and symbol, described by the first paragraph of a docstring; the rooms below show the
+imports of the files. A station that does not exist in the code is an error, which a test detects.
 
     python scripts/draw_architecture.py [--output docs/architecture.svg]
 """
@@ -19,14 +19,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchweave"
-ROOMS = ("cli", "engine", "models", "compile", "ops", "plan", "config", "log")
+ROOMS = ("cli", "serving", "engine", "models", "compiler", "distributed", "ops", "config", "report")
 
 
 @dataclass(frozen=True)
 class Station:
-    """A place that data passes: `symbol` of `file`, below torchweave/.
+    """A station of the data flow: `symbol` of `file`, below torchweave/.
 
-    A method is described by its own docstring, a class or function by that of its file, which says what it is there for.
+    A method is described by its own docstring, a class or function by that of its file.
     """
 
     file: str
@@ -66,10 +66,10 @@ BLUE, GREEN, INK, PALE, GREY = "#2f6fab", "#2a8a5f", "#1b2733", "#f6f8fa", "#667
 
 
 def paragraph(station: Station) -> str:
-    """What a station does: the first paragraph of a docstring.
+    """The description of a station: the first paragraph of a docstring.
 
     Raises:
-        LookupError: there is no such file or symbol, or it says nothing about itself.
+        LookupError: the file, the symbol or its docstring does not exist.
     """
     path = PACKAGE / station.file
     if not path.is_file():
@@ -92,14 +92,14 @@ def paragraph(station: Station) -> str:
 
 
 def imports() -> Counter[tuple[str, str]]:
-    """How many files of a room import another room, as (room, imported room)."""
+    """Number of files that import another room, by (room, imported room)."""
     counts: Counter[tuple[str, str]] = Counter()
     for path in sorted(PACKAGE.rglob("*.py")):
         room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if room not in ROOMS:
             continue
-        seen = {name.split(".")[1] for name in _imported(path) if name.startswith("torchweave.")} - {room}
-        counts.update((room, other) for other in seen if other in ROOMS)
+        imported = {name.split(".")[1] for name in _imported(path) if name.startswith("torchweave.")} - {room}
+        counts.update((room, other) for other in imported if other in ROOMS)
     return counts
 
 
@@ -112,7 +112,7 @@ def _imported(path: Path) -> Iterator[str]:
 
 
 def draw() -> str:
-    """The picture as SVG."""
+    """The drawing as SVG."""
     lanes = max(len(START), len(STEP)) * (BOX + GAP)
     top = 84
     rooms_top = top + lanes + 36
@@ -160,7 +160,7 @@ def _lane(stations: tuple[Station, ...], left: int, top: int, colour: str) -> It
 
 
 def _crossing(top: int) -> str:
-    """What was recorded at start-up is what a step replays."""
+    """The arrow from recording at start-up to replay in a step."""
     made = next(index for index, station in enumerate(START) if station.symbol == "record")
     used = next(index for index, station in enumerate(STEP) if station.symbol == "Recording.replay")
     x, right = MARGIN + LANE, 2 * MARGIN + LANE
@@ -170,7 +170,7 @@ def _crossing(top: int) -> str:
 
 
 def _rooms(top: int) -> Iterator[str]:
-    """The rooms from the top to the bottom, and which rooms each imports, with the number of files that do."""
+    """The rooms from top to bottom, each with its imported rooms and the number of importing files."""
     counts = imports()
     yield _text(MARGIN, top, "Rooms: each imports only rooms to its right (files that do)", 15, INK, "bold")
     width = (WIDTH - MARGIN * (len(ROOMS) + 1)) // len(ROOMS)
@@ -179,7 +179,7 @@ def _rooms(top: int) -> Iterator[str]:
         yield f'<rect x="{left}" y="{top + 18}" width="{width}" height="88" rx="8" fill="{PALE}" stroke="{GREY}"/>'
         yield _text(left + 10, top + 38, room, 14, INK, "bold", mono=True)
         known = [f"{other} {counts[room, other]}" for other in ROOMS if counts[room, other]]
-        for line, text in enumerate(textwrap.wrap(", ".join(known) or "knows no room", 17)):
+        for line, text in enumerate(textwrap.wrap(", ".join(known) or "imports no room", 17)):
             yield _text(left + 10, top + 56 + 14 * line, text, 10.5, GREY)
 
 

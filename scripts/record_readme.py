@@ -1,4 +1,4 @@
-"""Record docs/demo.svg: the terminal of the README, from a real run of the built-in model.
+"""Record docs/demo.svg, the terminal picture of the README, from a run of the built-in model.
 
 python scripts/record_readme.py [--output docs/demo.svg]
 """
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def run(command: str) -> str:
-    """What a command prints, faults included, with this interpreter's torchweave."""
+    """Output of a command, errors included, with this interpreter's torchweave."""
     script = command.replace("torchweave ", f"{shlex.quote(sys.executable)} -m torchweave.cli.main ", 1)
     done = subprocess.run(script, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 2):

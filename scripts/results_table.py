@@ -1,4 +1,4 @@
-"""Write the table of measured figures into README.md, between its marks, from bench/results/*.json: the newest of each kind.
+"""Write the newest results of bench/results/*.json per model and device into the table of README.md.
 
 python scripts/results_table.py
 """
@@ -15,7 +15,7 @@ NONE_YET = "No results are committed yet."
 
 
 def table(results: list[tuple[str, dict[str, Any]]]) -> str:
-    """A Markdown table of results, each (path from the root, content), a row each."""
+    """A Markdown table with a row per result (path from the root, content)."""
     if not results:
         return NONE_YET
     lines = ["| model, device | decode ms/token | to first token ms | prefill tokens/s | mixed, output tokens/s | |"]
@@ -43,7 +43,7 @@ def _cells(rows: Any, key: str, value: str, form: str) -> str:
 
 
 def read(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Of the results of `torchweave bench latency|throughput|suite` in a folder, the newest of each model and device."""
+    """The newest result of `torchweave bench latency|throughput|suite` per model and device in a folder."""
     newest: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def read(folder: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def replaced(page: str, content: str) -> str:
-    """`page` with `content` between the marks."""
+    """`page` with `content` between the markers."""
     before, _, rest = page.partition(BEGIN)
     _, mark, after = rest.partition(END)
     if not mark:

@@ -1,12 +1,12 @@
-"""Train the built-in models: `demo`, and the smaller `demo_draft` of the same tokenizer.
+"""Train the built-in models: `demo`, and the smaller `demo_draft` with the same tokenizer.
 
     python scripts/train_demo.py --out torchweave/models/demo --draft-out torchweave/models/demo_draft --seconds 300
 
-The text is made by `scripts/demo_tasks.py`; nothing is read or downloaded. The saved folders are then loaded again and
-graded on held-out questions. Exit code 1 when `demo` misses a required accuracy, 0 else.
+`scripts/demo_tasks.py` generates the text; nothing is read or downloaded. The saved folders are loaded again and graded on
+held-out questions. Exit code 1 if `demo` misses a required accuracy.
 """
 
-# ruff: noqa: E402  (the folders of the project come first, so that nothing need be installed)
+# ruff: noqa: E402  (the project's folders come first, so that no installation is needed)
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ PRESETS = {
         "demo": Recipe(192, 5, 8, 4, 512, learning_rate=2e-3, share=0.75),
         "draft": Recipe(96, 3, 4, 2, 256, learning_rate=3e-3, share=0.25, tokens_per_step=32768),
     },
-    # For a CPU: minutes show that the loss falls and that the first tasks are learnt.
+    # For a CPU: within minutes the loss falls and the first tasks are learnt.
     "small": {
         "demo": Recipe(96, 3, 4, 2, 256, learning_rate=3e-3, share=0.5, tokens_per_step=4096),
         "draft": Recipe(64, 2, 2, 1, 128, learning_rate=3e-3, share=0.5, tokens_per_step=4096),
     },
-    # A few steps on a CPU: proves that the script runs, not that the models learn.
+    # A few steps on a CPU: a smoke test of the script.
     "tiny": {
         "demo": Recipe(64, 2, 2, 1, 128, learning_rate=3e-3, share=0.5, tokens_per_step=2048),
         "draft": Recipe(32, 1, 2, 1, 64, learning_rate=3e-3, share=0.5, tokens_per_step=2048),
@@ -109,7 +109,7 @@ def train_one(name: str, recipe: Recipe, options: argparse.Namespace, report: Re
 
 
 def grade(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Load the folder as a stranger would and grade it in float32 and in the dtype it is saved in."""
+    """Load the saved folder with transformers and grade it in float32 and in the saved dtype."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = {}
     for dtype in dict.fromkeys(("float32", options.dtype)):

@@ -1,6 +1,6 @@
-"""Torchweave weaves an unmodified Hugging Face decoder into a serving engine.
+"""Torchweave: compile unmodified Hugging Face decoders and serve them.
 
-The public names are loaded when they are first used, so that `import torchweave` costs nothing.
+Public names are imported on first use, which keeps `import torchweave` fast.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Events and progress: everything that was decided, in the order in which it was decided.
+"""Events, artifacts and progress of an engine.
 
-A `Report` is handed down explicitly. `explain`, the dump folder, the metrics and the pages are all drawn from it, so that a
-decision is recorded once, where it is taken.
+A `Report` is passed explicitly. `explain`, the dump folder, metrics and HTML pages read it, so that each decision is recorded
+once, where it is made.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ ArtifactSink = Callable[[str, str], None]
 
 
 class Report:
-    """A thread-safe list of events, each a kind and its facts; and artifacts, texts that are made only for who keeps them.
+    """A thread-safe list of events (kind and facts), and artifacts (texts generated on demand).
 
-    `show` decides whether long work draws progress bars: `None` draws them when standard error is a terminal.
+    Args:
+        show: show progress bars of long work. None: if standard error is a terminal.
     """
 
     def __init__(self, show: bool | None = None) -> None:
@@ -37,11 +38,11 @@ class Report:
         self._show = sys.stderr.isatty() if show is None else show
 
     def seconds(self) -> float:
-        """Seconds since the report began."""
+        """Seconds since the report's creation."""
         return time.monotonic() - self._start
 
     def event(self, kind: str, /, **facts: Any) -> None:
-        """Record that something was decided or done. A `warning` (`what`, `why`) is logged too: not everybody asks for reports."""
+        """Record an event; a `warning` (`what`, `why`) is also logged."""
         if kind == "warning":
             _log.warning("%s: %s", facts["what"], facts["why"])
         with self._lock:
@@ -51,15 +52,14 @@ class Report:
             listener(kind, facts)
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener(kind, facts)` for every later event, on the thread that records it."""
+        """Call `listener(kind, facts)` for every later event, on the recording thread."""
         with self._lock:
             self._listeners.append(listener)
 
     def artifact(self, name: str, text: str | Callable[[], str]) -> None:
         """Offer a text, such as a graph or generated code, under a relative path such as `passes/00-merge/after.py`.
 
-        A callable is called only when somebody keeps artifacts, so that offering one costs nothing. One that fails is kept
-        as the reason: looking at the work must not stop it.
+        A callable runs only if a sink is registered. Its exceptions become the text, since diagnostics must not stop the work.
         """
         with self._lock:
             sinks = tuple(self._artifact_sinks)
@@ -69,35 +69,35 @@ class Report:
             try:
                 text = text()
             except Exception as error:
-                text = f"# this could not be written: {type(error).__name__}: {error}\n"
+                text = f"# this text could not be generated: {type(error).__name__}: {error}\n"
         for sink in sinks:
             sink(name, text)
 
     def keep(self, sink: ArtifactSink) -> None:
-        """Call `sink(name, text)` for every later artifact; `report.keep(texts.__setitem__)` keeps them in a dict."""
+        """Call `sink(name, text)` for every later artifact; `report.keep(texts.__setitem__)` collects them in a dict."""
         with self._lock:
             self._artifact_sinks.append(sink)
 
     def select(self, kind: str) -> list[dict[str, Any]]:
-        """The facts of every event of one kind, oldest first, each with `at`: seconds since the report began."""
+        """Facts of every event of one kind, oldest first, each with `at`: seconds since the report's creation."""
         with self._lock:
             return [{"at": at, **facts} for at, name, facts in self._events if name == kind]
 
     def events(self) -> list[dict[str, Any]]:
-        """Every event as `{"at": seconds, "event": its kind, **facts}`."""
+        """Every event as `{"at": seconds, "event": kind, **facts}`."""
         with self._lock:
             return [{"at": at, "event": kind, **facts} for at, kind, facts in self._events]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record how long a stage of start-up took, as a `stage` event with `seconds`."""
+        """Record the duration of a start-up stage as a `stage` event with `seconds`."""
         begin = time.monotonic()
         yield
         self.event("stage", name=name, seconds=time.monotonic() - begin)
 
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[..., None]]:
-        """Yield `advance(steps=1, note="")`; draws a bar on a terminal and records a `progress` event per call."""
+        """Yield `advance(steps=1, note="")`, which records a `progress` event and updates a bar on a terminal."""
         done = 0
         draw, finish = _bar(title, total) if self._show and total > 0 else (None, None)
 
@@ -117,7 +117,7 @@ class Report:
 
 
 def progress_bars() -> Progress:
-    """Bars on standard error; each task has a `note`."""
+    """Progress bars on standard error; each task has a `note`."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,6 +1,6 @@
-"""Text to token ids and back, with text that appears as the ids arrive.
+"""Tokenizer and incremental detokenizer.
 
-Everything here is lazy: the tokenizer's files are read at the first use, so that an engine fed with token ids needs none.
+The tokenizer's files are read at the first use, so that engines that only receive token ids do not need them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_WINDOW = 64
-"""Ids that are decoded together at most, so that bytes which never become text cost no more and more."""
+"""Most ids decoded together, which bounds the cost of bytes that never become text."""
 
 
 def import_without_torch() -> None:
-    """Import transformers for its tokenizers alone, in a process that runs no model; with torch where that is there already.
+    """Import transformers' tokenizers without torch in a process that runs no model, unless torch is imported already.
 
-    Loading torch's libraries makes every thread of a process wait, from a cold disk for seconds. To transformers torch seems not
-    to be installed then, for as long as the process lives.
+    Loading torch's libraries blocks every thread, for seconds from a cold disk. For transformers in this process, torch is then
+    not installed.
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         return
-    advice = logging.getLogger("transformers")  # would tell of the missing torch
+    advice = logging.getLogger("transformers")  # would warn of the missing torch
     sys.modules["torch"], advice.disabled = None, True  # type: ignore[assignment]
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
@@ -38,13 +38,13 @@ def import_without_torch() -> None:
 
 
 def check_text(text: str) -> None:
-    """Refuse what a tokenizer would fail on: Python reads bytes that are no text as halves of surrogate pairs.
+    """Check a text for values on which tokenizers fail: Python decodes invalid bytes to lone surrogates.
 
     Raises:
-        ValueError: it is no text.
+        ValueError: the value is no text or holds a lone surrogate.
     """
     if not isinstance(text, str):
-        raise ValueError(f"A text was expected, but this is {text!r}.")
+        raise ValueError(f"Expected a text, but got {text!r}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -54,10 +54,10 @@ def check_text(text: str) -> None:
 
 
 def content_text(content: Any) -> str | None:
-    """The text of a message of a conversation; parts of text are joined.
+    """The text content of a chat message; text parts are joined by newlines.
 
     Raises:
-        ValueError: it is neither text nor parts of text.
+        ValueError: the content is neither a text nor a list of text parts.
     """
     if content is None or isinstance(content, str):
         return content
@@ -68,17 +68,19 @@ def content_text(content: Any) -> str | None:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(kind) if kind in ("text", "refusal") else None  # type: ignore[union-attr]
         if not isinstance(text, str):
-            what = f"a part of type {kind!r}" if isinstance(kind, str) else "something else"
-            what += " without a text" if kind in ("text", "refusal") else ""
-            raise ValueError(f'the model reads text alone: expected {{"type": "text", "text": ...}}, but found {what}')
+            actual = f"a part of type {kind!r}" if isinstance(kind, str) else "something else"
+            actual += " without a text" if kind in ("text", "refusal") else ""
+            raise ValueError(
+                f'only text parts are supported: expected {{"type": "text", "text": ...}}, but got {actual}'
+            )
         texts.append(text)
     return "\n".join(texts)
 
 
 def read_eos_token_id(folder: Path) -> int | None:
-    """The id of a tokenizer's own end token, by the JSON files of its folder alone; None where they do not say.
+    """The id of a tokenizer's end token from the JSON files of its folder; None if not declared.
 
-    Of `tokenizer.json`, which may be large, only the tokens beside the vocabulary are read.
+    Only the added tokens of `tokenizer.json` are parsed, since the file may be large.
     """
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -95,22 +97,20 @@ def read_eos_token_id(folder: Path) -> int | None:
         entries, _ = json.JSONDecoder().raw_decode(whole, begin)
         return next((int(entry["id"]) for entry in entries if entry["content"] == text), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # what is wrong with the files is told where the tokenizer is used
+        return None  # errors in the files are reported when the tokenizer is used
 
 
 class Tokenizer:
     """The tokenizer of a model folder.
 
-    `from_folder` returns None where a folder has no tokenizer files.
-
     Args:
-        trust_remote_code: run Python code that comes with the folder.
+        trust_remote_code: run Python code in the folder.
     """
 
     def __init__(self, folder: Path, trust_remote_code: bool = False) -> None:
         self.folder = folder
         self.trust_remote_code = trust_remote_code
-        self._single_token_texts: dict[tuple[int, bool], str] = {}  # of single tokens by themselves
+        self._single_token_texts: dict[tuple[int, bool], str] = {}
 
     @classmethod
     def from_folder(cls, folder: Path | None, trust_remote_code: bool = False) -> Tokenizer | None:
@@ -124,32 +124,32 @@ class Tokenizer:
         """transformers' tokenizer object.
 
         Raises:
-            ValueError: the files are damaged or need a package that is not installed.
+            ValueError: the files are damaged or need a missing package.
         """
         from transformers import AutoTokenizer
 
         try:
-            # Always said: where it is not, transformers asks the terminal, and runs the code if somebody there types yes.
+            # Always explicit: otherwise transformers prompts on the terminal.
             return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
         except Exception as error:
             if not self.trust_remote_code and "trust_remote_code" in str(error):
                 raise ValueError(
-                    f"The tokenizer in {self.folder} is code that comes with the folder; use trust_remote_code if you trust it."
+                    f"The tokenizer in {self.folder} is Python code in the folder; use trust_remote_code if you trust it."
                 ) from error
             raise ValueError(f"The tokenizer in {self.folder} cannot be read: {error}") from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the beginning-of-text token where the model has one.
+        """Token ids of a text, with the beginning-of-text token if the model has one.
 
         Raises:
-            ValueError: it is no text.
+            ValueError: see `check_text`.
         """
         check_text(text)
-        # Not verbose: a text that is too long is told of by the engine, as an error.
+        # Not verbose: the engine reports texts that are too long.
         return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids, exactly as the tokens say: spaces before punctuation stay."""
+        """The text of token ids, without cleanup of spaces before punctuation."""
         if self._backend is not None:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return self.hf_tokenizer.decode(
@@ -157,77 +157,75 @@ class Tokenizer:
         )
 
     def text(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """`decode`, quick for a token by itself and for none."""
+        """`decode` with a cache for single tokens."""
         if len(ids) != 1:
             return self.decode(ids, skip_special_tokens) if ids else ""
         key = ids[0], skip_special_tokens
-        found = self._single_token_texts.get(key)
-        if found is None:
-            found = self._single_token_texts[key] = self.decode(ids, skip_special_tokens)
-        return found
+        text = self._single_token_texts.get(key)
+        if text is None:
+            text = self._single_token_texts[key] = self.decode(ids, skip_special_tokens)
+        return text
 
     @functools.cached_property
     def _backend(self) -> Any | None:
-        """What decodes for transformers' object, where that adds nothing: four times as fast for a few ids."""
+        """The Rust tokenizer if transformers' decode adds nothing to it: four times as fast for a few ids."""
         from transformers import PreTrainedTokenizerFast
 
         plain = getattr(type(self.hf_tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
         return self.hf_tokenizer.backend_tokenizer if plain else None
 
     def stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """A decoder of ids that arrive one after the other, behind `prompt_ids`."""
+        """An incremental detokenizer of ids that follow `prompt_ids`."""
         return IncrementalDetokenizer(self, prompt_ids, skip_special_tokens)
 
     def token_text(self, token: int) -> str:
-        """The text that one token adds to a text, for logprobs.
+        """The text that a token adds within a text, for logprobs.
 
-        At the beginning of a text, decoders in SentencePiece's manner leave a token's space away; so it is read behind itself.
+        SentencePiece decoders drop a token's leading space at the start of a text, so the token is decoded twice in a row.
         """
         alone, twice = self.text([token], False), self.decode([token, token], False)
         return twice[len(alone) :] if twice.startswith(alone) and _REPLACEMENT not in twice else alone
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` can be used."""
+        """Whether the model has a chat template."""
         return getattr(self.hf_tokenizer, "chat_template", None) is not None
 
     def chat(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """Token ids of a conversation, by the model's own chat template.
+        """Token ids of a conversation, from the model's chat template.
 
         Args:
-            messages: `{"role": ..., "content": ...}` each, oldest first; a content is a text, or a list of parts, which are joined.
-            variables: further variables of the template, such as `tools` or `enable_thinking`; `chat_template` is a template in
-                the place of the model's own.
+            messages: `{"role": ..., "content": ...}` each, oldest first; a content is a text or a list of text parts.
+            variables: further variables of the template, such as `tools` or `enable_thinking`; `chat_template` replaces the
+                model's template.
 
         Raises:
-            ValueError: the model has no chat template, or the template refuses the messages.
+            ValueError: the model has no chat template, or the template rejects the messages.
         """
         if not (self.has_chat_template or variables.get("chat_template")):
             raise ValueError(f"The tokenizer in {self.folder} has no chat template; use generate with plain text.")
         if not isinstance(messages, Iterable) or not all(
             isinstance(message, Mapping) and "role" in message for message in messages
         ):
-            raise ValueError(
-                'A message of a conversation is a dict, {"role": ..., "content": ...}; give a list of them.'
-            )
+            raise ValueError('Expected a list of messages, each a dict {"role": ..., "content": ...}.')
         try:
             plain_messages = [
                 {**each, "content": content_text(each["content"])} if "content" in each else each for each in messages
             ]
         except ValueError as error:
-            raise ValueError(f"The content of a message cannot be read: {error}.") from None
+            raise ValueError(f"Invalid content of a message: {error}.") from None
         try:
             text = self.hf_tokenizer.apply_chat_template(
                 plain_messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
             )
         except Exception as error:
-            raise ValueError(f"The model's chat template refuses these messages: {error}") from error
+            raise ValueError(f"The model's chat template rejects these messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
 
     def tokenizer_json(self) -> str | None:
-        """The tokenizer as JSON, in the form of Hugging Face's tokenizers; None where it is none of theirs."""
+        """The tokenizer as JSON of Hugging Face's tokenizers; None for other tokenizers."""
         inner = getattr(self.hf_tokenizer, "backend_tokenizer", None)
         if inner is None:
             return None
@@ -237,14 +235,14 @@ class Tokenizer:
         return inner.to_str()
 
     def token_bytes(self) -> list[bytes | None]:
-        """The text of each token by itself; None for special tokens and parts of characters."""
+        """Text of each token in UTF-8; None for special tokens and parts of characters."""
         special = set(self.hf_tokenizer.all_special_ids)
         texts = [None if token in special else self.token_text(token) for token in range(len(self))]
         return [None if not text or _REPLACEMENT in text else text.encode() for text in texts]
 
     @property
     def eos_token_id(self) -> int | None:
-        """The tokenizer's own end-of-text token."""
+        """The tokenizer's end-of-text token."""
         return self.hf_tokenizer.eos_token_id
 
     def __len__(self) -> int:
@@ -252,27 +250,26 @@ class Tokenizer:
 
 
 class IncrementalDetokenizer:
-    """Text of token ids that arrive one after the other; the pieces joined are the text of all ids.
+    """Incremental text of a stream of token ids; the concatenated pieces are the text of all ids.
 
-    A token alone has no certain text: a character may be spread over several tokens, a token may end one and begin
-    the next, and a SentencePiece token's leading space depends on what stands before it. So the ids since the last
-    certain place are decoded together with the piece before them, and what that adds is given out, less the U+FFFD
-    at its end that stand for a character still in the making.
+    The text of a single token is ambiguous: characters may span tokens, and a SentencePiece token's leading space depends on its
+    predecessor. So the ids since the last stable position are decoded with the preceding piece as context, and the added text is
+    emitted without trailing U+FFFD, which mark incomplete characters.
     """
 
     _CONTEXT = 6
-    _MAX_CHAR_BYTES = 4  # of a character
+    _MAX_CHAR_BYTES = 4
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._text = functools.partial(tokenizer.text, skip_special_tokens=skip_special_tokens)
         self._window = self._context(prompt_ids)
-        self._num_stable = len(self._window)  # ids of the window whose text was given out and is certain
+        self._num_stable = len(self._window)  # ids of the window whose text is emitted and final
         self._stable_text = self._text(self._window)  # their text
         self._num_emitted = len(self._stable_text)  # characters of the window's text
 
     def _context(self, prompt_ids: Sequence[int]) -> list[int]:
-        """The prompt's last ids, from the beginning of a character on: a decoder may show all bytes behind half of one broken."""
+        """The prompt's last ids from the start of a character, since a partial character may garble the following bytes."""
         for size in range(self._CONTEXT, self._CONTEXT + self._MAX_CHAR_BYTES):
             context = list(prompt_ids[-size:])
             if not self._text(context).startswith(_REPLACEMENT):
@@ -280,36 +277,36 @@ class IncrementalDetokenizer:
         return list(prompt_ids[-self._CONTEXT :])
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that `ids` complete; empty while a character is still in the making."""
+        """The text completed by `ids`; empty while a character is incomplete."""
         window = [*self._window, *ids]
         text = self._decode_window(window)
         if len(ids) > 1 and _REPLACEMENT in text[len(self._stable_text) :]:
-            # Bytes that are no text may cost their neighbours too, so these must not be others than if they had come one by one.
+            # Invalid bytes may garble their neighbours; split so that the result equals that of feeding ids one by one.
             half = len(ids) // 2
             return self.feed(ids[:half]) + self.feed(ids[half:])
         self._window = window
-        certain = text.rstrip(_REPLACEMENT)
-        if len(certain) == len(text) or len(self._window) > _MAX_WINDOW:
+        complete = text.rstrip(_REPLACEMENT)
+        if len(complete) == len(text) or len(self._window) > _MAX_WINDOW:
             return self._commit(text)
-        new = certain[self._num_emitted :]
+        new = complete[self._num_emitted :]
         self._num_emitted += len(new)
         return new
 
     def finish(self) -> str:
-        """What is left, with U+FFFD where a character never became whole."""
+        """The remaining text, with U+FFFD for incomplete characters."""
         return self._commit(self._decode_window(self._window)) if self._window else ""
 
     def _decode_window(self, window: list[int]) -> str:
-        """The text of a window. What was given out stays, if the ids behind it change how it reads: those are read alone then."""
+        """The text of a window; emitted text stays even if later ids change its decoding, and these are decoded alone then."""
         text = self._decode(window)
         if text.startswith(self._stable_text):
             return text
         return self._stable_text + self._decode(window[self._num_stable :])
 
     def _commit(self, text: str) -> str:
-        """All ids of the window are certain, and `text` is theirs; returns what of it is new."""
+        """Mark all ids of the window, with text `text`, as stable; returns the new text."""
         new = text[self._num_emitted :]
-        # What came since the last certain place is the context of what follows, unless it has no text (special tokens).
+        # The new ids are the context of the following ones, unless they have no text (special tokens).
         begin = self._num_stable if new or len(self._window) > _MAX_WINDOW else 0
         self._window = self._window[begin:]
         self._num_stable = len(self._window)

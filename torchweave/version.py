@@ -1,4 +1,4 @@
-"""The package's version and folder, for code that must not import the public names."""
+"""The package's version and folder, for modules that must not import the public names."""
 
 from pathlib import Path
 

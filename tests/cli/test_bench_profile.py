@@ -42,11 +42,14 @@ def test_a_decode_step_and_one_that_reads_prompts(tiny_args: list[str], capsys: 
     ("options", "sentence"),
     [
         (["--running", "0"], "running=0 must be at least 1"),
-        (["--running", "40", "--input_len", "5"], "running=40 requests do not run at once: max_batch_size is 8"),
-        (["--running", "2", "--input_len", "100000"], "are more than max_model_len"),
-        (["--running", "8", "--input_len", "20"], "beside running=8 requests there is no room for the prompts"),
-        (["--running", "7", "--input_len", "20", "--mixed_step_tokens", "16"], "a mixed step, which read 2 tokens"),
-        (["--running", "2", "--input_len", "20", "--num_kv_blocks", "7"], "beside running=2 requests there is no room"),
+        (["--running", "40", "--input_len", "5"], "running=40 requests do not fit at once: max_batch_size is 8"),
+        (["--running", "2", "--input_len", "100000"], "exceed max_model_len"),
+        (["--running", "8", "--input_len", "20"], "running=8 requests leave no room for the prompts"),
+        (
+            ["--running", "7", "--input_len", "20", "--mixed_step_tokens", "16"],
+            "a mixed step, which prefilled 2 tokens",
+        ),
+        (["--running", "2", "--input_len", "20", "--num_kv_blocks", "7"], "running=2 requests leave no room"),
     ],
 )
 def test_impossible_profile_options_are_refused(
@@ -88,7 +91,7 @@ def test_a_profiler_that_sees_no_kernel_is_a_fault(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: nullcontext(blind))
     step = SimpleNamespace(num_rows=1, num_tokens=1)
     work = SimpleNamespace(device="cuda:0", count=2, run=lambda kind, count: [(step, "plain")] * count)
-    with pytest.raises(ValueError, match="saw no kernel on cuda:0"):
+    with pytest.raises(ValueError, match="recorded no kernel on cuda:0"):
         profile(cast(StepDriver, cast(Any, work)), "decode", lambda: None)
 
 

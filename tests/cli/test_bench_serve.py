@@ -229,7 +229,7 @@ def test_goodput_and_single_tokens():
         (["--range_ratio", "1"], "range_ratio"),
         (["--input_len", "0"], "input_len=0 is too small"),
         (["--base_url", "127.0.0.1:1"], "base_url"),
-        (["--base_url", "http://127.0.0.1:1", "--ready_check_timeout_sec", "0"], "no server that is ready"),
+        (["--base_url", "http://127.0.0.1:1", "--ready_check_timeout_sec", "0"], "no ready server"),
     ],
 )
 def test_faults_are_told_in_a_sentence(options: list[str], expected: str, capsys: pytest.CaptureFixture[str]):
@@ -240,7 +240,7 @@ def test_faults_are_told_in_a_sentence(options: list[str], expected: str, capsys
 def test_a_server_with_a_key_says_where_it_goes(capsys: pytest.CaptureFixture[str]):
     with serving(FakeServer(locked=True)) as server:
         assert main(["bench", "serve", "--quiet", "--base_url", server.url]) == 2
-    sentence = f"{server.url} takes no request without its API key; put the key into OPENAI_API_KEY\n"
+    sentence = f"{server.url} requires an API key; set OPENAI_API_KEY\n"
     assert capsys.readouterr().err == f"torchweave: {sentence}"
 
 

@@ -15,7 +15,7 @@ import torch
 
 from torchweave.cli.commands import generate
 from torchweave.cli.main import main
-from torchweave.cli.results import write_output
+from torchweave.cli.output import write_output
 from torchweave.compiler.explain.facts import schema
 from torchweave.distributed.worker_group import RankFailure
 from torchweave.engine.request import CompletionOutput

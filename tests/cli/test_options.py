@@ -1,5 +1,6 @@
 """Options from YAML and the command line become dataclasses by annotation, or are refused with one sentence."""
 
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -8,9 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweave.cli.arguments import Parser, config_from_args, engine_config, engine_parser, normalize_argv
+from torchweave.cli.arguments import (
+    ENGINE_GROUPS,
+    Parser,
+    config_from_args,
+    engine_config,
+    engine_parser,
+    normalize_argv,
+)
 from torchweave.cli.commands import generate, serve
 from torchweave.cli.options import attribute_docs, build_config, convert, flatten, options_of, read_yaml
+from torchweave.cli.output import print_table
 from torchweave.config.options import EngineConfig, ServerConfig, TorchCompileConfig
 from torchweave.engine.request import SamplingParams, StructuredOutputs
 
@@ -346,3 +355,34 @@ def test_T1_the_names_of_tensorrt_llm_from_yaml(tmp_path: Path):
 def test_V2_where_the_compile_cache_is_and_whether():
     assert parse_argv("--compile-cache-dir", "/x").torch_compile_config.compile_cache_dir == "/x"
     assert not parse_argv("--no-compile-cache").torch_compile_config.compile_cache
+
+
+def test_help_shows_common_options_and_help_all_every_option(capsys: pytest.CaptureFixture[str]):
+    texts = {}
+    for option in ("--help", "--help-all", "--help_all", "-h"):
+        with pytest.raises(SystemExit) as ended:
+            serve.parser().parse_argv([option])
+        assert ended.value.code == 0
+        texts[option] = capsys.readouterr().out
+    assert texts["--help"] == texts["-h"] and texts["--help-all"] == texts["--help_all"]
+    shown = re.findall(r"^  (?:--)?(\w[\w.]*)", texts["--help"], flags=re.MULTILINE)
+    assert shown[:3] == ["MODEL", "host", "port"] and "api_key" in shown and "max_num_tokens" in shown
+    assert "run_ahead" not in shown and "more options: torchweave serve --help-all" in texts["--help"]
+    everything = re.findall(r"^  --([\w.]+)", texts["--help-all"], flags=re.MULTILINE)
+    assert {*options_of(EngineConfig), *options_of(ServerConfig)} - {"model"} <= set(everything)
+    titles = [title for title in ENGINE_GROUPS if f"\n{title}:" in texts["--help-all"]]
+    assert titles == list(ENGINE_GROUPS)
+
+
+def test_tables_wrap_between_words_and_become_records_when_words_do_not_fit(capsys: pytest.CaptureFixture[str]):
+    columns, rows = ("option", "value", "why"), [("enable_piecewise_cuda_graph", "no", "CUDA graphs need a GPU")]
+    print_table("Plan", columns, rows, width=45)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Plan" and all(len(line) <= 45 for line in lines)
+    assert [line.split()[0] for line in lines[3:4]] == ["enable_piecewise_cuda_graph"] and len(lines) > 5
+    print_table("Plan", columns, rows, width=30)
+    assert capsys.readouterr().out.splitlines() == [
+        "Plan", "enable_piecewise_cuda_graph", "  value  no", "  why    CUDA graphs need a GPU", "",
+    ]  # fmt: skip
+    print_table("Empty", columns, [])
+    assert capsys.readouterr().out == ""

@@ -67,7 +67,7 @@ FAULTS = [
     Fault("missing folder", missing_folder, ("No model at", "nothing/here", "expected a folder")),
     Fault("no weights", without_weights, ("no weights", "expected model.safetensors")),
     Fault("truncated", truncated, ("model.safetensors", "damaged or cut short", "download it again")),
-    Fault("unknown architecture", unknown_architecture, ("'babbage'", "does not know", "docs/models.md")),
+    Fault("unknown architecture", unknown_architecture, ("'babbage'", "does not support", "docs/models.md")),
     Fault(
         "unknown key", demo, ("unknown option", "max_modle_len", "did you mean", "max_model_len"), {"max_modle_len": 64}
     ),
@@ -222,8 +222,8 @@ REQUESTS: list[tuple[str, Callable[[LLM], object], str]] = [
     ("temperature", lambda llm: llm.generate("1", SamplingParams(temperature=-0.1)), "temperature must be 0"),
     ("not a number", lambda llm: llm.generate("1", SamplingParams(temperature=float("nan"))), "temperature must be"),
     ("parameters", lambda llm: llm.generate(["1", "2"], [SamplingParams()]), "2 prompts but 1 sampling_params"),
-    ("text as a conversation", lambda llm: llm.chat("1+1="), "A message of a conversation is a dict"),  # type: ignore[arg-type]
-    ("message without a role", lambda llm: llm.chat([{"content": "1+1="}]), "A message of a conversation is a dict"),
+    ("text as a conversation", lambda llm: llm.chat("1+1="), "Expected a list of messages"),  # type: ignore[arg-type]
+    ("message without a role", lambda llm: llm.chat([{"content": "1+1="}]), "Expected a list of messages"),
 ]
 
 

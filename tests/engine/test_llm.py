@@ -152,7 +152,7 @@ def test_what_are_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
 
 @pytest.mark.parametrize("messages", [None, 5, "hi", {"role": "user", "content": "1+1="}, [None], [[None]]], ids=repr)
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
-    with pytest.raises(ValueError, match="A message of a conversation is a dict"):
+    with pytest.raises(ValueError, match="Expected a list of messages"):
         llm.chat(messages, GREEDY)
 
 
@@ -180,7 +180,7 @@ def test_the_tokenizer_is_transformers_own(llm: LLM) -> None:
     "content", [5, {"type": "text"}, [{"type": "image_url", "image_url": "x"}], ["text"]], ids=repr
 )
 def test_a_message_of_something_else_than_text_is_refused(llm: LLM, content: Any) -> None:
-    with pytest.raises(ValueError, match=r"The content of a message cannot be read: .*text"):
+    with pytest.raises(ValueError, match=r"Invalid content of a message: .*text"):
         llm.chat([{"role": "user", "content": content}], GREEDY)
 
 

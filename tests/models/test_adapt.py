@@ -87,7 +87,7 @@ def test_a_mask_that_is_not_there_is_named() -> None:
 @pytest.mark.parametrize("name", ["roberta", "xlm-roberta-xl"])
 def test_positions_that_begin_elsewhere_are_refused(name: str) -> None:
     config = zoo.ZooModel("", name, {"is_decoder": True}).config()
-    with pytest.raises(UnsupportedModel, match="positions begin behind the id of its padding token"):
+    with pytest.raises(UnsupportedModel, match="positions start after its padding token's id"):
         adapt(build_on_meta(config, torch.float32), Report(show=False))
 
 
@@ -100,7 +100,7 @@ def test_long_rope_is_frozen_for_the_longest_sequence() -> None:
     report = Report(show=False)
     freeze_rope(model, 512, report)
     assert report.select("rope_frozen")[0]["max_model_len"] == 512
-    assert "max_model_len up to 128" in report.select("warning")[0]["why"]
+    assert "set max_model_len to at most 128" in report.select("warning")[0]["why"]
     step = DecoderStep(model, [], 1, 1)
     got = step(ids, torch.arange(200), torch.arange(200))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)

@@ -298,7 +298,7 @@ def test_missing_folder(tmp_path: Path) -> None:
 
 
 def test_a_name_that_no_folder_can_have() -> None:
-    refused("x" * 300, "cannot be looked at", "give the path of a model folder")
+    refused("x" * 300, "cannot be read (File name too long)", "give the path of a model folder")
 
 
 def test_a_text_part_that_is_none_is_none(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_hub_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    refused("organisation/model", "organisation/model", "cannot be reached")
+    refused("organisation/model", "organisation/model", "unreachable")
 
 
 def test_folder_without_config(tmp_path: Path) -> None:
@@ -388,11 +388,11 @@ def test_missing_tensor(tmp_path: Path) -> None:
 def test_text_part_under_names_that_are_not_known(tmp_path: Path) -> None:
     save("llama", tmp_path)
     _with_images(tmp_path, "model.words.", "idefics3")
-    refused(tmp_path, "has model.words.embed_tokens.weight where", "names that the engine does not know")
+    refused(tmp_path, "has model.words.embed_tokens.weight where", "text part are unknown")
     mixture = tmp_path / "mixture"
     save("mixtral", mixture)
     _with_images(mixture, "model.words.", "llava")
-    refused(mixture, "has model.words.embed_tokens.weight where", "names that the engine does not know")
+    refused(mixture, "has model.words.embed_tokens.weight where", "text part are unknown")
 
 
 def test_missing_expert(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_scales_of_blocks_are_divided_with_their_weights(tmp_path: Path) -> None
 
 def test_shards_within_a_scale_block_are_refused(tmp_path: Path) -> None:
     _block_checkpoint(tmp_path, 64)
-    with pytest.raises(UnsupportedModel, match=r"one scale for each 128 x 128 weights.*use fewer ranks"):
+    with pytest.raises(UnsupportedModel, match=r"one scale per 128 x 128 weights.*use fewer ranks"):
         part_of(tmp_path, 0)
 
 
@@ -206,8 +206,8 @@ def test_shards_within_a_scale_block_are_refused(tmp_path: Path) -> None:
     [
         ("llama", 3, False, "4 attention heads are not divisible; choose among 1, 2, 4"),
         ("gpt_bigcode", 8, False, "4 attention heads are not divisible"),
-        ("codegen", 8, False, "cannot be laid out for 2 heads; use fewer ranks"),
-        ("llama4", 2, True, "cannot be told apart by number; leave enable_expert_parallel off"),
+        ("codegen", 8, False, "cannot be split into 2 heads per rank; use fewer ranks"),
+        ("llama4", 2, True, "are not selected by index; turn enable_expert_parallel off"),
     ],
 )
 def test_indivisible_models_are_refused_with_a_reason(name: str, size: int, expert_parallel: bool, said: str) -> None:
@@ -238,7 +238,7 @@ def test_unknown_architectures_are_divided_by_their_own_plan_or_not_at_all(monke
     assert tuple(part.model.layers[0].self_attn.q_proj.weight.shape) == (32, 64)
     assert tuple(part.model.layers[0].mlp.gate_up_proj.weight.shape) == (192, 64), "the plan gathers it: it stays whole"
     for name in ("gpt2", "olmo2"):
-        with pytest.raises(UnsupportedModel, match="no tensor-parallel plan that divides its attention"):
+        with pytest.raises(UnsupportedModel, match="has a tensor-parallel plan for its attention"):
             part_of(zoo.zoo_model(name).config().to_dict(), 0, load_format="dummy")
 
 

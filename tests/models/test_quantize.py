@@ -351,7 +351,7 @@ TRANSFORMS = {
         (FORMS["ct-channel"][0] | {"config_groups": ["FP8"]}, r"config_groups=\['FP8'\]: expected a JSON object"),
         (FORMS["ct-channel"][0] | {"config_groups": {"group_0": "FP8"}}, "group_0='FP8': expected a JSON object"),
         (compressed_tensors({"strategy": "channel"}, {}) | {"config_groups": {"g": {"weights": 8}}}, "weights=8"),
-        (FORMS["ct-channel"][0] | {"transform_config": TRANSFORMS}, "transforms of input as the model runs"),
+        (FORMS["ct-channel"][0] | {"transform_config": TRANSFORMS}, "online transforms of input"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_with_the_reason(config: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -391,8 +391,8 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
             torch.tensor([torch.nan]),
             "nan as input scale of model.layers.1.mlp.up_proj: expected one finite",
         ),
-        ("input_scale", torch.zeros(1), r"has 0\.0 as the scale"),
-        ("input_scale", torch.ones(2), r"a tensor of shape \[2\] as the scale of what"),
+        ("input_scale", torch.zeros(1), r"has 0\.0 as input scale"),
+        ("input_scale", torch.ones(2), r"a tensor of shape \[2\] as input scale of"),
     ],
 )
 def test_scales_that_are_none_are_refused(ending: str, scale: Tensor, said: str, tmp_path: Path) -> None:
@@ -438,14 +438,14 @@ def test_linears_in_fp8_beside_experts_that_are_not(tmp_path: Path) -> None:
     expert = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
     tensors[expert], scale = quantize_weight(tensors[expert], QuantScheme("channel"))
     save_file(tensors | {expert + "_scale": scale[:, None]}, file)
-    with pytest.raises(ValueError, match="in other pieces than MixtralForCausalLM, which cannot be read"):
+    with pytest.raises(ValueError, match="splits its FP8 experts differently from MixtralForCausalLM"):
         load(tmp_path)
 
 
 def test_an_fp8_checkpoint_that_transformers_would_have_to_read(tmp_path: Path) -> None:
     zoo.save(zoo.build(zoo.zoo_model("gpt_neox")), tmp_path)
     change_config(tmp_path, FORMS["ct-channel"][0])
-    with pytest.raises(ValueError, match="under other names or in other pieces than GPTNeoXForCausalLM"):
+    with pytest.raises(ValueError, match="needs conversion to the tensors of GPTNeoXForCausalLM"):
         load(tmp_path)
 
 

@@ -42,7 +42,7 @@ from importlib import metadata
 read = metadata.packages_distributions
 import torchweave.models
 from torchweave.models.transformers_import import DEFERRED_FUNCTIONS
-assert not {"sklearn", "scipy", *FUNCTIONS} & set(sys.modules), "imported for nothing"
+assert not {"sklearn", "scipy", *DEFERRED_FUNCTIONS} & set(sys.modules), "imported for nothing"
 assert metadata.packages_distributions is read
 from transformers.utils import is_scipy_available, is_sklearn_available, is_torch_available
 assert is_scipy_available() and is_sklearn_available() and is_torch_available()

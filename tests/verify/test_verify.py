@@ -56,7 +56,7 @@ def test_an_error_is_a_row_and_an_unknown_name_is_not() -> None:
     assert "ALiBi" in result["results"][0]["reason"]
     with pytest.raises(ValueError, match="did you mean llama"):
         verify(["lama"])
-    with pytest.raises(ValueError, match="tensor_parallel_size is 0: expected numbers from 1 up"):
+    with pytest.raises(ValueError, match="tensor_parallel_size is 0: expected numbers of at least 1"):
         verify(["llama"], ranks=(0,))
-    with pytest.raises(ValueError, match="pipeline_parallel_size is 0: expected a number from 1 up"):
+    with pytest.raises(ValueError, match="pipeline_parallel_size is 0: expected at least 1"):
         verify(["llama"], stages=0)

@@ -1,1 +1,1 @@
-"""What `torchweave bench` measures, how, and how it is written down."""
+"""Measurements and results of `torchweave bench`."""

@@ -1,4 +1,4 @@
-"""The same requests through the engine and through transformers, in turns in one run, as output tokens a second."""
+"""Output tokens per second of the engine and of transformers on the same requests, in alternation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def compare(
     seed: int,
     advance: Callable[..., None],
 ) -> list[dict[str, Any]]:
-    """`num_requests` prompts of `input_len` (bounds, both inclusive) tokens at once, `output_len` tokens out of each.
+    """Run `num_requests` simultaneous prompts of `input_len` (inclusive bounds) tokens with `output_len` output tokens each.
 
-    Every contender runs once before it is timed, and then in turns, so that a slow moment of the machine meets all.
-    Returns a row each: `name`, `output_throughput` (of the median run), `latencies`, `ratio` (ours to theirs), and
-    `same_tokens`: how many answers are the engine's, token for token.
+    Every contender warms up once; timed runs alternate, so that slow moments of the machine affect all. Returns a row per
+    contender: `name`, `output_throughput` (median run), `latencies`, `ratio` (its time to the engine's), and `same_tokens`:
+    the number of outputs equal to the engine's.
 
     Raises:
-        ValueError: requests that are longer than the model's context.
+        ValueError: the requests are longer than max_model_len.
     """
     from torchweave.utils.openmp import release_workers
     from torchweave.verify.hf_baseline import TransformersBaseline
@@ -54,11 +54,11 @@ def compare(
                 answers[name] = run()
                 elapsed = time.perf_counter() - begin
                 if any(len(answer) != output_len for answer in answers[name]):
-                    raise RuntimeError(f"{name} did not give {output_len} tokens to each request")
+                    raise RuntimeError(f"{name} did not generate {output_len} tokens per request")
                 if repeat:
                     seconds[name].append(elapsed)
                 advance(1, f"{name}: {elapsed:.2f} s")
-                release_workers()  # of this thread, on which transformers computes; the engine lets its own go by itself
+                release_workers()  # OpenMP workers of this thread, used by transformers; the engine releases its own
     finally:
         baseline.close()
     ours = statistics.median(seconds["torchweave"])

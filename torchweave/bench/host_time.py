@@ -1,4 +1,4 @@
-"""What the host does for a decode step, measured without a device: the part that must not grow with the model or the batch."""
+"""Host time of a decode step, measured without a device; it must not grow with the model or the batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BLOCK_SIZE = 64
 
 
 class FakeRunner:
-    """A runner whose steps take no time: changes of the slots are written, tokens are made up."""
+    """A runner whose steps take no time: it applies slot updates and returns a constant token."""
 
     def __init__(self, state: SlotState) -> None:
         self.state = state
@@ -51,7 +51,7 @@ class FakeRunner:
 
 
 def measure_host_time(num_requests: int = 256, num_steps: int = 1000, streaming: bool = False) -> list[Timing]:
-    """Timings of pure decode steps with `num_requests` running; the batch manager's own loop, thread and callbacks."""
+    """Timings of decode steps with `num_requests` running, in the batch manager's own loop, thread and callbacks."""
     prompt_len, max_model_len = 128, 128 + num_steps + 8
     width = -(-max_model_len // _BLOCK_SIZE)
     limits = Limits(num_requests, max(8192, num_requests), max_model_len, vocab_size=1000)
@@ -75,20 +75,20 @@ def measure_host_time(num_requests: int = 256, num_steps: int = 1000, streaming:
     left = num_requests
     while left:
         message = inbox.get(timeout=max(deadline - time.monotonic(), 0.1))
-        assert isinstance(message, Responses), "one caller asked for all"
+        assert isinstance(message, Responses), "all requests share an inbox"
         left -= message.num_final
     manager.shutdown()
     steps = list(manager.timings)
-    return steps[len(steps) // 4 : -(len(steps) // 10)]  # without the steps that read prompts and the last ones
+    return steps[len(steps) // 4 : -(len(steps) // 10)]  # without prefill and final steps
 
 
 def summary(timings: list[Timing]) -> dict[str, float]:
-    """Medians in microseconds, and the 99th percentile of the whole."""
-    whole = sorted(timing.host for timing in timings)
+    """Medians in microseconds, and the 99th percentile of the total."""
+    totals = sorted(timing.host for timing in timings)
     parts = {
         part: statistics.median(getattr(timing, part) for timing in timings)
         for part in ("schedule", "launch", "update", "host")
     }
-    found = {f"{part}_us": seconds * 1e6 for part, seconds in parts.items()}
-    found["host_p99_us"] = whole[int(len(whole) * 0.99)] * 1e6
-    return found
+    result = {f"{part}_us": seconds * 1e6 for part, seconds in parts.items()}
+    result["host_p99_us"] = totals[int(len(totals) * 0.99)] * 1e6
+    return result

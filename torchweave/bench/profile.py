@@ -1,7 +1,6 @@
-"""The kernels of a step, as torch.profiler sees them, beside what the step takes when nobody looks.
+"""Kernel times of a step from torch.profiler, with the step time measured without the profiler.
 
-Two kinds of step: `decode`, in which requests generate and nothing else happens, and `mixed`, which reads prompts beside them, as
-many tokens of them as the scheduler gives such a step.
+Two kinds of step: `decode`, and `mixed`, which also prefills as many prompt tokens as the scheduler puts into a step.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
+from torch.autograd.profiler_util import DeviceType
 from torch.profiler import ProfilerActivity, schedule
 
 from torchweave.engine.request import InferenceRequest, SamplingParams
@@ -24,23 +23,24 @@ from torchweave.engine.startup.build import Engine
 
 KINDS = ("decode", "mixed")
 _NUM_WARMUP_STEPS = 3
-"""Steps before any is timed, since a kernel may be loaded by its first launch, and before any is counted, since a profiler that
-has just begun may miss some."""
+"""Steps before timing, since the first launch of a kernel may load it, and before profiling, since a profiler that has just
+started may miss kernels."""
 Row = dict[str, Any]
 
 
 class StepDriver:
-    """Steps of an engine that nobody else drives, over requests that do not end. Binds the thread that it is made on: it turns
-    autograd off there, and sets the stream.
+    """Drive the steps of an engine over requests that do not end.
+
+    Construct and use it on a single thread, whose autograd mode and stream it changes.
 
     Args:
-        engine: its batch manager has ended.
-        running: requests that generate.
+        engine: an engine whose batch manager has ended.
+        running: decoding requests.
         input_len: tokens of each prompt.
         count: steps in a run.
 
     Raises:
-        ValueError: the engine cannot run as many such requests.
+        ValueError: the engine has no capacity for these requests.
     """
 
     def __init__(self, engine: Engine, running: int, input_len: int, count: int, seed: int) -> None:
@@ -54,23 +54,23 @@ class StepDriver:
         self._running, self._num_unread_tokens, self._num_requests = running, 0, 0
         sizes = plan.mixed_step_sizes
         self._runner.start()
-        # The first to generate draw a token in every step to come, and in those that read the other prompts.
+        # The first request generates a token in every later step, prefill steps of the other prompts included.
         reading = running + running * input_len // max((sizes[0] if sizes else plan.max_num_tokens) // 2, 1)
         most = len(KINDS) * 2 * (count + _NUM_WARMUP_STEPS) + self._run_ahead + reading
         if input_len + most > plan.max_model_len:
             raise ValueError(
-                f"prompts of input_len={input_len} tokens and {most} steps are more than max_model_len={plan.max_model_len}; ask "
-                "for shorter prompts or fewer steps."
+                f"prompts of input_len={input_len} tokens and {most} steps exceed max_model_len={plan.max_model_len}; use "
+                "shorter prompts or fewer steps."
             )
         for _ in range(running):
             self._add(most)
         self._prefill_all()
 
     def run(self, kind: str, count: int) -> list[tuple[Step, str]]:
-        """Take so many steps as the batch manager does, some ahead; returns each, and the way in which it ran.
+        """Run steps with run-ahead, as the batch manager does; returns each with its execution mode.
 
         Raises:
-            ValueError: a mixed step reads less than it has room for.
+            ValueError: a mixed step prefills fewer tokens than its budget.
         """
         done: list[tuple[Step, str]] = []
         in_flight: deque[tuple[Step, Any]] = deque()
@@ -82,7 +82,7 @@ class StepDriver:
             assert step is not None, "requests run"
             if step.num_prefill_tokens < room:
                 raise self._capacity_error(
-                    f"beside running={self._running} requests there is no room for the prompts of a mixed step, which read "
+                    f"running={self._running} requests leave no room for the prompts of a mixed step, which prefilled "
                     f"{step.num_prefill_tokens} tokens"
                 )
             self._num_unread_tokens -= step.num_prefill_tokens
@@ -93,7 +93,7 @@ class StepDriver:
         return done
 
     def _prefill_budget(self) -> int:
-        """Prompt tokens that the next step is to read, given how many wait; where its size is not chosen, whatever waits."""
+        """Prompt tokens of the next step, given the waiting ones; 1 if the scheduler has no mixed step sizes."""
         limits = self._scheduler.limits
         if not limits.mixed_step_sizes or not limits.chunked_context:
             return 1
@@ -119,7 +119,7 @@ class StepDriver:
         while self._num_unread_tokens:
             step = self._scheduler.schedule()
             if step is None or not step.chunks:
-                raise self._capacity_error(f"running={self._running} requests do not run at once")
+                raise self._capacity_error(f"running={self._running} requests do not fit at once")
             self._num_unread_tokens -= step.num_prefill_tokens
             self._finish_step(step, self._runner.launch(step))
 
@@ -127,28 +127,29 @@ class StepDriver:
         kv, max_batch_size = self._scheduler.kv, self._scheduler.limits.max_batch_size
         return ValueError(
             f"{what}: max_batch_size is {max_batch_size}, and the KV cache has {kv.num_blocks} blocks of {kv.block_size} tokens; "
-            "ask for fewer, for shorter prompts, or for spare slots and blocks."
+            "use fewer requests, shorter prompts, or more slots and blocks."
         )
 
 
 def profile_all_kinds(
     engine: Engine, running: int, input_len: int, count: int, seed: int, advance: Callable[[], None]
 ) -> list[Row]:
-    """Steps of each kind, see `StepDriver` and `profile`."""
+    """Profile steps of each kind; see `StepDriver` and `profile`."""
     device = engine.plan.device
     stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.startswith("cuda") else nullcontext()
-    with torch.no_grad(), stream:  # so that the thread comes out as it went in
+    with torch.no_grad(), stream:  # restores the thread's state
         work = StepDriver(engine, running, input_len, count, seed)
         return [profile(work, kind, advance) for kind in KINDS]
 
 
 def profile(work: StepDriver, kind: str, advance: Callable[[], None]) -> Row:
-    """What steps of a kind take, and where: `ms` a step without the profiler; with it `kernels`, each with its microseconds (`us`)
-    and its `launches` a step, the longest first, and on a GPU `busy_ms`: in which a step had at least one of them running; `idle`:
-    before which kernels it had none, in rows like those of `kernels`.
+    """Profile steps of one kind.
+
+    Returns `ms` per step without the profiler; `kernels` with microseconds (`us`) and `launches` per step, longest first; on a
+    GPU also `busy_ms` (time with at least one kernel running) and `idle` (gaps by the kernel that ends them).
 
     Raises:
-        ValueError: the profiler saw nothing on the GPU.
+        ValueError: the profiler recorded no kernel on the GPU.
     """
     work.run(kind, _NUM_WARMUP_STEPS)
     begin = time.perf_counter()
@@ -156,25 +157,25 @@ def profile(work: StepDriver, kind: str, advance: Callable[[], None]) -> Row:
     seconds = time.perf_counter() - begin
     is_gpu = work.device.startswith("cuda")
     activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
-    first_unseen = schedule(wait=0, warmup=1, active=1)
-    with torch.profiler.profile(activities=[activity], schedule=first_unseen, acc_events=True) as found:
+    warm_up_once = schedule(wait=0, warmup=1, active=1)
+    with torch.profiler.profile(activities=[activity], schedule=warm_up_once, acc_events=True) as profiler:
         work.run(kind, _NUM_WARMUP_STEPS)
-        found.step()
-        taken = work.run(kind, work.count)
+        profiler.step()
+        steps = work.run(kind, work.count)
     row: Row = {
         "kind": kind,
-        "rows": _mean(step.num_rows for step, _ in taken),
-        "tokens": _mean(step.num_tokens for step, _ in taken),
-        "how": dict(Counter(how for _, how in taken)),
+        "rows": _mean(step.num_rows for step, _ in steps),
+        "tokens": _mean(step.num_tokens for step, _ in steps),
+        "how": dict(Counter(how for _, how in steps)),
         "ms": seconds * 1e3 / work.count,
     }
-    events = [each for each in found.events() or () if not each.is_user_annotation]  # the profiler's own step is one
+    events = [each for each in profiler.events() or () if not each.is_user_annotation]  # drops ProfilerStep
     if is_gpu:
         kernels = [each for each in events if each.device_type == DeviceType.CUDA]
         if not kernels:
             raise ValueError(
-                f"the profiler saw no kernel on {work.device}: another one may be at work, or CUPTI may lack the right to look; "
-                "end the other, or run as root."
+                f"the profiler recorded no kernel on {work.device}: another profiler may be active, or CUPTI may lack permission; "
+                "end the other profiler, or run as root."
             )
         spans = [(each.name, each.time_range.start, each.time_range.end) for each in kernels]
         gaps, busy = _gaps(spans)
@@ -190,8 +191,8 @@ def profile(work: StepDriver, kind: str, advance: Callable[[], None]) -> Row:
 def _by_name(parts: Iterable[tuple[str, float, int]], num_steps: int) -> list[Row]:
     microseconds: Counter[str] = Counter()
     launches: Counter[str] = Counter()
-    for name, taken, count in parts:
-        microseconds[name] += taken  # type: ignore[assignment]
+    for name, duration, count in parts:
+        microseconds[name] += duration  # type: ignore[assignment]
         launches[name] += count
     order = sorted(microseconds, key=lambda name: -microseconds[name])
     return [
@@ -200,7 +201,7 @@ def _by_name(parts: Iterable[tuple[str, float, int]], num_steps: int) -> list[Ro
 
 
 def _gaps(spans: Iterable[tuple[str, float, float]]) -> tuple[list[tuple[str, float, int]], float]:
-    """Stretches in which nothing was under way, by what ended them, and how long something was."""
+    """Gaps between kernels, by the kernel that ends them, and the busy time."""
     gaps: list[tuple[str, float, int]] = []
     busy, until = 0.0, None
     for name, start, end in sorted(spans, key=lambda span: span[1:]):

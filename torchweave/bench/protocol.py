@@ -1,7 +1,7 @@
-"""The measurements, through the engine's public API alone; each returns plain data under vLLM's field names where it has one.
+"""Latency and throughput measurements through the public API, as plain data under vLLM's field names where they exist.
 
-Prompts are random token ids, end tokens are ignored and decoding is greedy, so that the work is the same whatever the
-weights are. Times are wall-clock seconds of `LLM.generate`, which returns when the last token is on the host.
+Prompts are random token ids; decoding is greedy and ignores end tokens, so the work does not depend on the weights. Times are
+wall-clock seconds of `LLM.generate`, which returns when the last token is on the host.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is run.
+    """Sizes of the measured workload; lengths in tokens.
 
     Attributes:
-        batch_sizes: decode batches.
-        input_len, output_len: tokens of a request while decoding is measured.
-        decode_repeats: runs of which the median is taken.
-        ttft_lens: prompts whose time to first token is measured.
-        ttft_repeats: runs of which the median is taken.
-        prefill: batches of prompts that are read for one token each, as (requests, tokens).
-        prefill_repeats: runs of which the median is taken.
+        batch_sizes: decode batch sizes.
+        input_len, output_len: tokens per request of the decode measurement.
+        decode_repeats, ttft_repeats, prefill_repeats: runs per median.
+        ttft_lens: prompt lengths of the time to first token.
+        prefill: prefill batches as (requests, tokens), with one output token each.
         num_requests: requests of the mixed run.
-        mixed_input, mixed_output: bounds of their uniformly drawn lengths, both inclusive.
-        seed: of all that is drawn.
+        mixed_input, mixed_output: inclusive bounds of their uniformly drawn lengths.
+        seed: random seed.
     """
 
     batch_sizes: tuple[int, ...] = (1, 8, 32, 128, 256)
@@ -55,7 +53,7 @@ class Sizes:
 
 
 class Workload:
-    """Random prompts for one engine, and timed runs of them."""
+    """Random prompts for an engine, and timed runs."""
 
     def __init__(self, llm: LLM, seed: int) -> None:
         self.llm = llm
@@ -69,11 +67,11 @@ class Workload:
         return self._random.integers(bounds[0], bounds[1] + 1, size=count).tolist()
 
     def run(self, prompts: Sequence[Sequence[int]], output_lens: int | Sequence[int]) -> float:
-        """Seconds until all are answered with exactly as many tokens as asked."""
+        """Seconds until all prompts have exactly the requested number of output tokens."""
         return self._timed_generate(prompts, output_lens)[0]
 
     def answers(self, prompts: Sequence[Sequence[int]], output_len: int) -> list[list[int]]:
-        """The tokens that are answered."""
+        """Output tokens of each prompt."""
         return self._timed_generate(prompts, output_len)[1]
 
     def _timed_generate(
@@ -85,22 +83,22 @@ class Workload:
         outputs = self.llm.generate(list(prompts), params)
         elapsed = time.perf_counter() - begin
         answers = [output.outputs[0].token_ids for output in outputs]
-        assert [len(answer) for answer in answers] == list(lengths), "an answer has not the length that was asked for"
+        assert [len(answer) for answer in answers] == list(lengths), "an output has another length than requested"
         return elapsed, answers
 
     def length_error(self, length: int) -> str:
-        """Why a request of so many tokens cannot run; empty when it can."""
+        """Why a request of `length` tokens cannot run; empty if it can."""
         limit = self.llm.plan.max_model_len
         return f"{length} tokens are above max_model_len={limit}" if length > limit else ""
 
 
 def fixed_length_params(num_tokens: int) -> SamplingParams:
-    """Greedy, `num_tokens` tokens, no more and no less."""
+    """Greedy parameters for exactly `num_tokens` tokens."""
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
 
 def decode(work: Workload, sizes: Sizes, advance: Advance) -> list[Row]:
-    """Milliseconds a token while a batch decodes: (time of all + 1 tokens - time of one) / all."""
+    """Milliseconds per token of a decode batch: (time of output_len + 1 tokens - time of one) / output_len."""
     rows: list[Row] = []
     total = sizes.input_len + sizes.output_len + 1
     for batch in sizes.batch_sizes:
@@ -132,7 +130,7 @@ def decode(work: Workload, sizes: Sizes, advance: Advance) -> list[Row]:
 
 
 def first_token(work: Workload, sizes: Sizes, advance: Advance) -> list[Row]:
-    """Milliseconds until the only token of one prompt is back."""
+    """Milliseconds to the only output token of one prompt."""
     rows: list[Row] = []
     for length in sizes.ttft_lens:
         if why := work.length_error(length + 1):
@@ -155,7 +153,7 @@ def first_token(work: Workload, sizes: Sizes, advance: Advance) -> list[Row]:
 
 
 def prefill(work: Workload, sizes: Sizes, advance: Advance) -> list[Row]:
-    """Prompt tokens read a second, one token out each."""
+    """Prompt tokens per second, with one output token per prompt."""
     rows: list[Row] = []
     for count, length in sizes.prefill:
         row: Row = {"num_requests": count, "input_len": length}
@@ -171,7 +169,7 @@ def prefill(work: Workload, sizes: Sizes, advance: Advance) -> list[Row]:
 
 
 def mixed(work: Workload, sizes: Sizes, advance: Advance) -> Row:
-    """Output tokens a second over requests of all lengths that come at once. The lengths are the same in each run."""
+    """Output tokens per second over simultaneous requests of mixed lengths; a seed fixes the lengths."""
     lengths_in = work.lengths(sizes.mixed_input, sizes.num_requests)
     lengths_out = work.lengths(sizes.mixed_output, sizes.num_requests)
     if why := work.length_error(sizes.mixed_input[1] + sizes.mixed_output[1]):

@@ -1,4 +1,4 @@
-"""A result as it is kept: JSON with everything that is needed to run it again, and a Markdown table for people."""
+"""Benchmark results as JSON, with the data to reproduce them, and as Markdown tables."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import torchweave
 from torchweave.bench.serving.figures import rows as served
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy")
-_KERNELS, _IDLE, _NAME = 20, 6, 70  # of a profile's kernels, and of their letters, what a table shows; the JSON has all
+_KERNELS, _IDLE, _NAME = 20, 6, 70  # kernels, gaps and characters of names in a table; the JSON has all
 
 
 def environment(device: str, num_ranks: int = 1) -> dict[str, Any]:
-    """Where and with what a result was measured: commit, command, device, versions, date. Each rank has a GPU of its own."""
+    """Environment of a measurement: commit, command, device, versions, date; each rank has its own GPU."""
     versions = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
     is_gpu = device.startswith("cuda")
     name = torch.cuda.get_device_name(device) if is_gpu else _cpu_name()
@@ -40,12 +40,12 @@ def environment(device: str, num_ranks: int = 1) -> dict[str, Any]:
 
 
 def _program(path: Path) -> list[str]:
-    """What a reader types: a script of `bench/`, or the command."""
+    """The program of a command line: a script of `bench/`, or `torchweave`."""
     return ["python", f"bench/{path.name}"] if path.parent.name == "bench" else ["torchweave"]
 
 
 def commit() -> str | None:
-    """The commit of the source that runs, `+` behind it when files differ from it; None for an installed package."""
+    """Commit of the running source, with `+` for modified files; None for an installed package."""
     folder = Path(torchweave.__file__).parent
 
     def git(*words: str) -> str | None:
@@ -80,14 +80,14 @@ def _cpu_name() -> str:
 
 
 def save(result: dict[str, Any], path: Path) -> None:
-    """Write `result` as JSON at `path` and, beside it, as Markdown."""
+    """Write `result` as JSON to `path`, and as Markdown next to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The tables of a result, each scenario that it holds."""
+    """The tables of a result."""
     where = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     lines = [
@@ -157,7 +157,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def _profile_rows(row: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """A step of `bench profile`, and its longest kernels."""
+    """Rows of a step of `bench profile` and its longest kernels."""
     heading, shown, rest = f"A {row['kind']} step", row["kernels"][:_KERNELS], row["kernels"][_KERNELS:]
     what = f"{row['rows']:g} rows, {row['tokens']:g} tokens, {' or '.join(row['how'])}"
     profiled_ms = sum(kernel["us"] for kernel in row["kernels"]) / 1e3
@@ -185,7 +185,7 @@ def _skipped(row: dict[str, Any]) -> str:
 
 
 def text(result: dict[str, Any]) -> str:
-    """The rows as aligned text for a terminal."""
+    """The rows as aligned text."""
     table = rows(result)
     widths = [max((len(row[column]) for row in table), default=0) for column in range(3)]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""The time below which no decode step can be: its bytes over the memory's measured bandwidth."""
+"""Lower bound of a decode step's time: its bytes over the measured memory bandwidth."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 if TYPE_CHECKING:
     from torchweave.engine.llm import LLM
 
-_COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # bytes, far beyond the caches
+_COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # bytes, far above cache sizes
 
 
 def memory_bandwidth(device: str) -> float:
-    """Bytes a second that a copy reads and writes on a device; the median of seven. Run it while memory is free."""
+    """Bytes per second read and written by a copy on the device, median of seven; needs free memory."""
     kind = torch.device(device).type
     source = torch.zeros(_COPY_BYTES[kind] // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -36,10 +36,10 @@ def memory_bandwidth(device: str) -> float:
 
 
 def decode_bytes(llm: LLM, batch_size: int, context: float) -> float:
-    """Bytes that a decode step must read: the weights once, and each request's keys and values of `context` tokens.
+    """Bytes that a decode step reads: weights once, and keys and values of `context` tokens per request.
 
-    A token embedding that is not also the output layer is left out: a step reads a few rows of it. Of a mixture's experts
-    those are counted that the batch is expected to choose when every one is as likely as another.
+    Excludes an untied token embedding, of which a step reads a few rows. Counts the expected number of distinct experts
+    under uniform routing.
     """
     loaded = llm.engine.loaded
     weights = loaded.weight_bytes
@@ -55,7 +55,7 @@ def decode_bytes(llm: LLM, batch_size: int, context: float) -> float:
 
 
 def add_roofline(rows: list[dict[str, Any]], llm: LLM, bandwidth: float) -> None:
-    """To each decode row: `floor_ms`, and `floor_fraction`: the floor's part of what was measured (1 is the limit)."""
+    """Add `floor_ms` and `floor_fraction` (lower bound over measured time, at most 1) to each decode row."""
     for row in rows:
         if "median_tpot_ms" in row:
             context = row["input_len"] + row["output_len"] / 2

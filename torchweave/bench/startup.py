@@ -1,7 +1,6 @@
-"""Start-up to the first token, in processes of their own: cold with empty caches, then warm with what the first one left.
+"""Start-up time to the first token in new processes: cold with empty caches, then warm with the first start's caches.
 
-The engine's part is listed by the stages that it reports. What is before it (the interpreter) and the first token are listed
-too, so that the parts add up to what a user waits for.
+Includes the interpreter and the first token besides the engine's reported stages, so that the parts sum to the user's wait.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ _CHILD = "torchweave.cli.commands.start_once"
 
 
 def startup(options: Mapping[str, Any], advance: Callable[..., None]) -> dict[str, Any]:
-    """Measure a cold and a warm start of an engine with these options (dotted names, as in a config file).
+    """Measure a cold and a warm start with engine options by dotted name.
 
-    Returns `cold` and `warm`, each `seconds`, `stages` (name, seconds, within: the stage that holds it, or None) and
+    Returns `cold` and `warm`, each `seconds`, `stages` (name, seconds, within: the enclosing stage or None) and
     `modules_without_bytecode`, and vLLM's `avg_cold_startup_time` and `avg_warm_startup_time`.
     """
     result: dict[str, Any] = {}
@@ -39,9 +38,9 @@ def _start(options: Mapping[str, Any], caches: Path) -> dict[str, Any]:
     begin = time.monotonic()
     done = subprocess.run(_command(caches, json.dumps(requested)), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise ValueError("the engine did not start; the reason is above")
+        raise ValueError("the engine did not start; see the error above")
     facts = json.loads(done.stdout.splitlines()[-1])
-    # time.monotonic is one clock for all processes of a machine.
+    # time.monotonic is one clock for all processes.
     seconds = facts["first_token_at"] - begin
     stages = [{"name": "interpreter", "seconds": facts["began_at"] - begin, "within": None}, *facts["stages"]]
     listed = sum(stage["seconds"] for stage in stages if stage["within"] is None)
@@ -51,10 +50,10 @@ def _start(options: Mapping[str, Any], caches: Path) -> dict[str, Any]:
 
 
 def _command(caches: Path, options: str) -> Sequence[str]:
-    """The child with the caches of the compilers below it in a folder of their own too."""
-    kept = {
+    """The child's command line, with compiler caches below `caches`."""
+    variables = {
         "TRITON_CACHE_DIR": caches / "triton",
         "TORCHINDUCTOR_CACHE_DIR": caches / "inductor",
         "CUDA_CACHE_PATH": caches / "cuda",
     }
-    return ["env", *(f"{name}={path}" for name, path in kept.items()), sys.executable, "-m", _CHILD, options]
+    return ["env", *(f"{name}={path}" for name, path in variables.items()), sys.executable, "-m", _CHILD, options]

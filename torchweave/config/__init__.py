@@ -1,8 +1,7 @@
-"""Options and their resolution: `resolve` turns an `EngineConfig` into a `Plan` (asked, effective, why for each option).
+"""Options and their resolution: `resolve` turns an `EngineConfig` into a `Plan` (asked, effective, why per option).
 
-`resolve` reads three frozen facts (what was asked, what the device is, what the model is) and returns a frozen `Plan`,
-which the engine obeys. What turns out only later (how many KV blocks fit, a model that will not trace) is recorded by
-`Plan.with_effective`, which returns a new plan.
+`resolve` reads frozen facts about the device and the model and returns a frozen `Plan` for the engine. Later changes (the
+number of KV blocks, a failed capture) go through `Plan.with_effective`, which returns a new plan.
 """
 
 from torchweave.config.facts import AttentionFacts as AttentionFacts

@@ -1,4 +1,4 @@
-"""What the plan needs to know of the device and the model. Whoever calls `resolve` gathers it; nothing here knows torch."""
+"""Properties of the device and the model that the plan depends on; independent of torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """One attention backend, as it would serve this model on this device.
+    """Properties of an attention backend for this model on this device.
 
     Attributes:
-        name: as users ask for it.
-        block_size: the KV block that it prefers, in tokens.
-        block_sizes: the only ones that it takes; empty: any.
-        supports_mixed_cuda_graphs: mixed steps may be recorded whole in one CUDA graph.
-        fp8_cache_refusal: why it cannot read a KV cache in FP8, as a clause; empty when it can.
-        refusal: why it cannot serve here, as a clause ("it needs a GPU"); empty when it can.
+        name: value of the option `attention_backend`.
+        block_size: preferred KV block size, in tokens.
+        block_sizes: supported KV block sizes; empty: any.
+        supports_mixed_cuda_graphs: mixed steps can be recorded as whole-step CUDA graphs.
+        fp8_cache_refusal: why an FP8 KV cache is unsupported, as a clause; empty if supported.
+        refusal: why the backend is unavailable, as a clause ("it needs a GPU"); empty if available.
     """
 
     name: str
@@ -28,15 +28,15 @@ class AttentionFacts:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """The device that will run the model.
+    """Properties of the device.
 
     Attributes:
-        device: torch's name for it, `cpu` or `cuda:N` (see `choose_device`).
-        title: what a person calls it ("NVIDIA H100 80GB HBM3").
+        device: torch's name, `cpu` or `cuda:N` (see `choose_device`).
+        title: display name ("NVIDIA H100 80GB HBM3").
         capability: compute capability of a GPU; None on a CPU.
-        attention: backends in the order of preference: the first that can serve is taken.
-        inductor_refusal: why Inductor cannot build here ("no C++ compiler was found"); empty when it can.
-        num_gpus: GPUs of this machine from that of rank 0 on; 0 on a CPU.
+        attention: backends in order of preference.
+        inductor_refusal: why Inductor is unavailable ("no C++ compiler was found"); empty if available.
+        num_gpus: GPUs of this machine, counted from rank 0's; 0 on a CPU.
     """
 
     device: str
@@ -53,17 +53,17 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the plan needs to know of a model.
+    """Properties of a model.
 
     Attributes:
-        name: as the user wrote it.
-        max_model_len: its longest context in tokens.
-        dtype: its checkpoint's; None where that names none.
-        quantization: how its checkpoint keeps linears (`fp8_per_block`); None: unquantised.
-        kv_cache_dtype: what its checkpoint wants keys and values kept in (`fp8_e4m3`); None: it says nothing.
-        num_layers: how many it has; None: its config does not say.
-        num_heads: query heads of its attention; None: its config does not say, or they differ from layer to layer.
-        longest_model_len: tokens that `max_model_len` may ask for, where its RoPE stretches; None: no more than its own.
+        name: the name given by the user.
+        max_model_len: longest context in tokens.
+        dtype: the checkpoint's dtype; None: not set.
+        quantization: the checkpoint's quantization of linears (`fp8_per_block`); None: unquantized.
+        kv_cache_dtype: KV-cache dtype requested by the checkpoint (`fp8_e4m3`); None: none.
+        num_layers: number of layers; None: not in the config.
+        num_heads: query heads; None: not in the config, or different between layers.
+        longest_model_len: largest valid option `max_model_len`, if RoPE stretches; None: `max_model_len`.
     """
 
     name: str
@@ -77,10 +77,10 @@ class ModelFacts:
 
 
 def choose_device(requested: str, num_gpus: int) -> str:
-    """`cpu` or `cuda:N` for what was asked, where `num_gpus` GPUs can be seen.
+    """Resolve the option `device` to `cpu` or `cuda:N`, given the number of visible GPUs.
 
     Raises:
-        ValueError: an unknown name, or a GPU that is not there.
+        ValueError: an unknown name or an unavailable GPU.
     """
     if requested == "auto":
         return "cuda:0" if num_gpus else "cpu"
@@ -88,12 +88,10 @@ def choose_device(requested: str, num_gpus: int) -> str:
         return "cpu"
     kind, _, index = requested.partition(":")
     if kind != "cuda" or (index and not index.isdigit()) or requested.endswith(":"):
-        raise ValueError(f"device={requested!r} is not known; use auto, cpu, cuda or cuda:N")
+        raise ValueError(f"device={requested!r} is not valid; use auto, cpu, cuda or cuda:N")
     if not num_gpus:
-        raise ValueError(f"device={requested!r} was asked for, but no CUDA GPU can be seen; use device=cpu or auto")
+        raise ValueError(f"device={requested!r}: no CUDA GPU is visible; use device=cpu or auto")
     number = int(index or 0)
     if number >= num_gpus:
-        raise ValueError(
-            f"device={requested!r} was asked for, but the GPUs end at cuda:{num_gpus - 1}; use one that is there"
-        )
+        raise ValueError(f"device={requested!r}: the last GPU is cuda:{num_gpus - 1}; use an available one")
     return f"cuda:{number}"

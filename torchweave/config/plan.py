@@ -1,4 +1,4 @@
-"""The plan itself: what is effective, and of every option what was asked and why it became so."""
+"""The plan: effective values, and the requested value and reason of every option."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchweave.config.options import EngineConfig
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """One option: its dotted name, what was asked, what is effective, and why."""
+    """One option: dotted name, requested value, effective value, and reason."""
 
     name: str
     requested: Any
@@ -21,23 +21,23 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is effective: resolved values, and in `entries` what was asked of every option and why it became so.
+    """Resolved values of all options; `entries` lists requested value, effective value and reason per option.
 
     Attributes:
-        quantization: how linears are quantised (`fp8_per_tensor`); None: they are not.
-        kv_cache_dtype: what keys and values are kept in: `fp8_e4m3`, `fp8_e5m2` or the name of a dtype.
-        kv_offload_gb: host memory for blocks that the device has lost, in GiB; 0: none.
-        batch_sizes: decode batch sizes that are recorded as whole-step graphs, ascending; empty when none are.
-        token_buckets: token counts that are recorded for context and mixed steps, ascending; empty when none are.
-        decode_graphs: the whole decode step is one CUDA graph per batch size.
-        piecewise_graphs: pieces are CUDA graphs per token bucket; boundary ops run between them.
-        full_mixed_graphs: mixed steps are recorded whole too.
-        inductor: distinct pieces are built by Inductor; else they run as plain FX code.
-        compile_sizes: token counts for which pieces are built once more with that size fixed.
-        fullgraph: the model is captured as one graph; else it runs as it is, cut at boundary ops while recording.
-        max_num_streams: CUDA streams that a piece may be spread over.
-        userbuffers: operands of collectives are made where the collectives read them.
-        tune: what was not measured on this kind of device is measured before the model is woven.
+        quantization: quantization scheme of linears (`fp8_per_tensor`); None: unquantized.
+        kv_cache_dtype: dtype of keys and values: `fp8_e4m3`, `fp8_e5m2` or a torch dtype's name.
+        kv_offload_gb: host memory for blocks evicted from the device, in GiB; 0: none.
+        batch_sizes: decode batch sizes recorded as whole-step graphs, ascending; empty: none.
+        token_buckets: token counts recorded for context and mixed steps, ascending; empty: none.
+        decode_graphs: record each decode batch size as one CUDA graph.
+        piecewise_graphs: record pieces as CUDA graphs per token bucket, with boundary ops between them.
+        full_mixed_graphs: record mixed steps as whole-step graphs too.
+        inductor: compile pieces with Inductor instead of running plain FX code.
+        compile_sizes: token counts for which pieces are also compiled with a static shape.
+        fullgraph: capture the model as one graph instead of running it eagerly, split at boundary ops.
+        max_num_streams: largest number of CUDA streams for a piece.
+        userbuffers: write operands of collectives directly into symmetric memory.
+        tune: measure kernel candidates without measurements before compiling.
     """
 
     config: EngineConfig
@@ -68,10 +68,10 @@ class Plan:
 
     @property
     def mixed_step_sizes(self) -> tuple[int, ...]:
-        """Tokens that a step may hold which reads prompts while others generate; empty: any number.
+        """Valid token counts of mixed steps; empty: any.
 
-        Recorded sizes from `mixed_step_tokens` on, since a step between two of them would be padded up to the larger one; above
-        the last of them, its multiples.
+        Recorded sizes from `mixed_step_tokens` up, since a step between two is padded to the larger, then multiples of
+        `mixed_step_tokens`.
         """
         least = self.mixed_step_tokens
         if not least:
@@ -81,7 +81,7 @@ class Plan:
         return (*recorded, *range(above, self.max_num_tokens + 1, least))
 
     def with_effective(self, name: str, effective: Any, why: str, **changes: Any) -> Plan:
-        """A plan in which option `name` turned out as `effective`; `changes` are plan fields that change with it."""
+        """A copy with another effective value of option `name` and the plan fields in `changes`."""
         assert any(entry.name == name for entry in self.entries), f"no option {name}"
         entries = tuple(
             replace(entry, effective=effective, why=why) if entry.name == name else entry for entry in self.entries
@@ -89,7 +89,7 @@ class Plan:
         return replace(self, entries=entries, **changes)
 
     def table(self) -> str:
-        """The entries as aligned text, one option a line: option, asked, effective, why."""
+        """The entries as aligned text: option, asked, effective, why."""
         rows = [("option", "asked", "effective", "why")]
         rows += [
             (entry.name, format_value(entry.requested), format_value(entry.effective), entry.why)
@@ -102,7 +102,7 @@ class Plan:
 
 
 def format_value(value: Any) -> str:
-    """A value as the tables print it: sizes in short, with evenly spaced runs as `first-last/step`."""
+    """Format a value for tables; evenly spaced runs of sizes become `first-last/step`."""
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Resolve a config once: defaults by device, sizes clamped to what a step can hold, contradictions refused."""
+"""Resolve a config to a plan: defaults by device, sizes clamped to a step's capacity, contradictions rejected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from torchweave.config.facts import AttentionFacts, DeviceFacts, ModelFacts
 from torchweave.config.options import CudaGraphConfig, EngineConfig, TorchCompileConfig
-from torchweave.config.parallel import resolve_ranks, resolve_userbuffers
 from torchweave.config.plan import Plan, PlanEntry
 from torchweave.config.validate import check_names, check_value_ranges, flatten
 
@@ -16,13 +15,13 @@ DEFAULT_TOKEN_BUCKETS = (*(2**i for i in range(8)), 256, 384, *range(512, 3073, 
 
 
 def default_batch_sizes(largest: int) -> tuple[int, ...]:
-    """1, 2, 4, then steps of 8 to 128, of 64 beyond, and the largest."""
+    """1, 2, 4, steps of 8 to 128, steps of 64 above, and the largest."""
     sizes = {1, 2, 4, *range(8, 129, 8), *range(192, largest + 1, 64), largest}
     return tuple(sorted(size for size in sizes if size <= largest))
 
 
 class _Entries:
-    """Collects entries in the order of the config's fields, whatever the order in which they were resolved."""
+    """Plan entries in the order of the config's fields, whatever the order of resolution."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._requested = dict(flatten(config))
@@ -44,20 +43,20 @@ class _Entries:
 
 
 def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes: Sequence[str] | None = None) -> Plan:
-    """The plan for a model on a device. `passes`, where given, are the names that `disabled_passes` may use.
+    """The plan for a model on a device; `passes` are the valid names in `disabled_passes`, None skips that check.
 
     Raises:
-        ValueError: an option that cannot be, with what to do about it.
+        ValueError: an invalid or contradictory option.
     """
     check_names(config, passes)
     check_value_ranges(config)
     if config.capacity_scheduler_policy == "max_utilization" and not config.enable_chunked_context:
         raise ValueError(
-            "capacity_scheduler_policy=max_utilization needs enable_chunked_context: a paused request may have more tokens to "
-            "read again than a step holds; turn it on, or use guaranteed_no_evict"
+            "capacity_scheduler_policy=max_utilization needs enable_chunked_context: a paused request may need to "
+            "recompute more tokens than a step holds; turn it on, or use guaranteed_no_evict"
         )
     entries = _Entries(config)
-    resolve_ranks(config, device, model, entries.note)
+    _check_ranks(config, device, model, entries)
     entries.note("device", device.device, "" if config.device == device.device else f"{device.title}")
     dtype = entries.note("dtype", *_dtype(config, device, model))
     quantization = entries.note("quantization", *_quantization(config, device, model))
@@ -73,10 +72,10 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
     block_size = entries.note("block_size", *_block_size(config, attention))
     mixed_step_tokens = entries.note("mixed_step_tokens", *_mixed_step_tokens(config, device))
     graphs = _compile_fields(config, device, attention, max_batch_size, max_num_tokens, mixed_step_tokens, entries)
-    memory_why = "the memory that is left decides" if config.num_kv_blocks is None else ""
+    memory_why = "from the remaining memory" if config.num_kv_blocks is None else ""
     entries.note("num_kv_blocks", config.num_kv_blocks, memory_why)
     unused = "cpu_kv_cache_gib" if device.is_gpu else "gpu_memory_utilization"
-    entries.note(unused, None, f"of no use on a {'GPU' if device.is_gpu else 'CPU'}")
+    entries.note(unused, None, f"unused on a {'GPU' if device.is_gpu else 'CPU'}")
     return Plan(
         config=config,
         device=device.device,
@@ -115,7 +114,9 @@ def _quantization(config: EngineConfig, device: DeviceFacts, model: ModelFacts) 
     requested, stored = config.quantization, model.quantization
     effective = "fp8_per_tensor" if requested == "fp8" else requested or stored
     if requested and stored and effective != stored:
-        raise ValueError(f"quantization={requested} was asked for, but {model.name} is {stored} already; leave it out")
+        raise ValueError(
+            f"quantization={requested} contradicts {model.name}, which is {stored} already; remove the option"
+        )
     if effective and device.capability is not None and device.capability < (8, 9):
         raise ValueError(
             f"{effective} needs compute capability 8.9, and {device.title} has none; use an unquantised model"
@@ -140,7 +141,7 @@ def _kv_cache_dtype(config: EngineConfig, device: DeviceFacts, model: ModelFacts
 
 def _kv_offload(config: EngineConfig) -> tuple[float, str]:
     if config.kv_offload_gb and not config.enable_prefix_caching:
-        return 0.0, "without enable_prefix_caching no block is used again"
+        return 0.0, "without enable_prefix_caching, no block is reused"
     return config.kv_offload_gb, ""
 
 
@@ -151,18 +152,18 @@ def _max_model_len(config: EngineConfig, model: ModelFacts) -> tuple[int, str]:
     longest = model.longest_model_len or model.max_model_len
     if requested > longest:
         raise ValueError(
-            f"max_model_len={requested} is above the {longest} tokens that {model.name} can read; lower it"
+            f"max_model_len={requested} is above the {longest} tokens that {model.name} supports; lower it"
         )
     return requested, ""
 
 
 def _step_limits(config: EngineConfig, device: DeviceFacts, entries: _Entries) -> tuple[int, int]:
-    """(requests, tokens) of one step: every running request needs at least one token of the budget."""
+    """(requests, tokens) per step: every running request needs at least one token of the budget."""
     kind = "a GPU" if device.is_gpu else "a CPU"
     batch, tokens = config.max_batch_size, config.max_num_tokens
     if batch is not None and tokens is not None and tokens < batch:
         raise ValueError(
-            f"max_num_tokens={tokens} is below max_batch_size={batch}, but each request in a step needs a token of it; "
+            f"max_num_tokens={tokens} is below max_batch_size={batch}, but each request of a step needs a token; "
             "raise max_num_tokens or lower max_batch_size"
         )
     batch_why = tokens_why = f"default on {kind}"
@@ -186,45 +187,47 @@ def _step_limits(config: EngineConfig, device: DeviceFacts, entries: _Entries) -
 
 def _mixed_step_tokens(config: EngineConfig, device: DeviceFacts) -> tuple[int, str]:
     if not config.enable_chunked_context:
-        return 0, "a prompt is read at once: enable_chunked_context is off"
+        return 0, "prompts are not split: enable_chunked_context is off"
     if config.mixed_step_tokens is not None:
         return config.mixed_step_tokens, ""
     return (256, "default on a GPU") if device.is_gpu else (0, "default on a CPU, where time grows with each token")
 
 
 def _attention(config: EngineConfig, device: DeviceFacts, kv_cache_dtype: str, entries: _Entries) -> AttentionFacts:
-    able = [facts for facts in device.attention if not facts.refusal]
+    available = [facts for facts in device.attention if not facts.refusal]
     if kv_cache_dtype.startswith("fp8"):
-        found = next((facts for facts in able if config.attention_backend in ("auto", facts.name)), None)
-        reading = [facts for facts in able if not facts.fp8_cache_refusal]
-        if found is not None and found.fp8_cache_refusal and reading:
-            entries.note("attention_backend", reading[0].name, found.fp8_cache_refusal)
+        chosen = next((facts for facts in available if config.attention_backend in ("auto", facts.name)), None)
+        reading = [facts for facts in available if not facts.fp8_cache_refusal]
+        if chosen is not None and chosen.fp8_cache_refusal and reading:
+            entries.note("attention_backend", reading[0].name, chosen.fp8_cache_refusal)
             return reading[0]
     others = "; ".join(f"{facts.name}: {facts.refusal}" for facts in device.attention if facts.refusal)
     if config.attention_backend == "auto":
-        if not able:
-            raise ValueError(f"no attention backend can serve on {device.title} ({others or 'none is there'})")
-        entries.note("attention_backend", able[0].name, f"preferred on {device.title}")
-        return able[0]
+        if not available:
+            raise ValueError(f"no attention backend is available on {device.title} ({others or 'none exists'})")
+        entries.note("attention_backend", available[0].name, f"preferred on {device.title}")
+        return available[0]
     for facts in device.attention:
         if facts.name == config.attention_backend:
             if facts.refusal:
-                names = ", ".join(found.name for found in able) or "none"
-                raise ValueError(f"attention_backend={facts.name} cannot serve here: {facts.refusal}; able: {names}")
+                names = ", ".join(each.name for each in available) or "none"
+                raise ValueError(f"attention_backend={facts.name} is unavailable: {facts.refusal}; available: {names}")
             entries.note("attention_backend", facts.name)
             return facts
-    names = ", ".join(facts.name for facts in able) or "none"
-    raise ValueError(f"attention_backend={config.attention_backend} is not there on {device.title}; able: {names}")
+    names = ", ".join(facts.name for facts in available) or "none"
+    raise ValueError(
+        f"attention_backend={config.attention_backend} does not exist on {device.title}; available: {names}"
+    )
 
 
 def _block_size(config: EngineConfig, attention: AttentionFacts) -> tuple[int, str]:
     requested = config.block_size
     if requested is None:
-        return attention.block_size, f"what attention backend {attention.name} prefers"
+        return attention.block_size, f"preferred by attention backend {attention.name}"
     if attention.block_sizes and requested not in attention.block_sizes:
         allowed = ", ".join(map(str, attention.block_sizes))
         raise ValueError(
-            f"block_size={requested} does not suit attention backend {attention.name}; use one of {allowed}"
+            f"attention backend {attention.name} does not support block_size={requested}; use one of {allowed}"
         )
     return requested, ""
 
@@ -238,7 +241,7 @@ def _compile_fields(
     mixed_step_tokens: int,
     entries: _Entries,
 ) -> dict[str, Any]:
-    """The plan's fields about how the graph is built and what is recorded."""
+    """Fields of the plan for compilation and CUDA graphs."""
     compile_config, cuda = config.torch_compile_config, config.cuda_graph_config
     prefix = "torch_compile_config."
     fullgraph = entries.note(prefix + "enable_fullgraph", compile_config.enable_fullgraph)
@@ -259,7 +262,7 @@ def _compile_fields(
     if tune and config.num_ranks > 1:
         tune, why = False, "candidates are timed on one rank"
     entries.note(prefix + "tune", tune, why)
-    userbuffers = entries.note(prefix + "enable_userbuffers", *resolve_userbuffers(config, device, fullgraph))
+    userbuffers = entries.note(prefix + "enable_userbuffers", *_userbuffers(config, device, fullgraph))
 
     buckets, why = _token_buckets(compile_config, device, max_num_tokens, mixed_step_tokens)
     entries.note(prefix + "capture_num_tokens", buckets, why)
@@ -269,7 +272,7 @@ def _compile_fields(
     sizes = _batch_sizes(cuda, device, max_batch_size, entries)
     mixed, why = cuda.capture_mixed and piecewise and attention.supports_mixed_cuda_graphs, ""
     if cuda.capture_mixed and not mixed:
-        why = "no token count is recorded" if not piecewise else f"attention backend {attention.name} cannot"
+        why = "no token count is recorded" if not piecewise else f"unsupported by attention backend {attention.name}"
     entries.note("cuda_graph_config.capture_mixed", mixed, why)
     return {
         "fullgraph": fullgraph,
@@ -326,8 +329,67 @@ def _batch_sizes(config: CudaGraphConfig, device: DeviceFacts, largest: int, ent
 
 
 def _clamp_sizes(requested: Sequence[int], largest: int, limit: str, is_default: bool) -> tuple[tuple[int, ...], str]:
-    """The sizes that fit, ascending, each once. A size that was not asked for is never added."""
+    """The distinct sizes up to `largest`, ascending, and the reason."""
     kept = tuple(sorted({size for size in requested if size <= largest}))
     dropped = len(set(requested)) - len(kept)
     why = "default" if is_default else "as asked"
     return kept, f"{why}, {dropped} above {limit}={largest} left out" if dropped else why
+
+
+def _check_ranks(config: EngineConfig, device: DeviceFacts, model: ModelFacts, entries: _Entries) -> None:
+    """Note the options of several ranks.
+
+    Raises:
+        ValueError: too few GPUs or layers, indivisible heads, or an option that does not support several ranks or stages.
+    """
+    size = config.num_ranks
+    if size == 1:
+        entries.note("enable_expert_parallel", False, "there is one rank")
+        entries.note("executor", None, "there is one rank")
+        entries.note("rank_timeout", None, "there is one rank")
+        return
+    if config.kv_offload_gb:
+        raise ValueError(f"kv_offload_gb={config.kv_offload_gb} is not supported on {size} ranks; remove it")
+    if config.executor == "local" and device.is_gpu and size > device.num_gpus:
+        raise ValueError(
+            f"{config.parallel_sizes_text} needs {size} GPUs, but this machine has {device.num_gpus} from "
+            f"{device.device} on; lower it, or use executor=ray for GPUs of several machines"
+        )
+    _check_heads(config, model)
+    _check_stages(config, model)
+
+
+def _check_heads(config: EngineConfig, model: ModelFacts) -> None:
+    """Check before ranks start; the model's own check needs its modules, seconds later."""
+    parts = config.tensor_parallel_size
+    if model.num_heads is not None and model.num_heads % parts:
+        fit = [str(count) for count in range(2, model.num_heads + 1) if model.num_heads % count == 0]
+        raise ValueError(
+            f"tensor_parallel_size={parts} does not divide the {model.num_heads} attention heads of {model.name}; "
+            + (f"choose among {', '.join(fit)}" if fit else "use one rank")
+        )
+
+
+def _check_stages(config: EngineConfig, model: ModelFacts) -> None:
+    stages = config.pipeline_parallel_size
+    if stages > 1 and not config.torch_compile_config.enable_fullgraph:
+        raise ValueError(
+            f"pipeline_parallel_size={stages} needs torch_compile_config.enable_fullgraph, since stages are cut from the "
+            "captured graph; turn it on, or use tensor_parallel_size"
+        )
+    if model.num_layers is not None and stages > model.num_layers:
+        raise ValueError(
+            f"pipeline_parallel_size={stages} is above the {model.num_layers} layers of {model.name}, and each stage needs one; "
+            "lower it"
+        )
+
+
+def _userbuffers(config: EngineConfig, device: DeviceFacts, fullgraph: bool) -> tuple[bool, str]:
+    """Whether operands of collectives are written into symmetric memory, and why not."""
+    if config.tensor_parallel_size == 1:
+        return False, "a single GPU has no collectives"
+    if not device.is_gpu:
+        return False, "CPUs have no symmetric memory"
+    if not fullgraph:
+        return False, "needs enable_fullgraph"
+    return config.torch_compile_config.enable_userbuffers, ""

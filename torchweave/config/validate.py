@@ -1,4 +1,4 @@
-"""What no option may be, on any device: each fault is one sentence that says what to do."""
+"""Device-independent validation of options; each error is one sentence with the remedy."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ VLLM_NAMES = {
     "num_gpu_blocks_override": "num_kv_blocks",
     "cudagraph_capture_sizes": "capture_num_tokens",
 }
-"""What vLLM calls options of ours that mean the same."""
+"""vLLM's name -> name of the equivalent option."""
 
 
 def flatten(config: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Every option of a config and of the configs in it, as (dotted name, value), in the order of the fields."""
+    """Yield (dotted name, value) of every option of a config and its nested configs."""
     for item in fields(config):
         value = getattr(config, item.name)
         if is_dataclass(value):
@@ -49,10 +49,10 @@ Config = TypeVar("Config")
 
 
 def config_from(config: type[Config], options: Mapping[str, Any], prefix: str = "") -> Config:
-    """A config from options by name, vLLM's names among them; a config within it may be given as a dict.
+    """Build a config from options by name or vLLM's name; nested configs may be dicts.
 
     Raises:
-        ValueError: a name that the config does not have, with the nearest one that it has; or an option by both of its names.
+        ValueError: an unknown name (with the nearest known name), or an option given by both names.
     """
     hints = get_type_hints(config)
     given: dict[str, Any] = {}
@@ -76,7 +76,7 @@ _TYPE_NAMES = {bool: "True or False", int: "a whole number", float: "a number", 
 
 
 def check_types(config: Any, prefix: str = "") -> None:
-    """That options are of their kind; which texts are known is for `check_names`, and a model may be a path."""
+    """Check the types of options; `check_names` checks literal values, and a model may be a path."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -95,7 +95,7 @@ def check_types(config: Any, prefix: str = "") -> None:
 
 
 def _is_instance_of(kind: type, value: object) -> bool:
-    """Whether a value is of a kind; to Python, True is a whole number, and a whole number no float."""
+    """Like `isinstance`, but a bool is no number and an integer is a float."""
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, {int: Integral, float: Real, str: (str, PathLike)}.get(kind, kind))
@@ -145,7 +145,7 @@ def check_value_ranges(config: EngineConfig) -> None:
 
 
 def check_server(config: EngineConfig, settings: ServerConfig) -> None:
-    """The limits of a server, its addresses, and how many engines and HTTP processes it may have."""
+    """Check the server's limits, origins, and numbers of engines and HTTP processes."""
     check_limits(settings)
     if settings.api_server_count is not None and not 1 <= settings.api_server_count <= _MAX_API_SERVERS:
         raise ValueError(f"api_server_count={settings.api_server_count} must be from 1 to {_MAX_API_SERVERS}")
@@ -154,13 +154,13 @@ def check_server(config: EngineConfig, settings: ServerConfig) -> None:
         raise ValueError(f"data_parallel_size={count} must be at least 1")
     if count > 1 and config.executor == "ray" and config.num_ranks > 1:
         raise ValueError(
-            f"data_parallel_size={count} cannot be had with executor=ray: the server keeps its replicas on its own machine; leave "
-            "one of them out, or let Ray Serve keep replicas of a server"
+            f"data_parallel_size={count} is not supported with executor=ray, since replicas run on the server's machine; remove "
+            "one of them, or run replicas of the server in Ray Serve"
         )
 
 
 def check_limits(settings: ServerConfig) -> None:
-    """That something gets through a server's limits, where a negative one would refuse every request by itself; and its origins."""
+    """Check that the server's limits admit requests, and its origins."""
     check_types(settings)
     for name, least in _SERVER_MINIMUMS.items():
         value = getattr(settings, name)
@@ -169,7 +169,7 @@ def check_limits(settings: ServerConfig) -> None:
     for origin in settings.allowed_origins:
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
             raise ValueError(
-                f"allowed_origins={origin!r} is no origin: give `*`, or scheme, host and port as browsers send them, such as "
+                f"allowed_origins={origin!r} is not an origin: expected `*`, or scheme, host and port as in "
                 "https://chat.example.com"
             )
 
@@ -187,7 +187,7 @@ def check_names(config: EngineConfig, passes: Sequence[str] | None) -> None:
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
-    """The values that `Literal[...]`, or `Literal[...] | None`, allows; none for any other annotation."""
+    """Values of `Literal[...]` or `Literal[...] | None`; empty for other annotations."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     parts = get_args(hint)

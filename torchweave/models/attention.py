@@ -77,7 +77,7 @@ def _check(module: nn.Module, attention_mask: Tensor | None, extra: dict[str, An
             f"{name} builds its own attention mask; the engine supports causal, windowed and chunked attention only."
         )
     if extra.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise UnsupportedModel(f"{name} attends to later tokens; only causal decoders can be served.")
+        raise UnsupportedModel(f"{name} is not causal; only causal decoders can be served.")
     unknown = sorted(key for key, given in extra.items() if given is not None and key not in _IGNORED_ARGUMENTS)
     if unknown:
         raise UnsupportedModel(

@@ -222,7 +222,7 @@ def _text_part(config: PreTrainedConfig) -> PreTrainedConfig:
         text.tie_word_embeddings = True  # the full model owns the head, so its config decides on tying
     if type(text) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModel(
-            f"{config.model_type} is multimodal, and transformers has no decoder class for its text part."
+            f"{config.model_type} takes images or audio, and transformers has no decoder class for its text part."
         )
     return text
 
@@ -235,7 +235,8 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_cod
             f"{name} has no causal language model in transformers {transformers.__version__}; only decoders can be served."
         )
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # type: ignore[attr-defined]  # linears are replaced by quantized ones when their weights arrive
+        # Linears are replaced by quantized ones when their weights arrive.
+        del config.quantization_config  # type: ignore[attr-defined]
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(

@@ -1,3 +1,3 @@
-"""Verification against transformers: tiny models of every architecture, compared token by token with its eager model."""
+"""Verification against transformers: compare the tokens of tiny models of every architecture with its eager model."""
 
-import torchweave.models  # noqa: F401  it imports transformers first, without the modules that no engine runs
+import torchweave.models  # noqa: F401  imports transformers first, without unused packages

@@ -1,4 +1,4 @@
-"""transformers' own generation of the same requests, as the engine is compared with it in one run."""
+"""Generation with transformers, as the baseline of comparisons with the engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torchweave.models.resolve import resolve
 
 
 class TransformersBaseline:
-    """A model as transformers loads and runs it: its default attention, greedy, end tokens ignored.
+    """A model loaded and run by transformers: default attention, greedy decoding, end tokens ignored.
 
     Args:
-        name: a model as the engine takes it; a shape gets random weights.
-        dtype: of the weights.
-        device: where it runs.
+        name: a model name of the engine; a shape gets random weights.
+        dtype: dtype of the weights.
+        device: device of the model.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, device: str) -> None:
@@ -38,7 +38,7 @@ class TransformersBaseline:
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """`model.generate` of all prompts as one batch, padded on the left to the longest."""
+        """Run `model.generate` on all prompts as one left-padded batch."""
         longest = max(map(len, prompts))
         ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -46,17 +46,16 @@ class TransformersBaseline:
             ids[row, longest - len(prompt) :] = torch.tensor(list(prompt))
             mask[row, longest - len(prompt) :] = 1
         device = self.model.device
-        found: Any = self.model.generate(  # pyright: ignore[reportAttributeAccessIssue]
-            input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=num_tokens
-        )  # type: ignore[operator]
-        return found[:, longest:].tolist()
+        generate: Any = self.model.generate  # type: ignore[attr-defined]
+        output = generate(input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=num_tokens)
+        return output[:, longest:].tolist()
 
     @torch.no_grad()
     def generate_batch(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """`model.generate_batch`: continuous batching over a paged cache. Its manager is kept from call to call."""
+        """Run `model.generate_batch` (continuous batching over a paged cache) with a persistent manager."""
         before = self.model.config._attn_implementation
         try:
-            found: Any = self.model.generate_batch(  # type: ignore[operator]
+            outputs: Any = self.model.generate_batch(  # type: ignore[operator]
                 [list(prompt) for prompt in prompts],
                 max_new_tokens=num_tokens,
                 persistent_manager=True,
@@ -64,15 +63,15 @@ class TransformersBaseline:
             )
         finally:
             self.model.config._attn_implementation = before
-        return [list(output.generated_tokens) for output in found.values()]
+        return [list(output.generated_tokens) for output in outputs.values()]
 
     def _batching(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> ContinuousBatchingConfig:
-        """Room for all requests at once. Left to itself it fills the memory of the machine, which takes a minute on a CPU."""
+        """A cache for all requests at once; the default fills the machine's memory, which takes a minute on a CPU."""
         config = ContinuousBatchingConfig()
-        page = getattr(config, "page_size", None) or getattr(config, "block_size", 32)  # the name changed in 5.2x
+        page = getattr(config, "page_size", None) or getattr(config, "block_size", 32)  # renamed in transformers 5.2x
         config.num_blocks = sum(-(-(len(prompt) + num_tokens) // page) + 1 for prompt in prompts)
         return config
 
     def close(self) -> None:
-        """End the continuous batching of `generate_batch`."""
+        """Stop the continuous-batching manager of `generate_batch`."""
         self.model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]

@@ -1,6 +1,6 @@
-"""The proof against transformers on several ranks: each of them runs the whole engine, and they meet in its collectives.
+"""Verification on several ranks: each process runs the whole engine and its own scheduler.
 
-All ranks form the same steps themselves, one after the other, so that nothing but the collectives passes between them.
+All ranks schedule the same steps, so they communicate through the model's collectives only.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from torchweave.report import Report
 from torchweave.utils.child_process import ChildProcess, exit_with_parent
 
 _TIMEOUT = 300.0
-"""Seconds that ranks wait for each other."""
-_EXIT_TIMEOUT = 5.0  # seconds that a rank has to leave by itself
+"""Seconds to wait for a rank."""
+_EXIT_TIMEOUT = 5.0  # seconds until a rank is killed
 
 
 class RankResult(NamedTuple):
-    """What a rank has to tell: the tokens of each prompt, by how many layers each distinct piece is shared, and why the model was
-    not captured as one graph, if it was not."""
+    """Result of a rank: tokens of each prompt, uses of each distinct piece, and the reason of a failed capture."""
 
     tokens: tuple[list[int], ...]
     shared_by: tuple[int, ...]
@@ -44,17 +43,17 @@ class RankResult(NamedTuple):
 
 
 def rank_result(tokens: tuple[list[int], ...], report: Report) -> RankResult:
-    """What an engine with this report has to tell."""
+    """The result of an engine with this report."""
     shared_by = tuple(event["shared_by"] for event in report.select("piece"))
     return RankResult(tokens, shared_by, " ".join(event["why"] for event in report.select("fallback")))
 
 
 class RankProcesses:
-    """Processes of this machine that answer the same prompts together; use as a context.
+    """Rank processes on this machine, on the CPU over gloo; use as a context.
 
     Args:
-        size: how many share each layer; all on the CPU, over gloo.
-        stages: that the layers are divided into, each of `size` processes.
+        size: tensor-parallel ranks.
+        stages: pipeline stages, each of `size` ranks.
     """
 
     def __init__(self, size: int, stages: int = 1) -> None:
@@ -80,26 +79,26 @@ class RankProcesses:
             process.kill_and_wait()
 
     def generate(self, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[RankResult]:
-        """What each rank answered, greedily.
+        """Generate greedily on all ranks; returns the result of each.
 
         Raises:
-            ValueError: the model is refused.
-            RuntimeError: a rank failed, or said nothing.
+            ValueError: the model is not supported.
+            RuntimeError: a rank failed or timed out.
         """
         for pipe in self._pipes:
             pipe.send((config, prompts, num_tokens))
-        answers: dict[int, RankResult | Exception] = {}
-        while len(answers) < len(self._pipes):
-            ready = wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in answers], _TIMEOUT)
+        results: dict[int, RankResult | Exception] = {}
+        while len(results) < len(self._pipes):
+            ready = wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in results], _TIMEOUT)
             if not ready:
-                raise RuntimeError(f"a rank said nothing for {_TIMEOUT:.0f} s")
+                raise RuntimeError(f"a rank did not respond within {_TIMEOUT:.0f} s")
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
-                answers[rank] = self._receive(rank)
-        for answer in answers.values():
-            if isinstance(answer, Exception):
-                raise answer
-        return [answer for _, answer in sorted(answers.items()) if isinstance(answer, RankResult)]
+                results[rank] = self._receive(rank)
+        for result in results.values():
+            if isinstance(result, Exception):
+                raise result
+        return [result for _, result in sorted(results.items()) if isinstance(result, RankResult)]
 
     def _receive(self, rank: int) -> RankResult | Exception:
         try:
@@ -108,10 +107,8 @@ class RankProcesses:
             return RuntimeError(f"rank {rank} ended")
 
 
-def _rank_main(fd: int, rank: int, size: int, stages: int, address: tuple[str, int]) -> None:
+def _rank_main(pipe: Connection, rank: int, size: int, stages: int, address: tuple[str, int]) -> None:
     """Process of a rank: serve requests until the pipe closes."""
-    exit_with_parent()
-    pipe = Connection(fd)
     torch.set_num_threads(1)
     for name in ("transformers", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""The proof against transformers: tiny models of every architecture, through the whole engine, token by token.
+"""Verify architectures: compare the engine's greedy tokens with transformers' eager float32 model.
 
-Each architecture of the zoo is saved as a folder, loaded from it, woven, and served with prompts of different lengths in
-flight together, long ones in chunks. Its greedy tokens must be those of transformers' own eager float32 model.
+Each model of the zoo is saved to a folder, loaded, compiled, and served with concurrent prompts of different lengths, long ones
+in chunks.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from torchweave.verify.ranks import RankProcesses, RankResult, rank_result
 
 PROMPT_LENGTHS = (3, 70, 21, 40)
 NUM_TOKENS = 16
-_BUDGET = 32  # tokens in a step: the longer prompts are read in chunks, beside others that generate
+_BUDGET = 32  # tokens per step: longer prompts are split into chunks of mixed steps
 
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """One architecture of the table.
+    """Result of one architecture.
 
     Attributes:
-        name: of the zoo.
+        name: name in the zoo.
         architecture: transformers' class.
-        passed: every token is transformers' own.
+        passed: all tokens equal transformers'.
         how: `captured` as one graph, or `broken` at boundary ops and run without the compiler.
-        distinct_pieces, pieces: what the graph was cut into.
-        seconds: of loading, weaving and serving.
-        reason: why it did not pass, or why it was not captured.
-        ranks: among how many each layer was divided.
-        stages: into how many its layers were.
+        distinct_pieces, pieces: pieces of the graph.
+        seconds: duration of loading, compiling and serving.
+        reason: why it failed or was not captured.
+        ranks: tensor-parallel ranks.
+        stages: pipeline stages.
     """
 
     name: str
@@ -59,26 +59,26 @@ class VerifyResult:
 def verify(
     names: Sequence[str] | None = None, report: Report | None = None, ranks: Sequence[int] = (1,), stages: int = 1
 ) -> dict[str, Any]:
-    """Verify architectures of the zoo; None takes all, and also shows what is refused.
+    """Verify architectures of the zoo; None takes all and includes rejected architectures.
 
     Args:
-        ranks: numbers of ranks to verify each with, processes of this machine.
-        stages: that the layers are divided into, each of so many ranks.
+        ranks: numbers of tensor-parallel ranks to verify with, as processes of this machine.
+        stages: pipeline stages, each of as many ranks.
 
     Returns:
         `{"passed": N, "total": M, "results": [VerifyResult as a dict, ...], "refused": [{"name", "reason"}, ...]}`.
 
     Raises:
-        ValueError: a name that the zoo does not have.
+        ValueError: an unknown name or an invalid number of ranks or stages.
     """
     report = report if report is not None else Report(show=False)
     entries = zoo.ZOO_MODELS if names is None else tuple(zoo.zoo_model(name) for name in names)
     if not ranks or min(ranks) < 1:
         raise ValueError(
-            f"tensor_parallel_size is {', '.join(map(str, ranks)) or 'empty'}: expected numbers from 1 up."
+            f"tensor_parallel_size is {', '.join(map(str, ranks)) or 'empty'}: expected numbers of at least 1."
         )
     if stages < 1:
-        raise ValueError(f"pipeline_parallel_size is {stages}: expected a number from 1 up.")
+        raise ValueError(f"pipeline_parallel_size is {stages}: expected at least 1.")
     rows = []
     with report.progress("verifying", len(entries) * len(ranks)) as advance:
         for size in ranks:
@@ -101,13 +101,13 @@ def verify(
 
 
 def prompts() -> list[list[int]]:
-    """The same random prompts for every architecture, without special tokens."""
+    """Random prompts without special tokens, the same for every architecture."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, zoo.VOCAB, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
 
 
 def verify_one(entry: zoo.ZooModel, ranks: RankProcesses | None = None) -> VerifyResult:
-    """One architecture through the engine. An error of any kind is a row that did not pass."""
+    """Verify one architecture; any error is a failed result."""
     begin, architecture = time.monotonic(), entry.model_type
     pieces: tuple[int, ...] = ()
     fallback = ""
@@ -159,22 +159,22 @@ def _config(entry: zoo.ZooModel, folder: str) -> EngineConfig:
         max_batch_size=len(PROMPT_LENGTHS),
         max_num_tokens=_BUDGET,
         num_kv_blocks=64,
-        # The pieces run as they were cut: what Inductor makes of them is tested elsewhere, and would take minutes here.
+        # Without Inductor, which would take minutes; its results are tested elsewhere.
         torch_compile_config=TorchCompileConfig(enable_inductor=False, compile_cache=False),
     )
 
 
 def _difference(answers: Sequence[list[int]], expected: list[list[int]]) -> str:
-    """Where the answers first differ, as a sentence; empty where they do not."""
+    """The first difference, as a sentence; empty if there is none."""
     for length, answer, right in zip(PROMPT_LENGTHS, answers, expected, strict=True):
         for place, (token, wanted) in enumerate(zip(answer, right, strict=True)):
             if token != wanted:
-                return f"prompt of {length} tokens: token {place} is {token}, transformers gives {wanted}"
+                return f"prompt of {length} tokens: token {place} is {token}, expected {wanted}"
     return ""
 
 
 def refusal(entry: zoo.ZooModel) -> str:
-    """Why an architecture is refused at load; empty if it is not."""
+    """Why an architecture is rejected at load; empty if it is not."""
     try:
         load(entry.config().to_dict(), torch.float32, load_format="dummy")
     except ValueError as error:
@@ -183,7 +183,7 @@ def refusal(entry: zoo.ZooModel) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result of `verify` as the page `docs/models.md`: a line for each architecture, a column for each number of ranks."""
+    """The result of `verify` as docs/models.md: a row per architecture, a column per number of ranks."""
     by_name: dict[str, dict[int, dict[str, Any]]] = {}
     for row in result["results"]:
         by_name.setdefault(row["name"], {})[row["ranks"]] = row
@@ -193,36 +193,40 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         "# Models",
         "",
-        f"{sum(passed[sizes[0]])} of {len(by_name)} architectures give the greedy tokens of transformers' own eager float32 "
+        f"{sum(passed[sizes[0]])} of {len(by_name)} architectures generate the greedy tokens of transformers' eager float32 "
         f"model (transformers {result['transformers']}, torch {result['torch']}, CPU){_on_ranks(passed, sizes[1:])}.",
         "",
         f"Generated by `torchweave models verify --all{_option(complete)} --write docs/models.md`: tiny models with random "
-        f"weights, saved and loaded from a folder, prompts of {', '.join(map(str, PROMPT_LENGTHS))} tokens in flight together, "
-        f"read in chunks within a budget of {_BUDGET} tokens a step, {NUM_TOKENS} tokens generated. *Pieces* are distinct / all."
-        + ("" if complete == sizes else " With more ranks some were verified by name; an empty cell was not run."),
+        f"weights, saved to and loaded from a folder, concurrent prompts of {', '.join(map(str, PROMPT_LENGTHS))} tokens, "
+        f"chunked to a budget of {_BUDGET} tokens per step, {NUM_TOKENS} tokens generated. *Pieces* are distinct / all."
+        + (
+            ""
+            if complete == sizes
+            else " With more ranks, some architectures were verified; an empty cell was not run."
+        ),
         "",
-        "LongRoPE has two sets of factors, and transformers changes them as a sequence grows; here all requests have one: the long "
-        "factors, or, where `max_model_len` is at most the config's `original_max_position_embeddings`, the short ones. Short "
-        "prompts give transformers' tokens with the latter.",
+        "LongRoPE has two sets of factors, and transformers switches between them as a sequence grows; Torchweave uses one for all "
+        "requests: the long factors, or the short ones if `max_model_len` is at most the config's "
+        "`original_max_position_embeddings`. Short prompts match transformers with the short factors.",
         "",
         f"| name | architecture | tokens equal |{''.join(f' {size} ranks |' for size in sizes[1:])} pieces | how | s |",
         "|---|---|---|" + "---|" * len(sizes[1:]) + "---|---|---|",
     ]
     for name, rows in by_name.items():
         row = rows[min(rows)]
-        reasons = [_cell(found["reason"]) for found in rows.values() if found["reason"]]
+        reasons = [_cell(other["reason"]) for other in rows.values() if other["reason"]]
         how = row["how"] + (f": {reasons[0]}" if reasons else "")
         pieces = f"{row['distinct_pieces']} / {row['pieces']}" if row["pieces"] else ""
         equal = " | ".join(_passed(rows.get(size)) for size in sizes)
         lines.append(f"| {name} | {row['architecture']} | {equal} | {pieces} | {how} | {row['seconds']:.1f} |")
     if result["refused"]:
-        lines += ["", "## Refused at load, with the reason", "", "| name | reason |", "|---|---|"]
+        lines += ["", "## Rejected at load", "", "| name | reason |", "|---|---|"]
         lines += [f"| {row['name']} | {_cell(row['reason'])} |" for row in result["refused"]]
     return "\n".join(lines) + "\n"
 
 
 def _on_ranks(passed: dict[int, list[bool]], sizes: Sequence[int]) -> str:
-    return "".join(f", and {sum(passed[size])} of {len(passed[size])} divided over {size} ranks" for size in sizes)
+    return "".join(f", and {sum(passed[size])} of {len(passed[size])} sharded over {size} ranks" for size in sizes)
 
 
 def _passed(row: dict[str, Any] | None) -> str:

@@ -1,7 +1,7 @@
-"""Tiny models of many architectures with random weights that make mistakes visible, and transformers' own answer for them.
+"""Tiny models of many architectures, built from configs, and their reference tokens from transformers.
 
-A wrong mask, position, window or norm must change tokens, so matrices are larger than at initialisation, norms are not one,
-and biases are not zero. Everything is built from configs; no file is needed.
+Random weights make errors visible: a wrong mask, position, window or norm must change tokens, so matrices are larger than at
+initialization, norms are not one, and biases are not zero.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class ZooModel:
     """One entry of the zoo.
 
     Attributes:
-        name: as `models verify` lists it.
+        name: name in `models verify`.
         model_type: transformers' name of the architecture.
-        options: its config, over small widths that all share.
-        shared: whether those shared widths apply; old architectures name theirs differently.
-        max_model_len: what RoPE that varies with the length is fixed for; None takes the config's limit.
+        options: config values that override the common small sizes.
+        shared: whether the common sizes apply; old architectures have other names for them.
+        max_model_len: length for length-dependent RoPE; None: the config's limit.
     """
 
     name: str
@@ -70,7 +70,7 @@ class ZooModel:
     max_model_len: int | None = None
 
     def config(self) -> Any:
-        """A fresh config object."""
+        """Build a config object."""
         return AutoConfig.for_model(self.model_type, **((_BASE if self.shared else {}) | self.options))
 
 
@@ -283,11 +283,11 @@ REFUSED_MODELS: tuple[ZooModel, ...] = (
         | {"n_routed_experts": 8, "zero_expert_num": 2, "head_dim": 16},
     ),
 )
-"""Architectures that are refused at load, each for another reason."""
+"""Architectures rejected at load, each for another reason."""
 
 
 def zoo_model(name: str) -> ZooModel:
-    """The specimen called `name`; ValueError says the nearest one."""
+    """The model called `name`; ValueError suggests the nearest name."""
     for entry in (*ZOO_MODELS, *REFUSED_MODELS):
         if entry.name == name:
             return entry
@@ -297,12 +297,12 @@ def zoo_model(name: str) -> ZooModel:
 
 
 def transformers_version() -> str:
-    """The version whose models these are."""
+    """Version of transformers."""
     return transformers.__version__
 
 
 def build(entry: ZooModel, seed: int = 0) -> PreTrainedModel:
-    """transformers' own model of a specimen, eager, float32, with weights that make mistakes visible."""
+    """transformers' eager float32 model of an entry, with weights that make errors visible."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(entry.config(), dtype=torch.float32, attn_implementation="eager")
@@ -311,18 +311,18 @@ def build(entry: ZooModel, seed: int = 0) -> PreTrainedModel:
 
 
 def save(model: PreTrainedModel, folder: str | Path) -> None:
-    """Write a model as a folder that can be loaded."""
+    """Save a model to a folder."""
     with quiet_transformers():
         model.save_pretrained(folder)
 
 
 @torch.no_grad()
 def perturb_weights(model: nn.Module) -> None:
-    """Move random initial weights away from the values under which layers do next to nothing."""
+    """Scale initial weights away from values under which layers have almost no effect."""
     for name, parameter in model.named_parameters():
         leaf = name.rpartition(".")[2]
         if parameter.ndim >= 2:
-            # About 1.2 / sqrt(fan in) at these widths: attention is peaked, and outputs are as large as the residual.
+            # About 1.2 / sqrt(fan in) at these widths: peaked attention, and outputs as large as the residual.
             parameter.normal_(0.0, 0.15)
         elif leaf == "weight":
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -335,7 +335,7 @@ def perturb_weights(model: nn.Module) -> None:
 
 @torch.no_grad()
 def reference_tokens(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-    """Greedy tokens of transformers' eager model in its own dtype, one prompt at a time, without a cache or a stop."""
+    """Greedy tokens of transformers' eager model, one prompt at a time, without a cache or stop tokens."""
     answers = []
     for prompt in prompts:
         ids = list(prompt)

@@ -86,7 +86,7 @@ MODEL = ModelFacts("tiny", 512, num_layers=4)
     [
         ({"pipeline_parallel_size": 5}, "pipeline_parallel_size=5 is above the 4 layers of tiny, .*; lower it"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0 must be at least 1"),
-        ({"pipeline_parallel_size": 2, "kv_offload_gb": 1.0}, "cannot be had over 2 ranks"),
+        ({"pipeline_parallel_size": 2, "kv_offload_gb": 1.0}, "is not supported on 2 ranks"),
         (
             {"pipeline_parallel_size": 2, "torch_compile_config": {"enable_fullgraph": False}},
             "pipeline_parallel_size=2 needs torch_compile_config.enable_fullgraph",

@@ -271,5 +271,5 @@ def test_each_has_gpus_and_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 def test_impossible_profile_options_are_refused() -> None:
     with pytest.raises(ValueError, match="data_parallel_size=0 must be at least 1"):
         check_server(EngineConfig("demo"), ServerConfig(data_parallel_size=0))
-    with pytest.raises(ValueError, match="cannot be had with executor=ray"):
+    with pytest.raises(ValueError, match="is not supported with executor=ray"):
         check_server(EngineConfig("demo", tensor_parallel_size=2, executor="ray"), ServerConfig(data_parallel_size=2))

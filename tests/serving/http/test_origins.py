@@ -54,6 +54,6 @@ def test_others_may_not() -> None:
 
 @pytest.mark.parametrize("wrong", ["chat.example.com", f"{PAGE}/", f"{PAGE}/a", ""])
 def test_what_no_browser_sends_is_refused(wrong: str) -> None:
-    with pytest.raises(ValueError, match=r"is no origin: give `\*`, or scheme, host and port"):
+    with pytest.raises(ValueError, match=r"is not an origin: expected `\*`, or scheme, host and port"):
         check_server(EngineConfig("demo"), ServerConfig(allowed_origins=(PAGE, wrong)))
     check_server(EngineConfig("demo"), ServerConfig(allowed_origins=(PAGE, "*", "null", "http://localhost:3000")))

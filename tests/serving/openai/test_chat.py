@@ -60,7 +60,7 @@ def test_E1_parts_of_text_are_one_message(server: ServerProcess) -> None:
     ids = server.post("/tokenize", {"messages": refusal}).json()["tokens"]
     assert "No.<|end|>" in server.post("/detokenize", {"tokens": ids}).json()["prompt"]
     image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
-    with pytest.raises(openai.BadRequestError, match=r"reads text alone.*image_url"):
+    with pytest.raises(openai.BadRequestError, match=r"only text parts are supported.*image_url"):
         server.client().chat.completions.create(model="demo", messages=image)
 
 

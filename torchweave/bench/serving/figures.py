@@ -1,4 +1,4 @@
-"""The figures of a run, under vLLM's names and with its meanings."""
+"""Metrics of a load test, with the names and definitions of vLLM's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GOODPUT = ("ttft", "tpot", "e2el")
 def figures(
     stats: Sequence[RequestStats], duration: float, percentiles: Sequence[float], goodput: Mapping[str, float]
 ) -> dict[str, Any]:
-    """All figures of a run of `duration` seconds; `goodput` gives limits in milliseconds by metric."""
+    """Metrics of a run of `duration` seconds; `goodput` holds limits in milliseconds by metric."""
     good = [each for each in stats if each.success]
     tokens_in, tokens_out = sum(each.input_tokens for each in good), sum(each.output_tokens for each in good)
     values = _values(good)
@@ -55,19 +55,19 @@ def figures(
 def itl_outside_slow_periods(
     stats: Sequence[RequestStats], slow_periods: Sequence[SlowPeriod], percentiles: Sequence[float]
 ) -> dict[str, float]:
-    """Inter-token latencies of which no part lies in a slow spell of the machine; empty where there was none."""
+    """Inter-token latencies that do not overlap a slow period of the machine; empty without slow periods."""
     if not slow_periods:
         return {}
     begins, ends = np.asarray(slow_periods).T
-    found = [np.empty(0)]
+    kept = [np.empty(0)]
     for each in stats:
         if each.success and each.itl:
             gaps = np.asarray(each.itl)
             until = each.start + each.ttft + np.cumsum(gaps)
-            # Spells are apart and in order: the first that ends behind a gap's beginning is the only one that may lie in it.
+            # Periods are disjoint and sorted: only the first that ends after a gap's begin can overlap it.
             nearest = np.searchsorted(ends, until - gaps)
-            found.append(gaps[np.append(begins, np.inf)[nearest] > until])
-    milliseconds = np.concatenate(found) * 1e3
+            kept.append(gaps[np.append(begins, np.inf)[nearest] > until])
+    milliseconds = np.concatenate(kept) * 1e3
     if not milliseconds.size:
         return {}
     return {"median_itl_ms": float(np.median(milliseconds))} | {
@@ -76,7 +76,7 @@ def itl_outside_slow_periods(
 
 
 def details(stats: Sequence[RequestStats]) -> dict[str, Any]:
-    """What was seen of each request, in the order in which they were sent; times in seconds."""
+    """Data of each request in sending order; times in seconds."""
     return {
         "input_lens": [each.input_tokens for each in stats],
         "output_lens": [each.output_tokens for each in stats],
@@ -95,7 +95,7 @@ def _has_tpot(each: RequestStats) -> bool:
 
 
 def _values(good: Sequence[RequestStats]) -> dict[str, list[float]]:
-    """Seconds by metric; `tpot` of an answer of one token is 0, for goodput."""
+    """Seconds by metric; `tpot` of a single-token output is 0, for goodput."""
     return {
         "ttft": [each.ttft for each in good],
         "tpot": [
@@ -133,7 +133,7 @@ def _peak_concurrency(good: Sequence[RequestStats]) -> int:
 
 
 def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """(heading, what, value, note) of a result, as people read it."""
+    """Table rows (heading, subject, value, note) of a result."""
     rate = "all at once" if result["request_rate"] == "inf" else f"{result['request_rate']:g} a second"
     failed = f"{result['failed']} FAILED: {result['errors'][0][:200]}" if result["failed"] else "none failed"
     found = [
@@ -160,14 +160,14 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         note = ", ".join(f"{other} {result[f'{other}_{name}_ms']:,.2f}" for other in others)
         found.append(("Latency, median", what, f"{result[f'median_{name}_ms']:,.2f} ms", note))
     if stalls := result.get("machine_stalls"):
-        often = f"of a process that only sleeps; {stalls['over_2_ms']} were longer than 2 ms"
-        found.append(("This machine itself", "longest stall", f"{stalls['longest_ms']:,.2f} ms", often))
-        slow = f"{stalls['slow_s']:.2f} s in all in which the same sum took at least 3 times as long"
-        found.append(("This machine itself", "slow spells", f"{stalls['slow_spells']}", slow))
+        often = f"of a sleeping process; {stalls['over_2_ms']} stalls above 2 ms"
+        found.append(("Client machine", "longest stall", f"{stalls['longest_ms']:,.2f} ms", often))
+        slow = f"{stalls['slow_s']:.2f} s in total in which a fixed computation took at least 3 times as long"
+        found.append(("Client machine", "slow periods", f"{stalls['slow_spells']}", slow))
     if calm := result.get("outside_slow_spells"):
         others = ", ".join(f"{key.split('_')[0]} {value:,.2f}" for key, value in calm.items() if key[0] == "p")
-        what = "inter-token latency outside of these, median"
-        found.append(("This machine itself", what, f"{calm['median_itl_ms']:,.2f} ms", others))
+        what = "inter-token latency outside slow periods, median"
+        found.append(("Client machine", what, f"{calm['median_itl_ms']:,.2f} ms", others))
     return found
 
 

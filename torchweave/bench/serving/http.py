@@ -1,8 +1,7 @@
-"""A small HTTP/1.1 client for load: kept connections, parsed in C, with the answer's bytes handed on as they arrive.
+"""A small HTTP/1.1 load client: persistent connections, parsing in C, bodies passed on as they arrive.
 
-One connection carries one request at a time. A body is not collected and nothing is copied on the way, so that a client with
-hundreds of streams takes little of the machine that it may share with the server. When bytes came is written down before any of
-those that came with them are parsed: else the last of many streams would seem later by what it takes to parse the others.
+A connection carries one request at a time. Bodies are neither collected nor copied, since the client may share the machine with
+the server. Arrival times are recorded before parsing; otherwise parsing of many streams would delay the last one's time.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from urllib.parse import urlsplit
 import httptools
 
 OnBody = Callable[[bytes, float], None]
-"""Gets a part of a body, and when it came, by `time.perf_counter`."""
+"""Receives a part of a body and its arrival time (`time.perf_counter`)."""
 
 
 class Connection(asyncio.Protocol):
-    """A connection and the parser of its answers; httptools calls the `on_` methods."""
+    """A connection with its response parser; httptools calls the `on_` methods."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -29,7 +28,7 @@ class Connection(asyncio.Protocol):
         self._status: asyncio.Future[int] | None = None
         self._on_body: OnBody | None = None
         self._received: list[tuple[bytes, float]] = []
-        self._at = 0.0  # when what is being parsed came
+        self._at = 0.0  # arrival time of the bytes being parsed
         self.reusable = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -41,7 +40,7 @@ class Connection(asyncio.Protocol):
         self._fail(ConnectionError(f"the server closed the connection{f': {exc}' if exc else ''}"))
 
     async def exchange(self, request: bytes, on_body: OnBody) -> int:
-        """Send a request; returns the status once the answer is whole. `on_body` gets each part of it as it arrives."""
+        """Send a request and return its status after the whole response; `on_body` receives each part on arrival."""
         assert self.transport is not None and self._status is None
         self._parser = httptools.HttpResponseParser(self)
         self._status, self._on_body = asyncio.get_running_loop().create_future(), on_body
@@ -50,12 +49,12 @@ class Connection(asyncio.Protocol):
             return await self._status
         finally:
             if not self._status.done() or self._status.cancelled():
-                self.reusable = False  # the rest of the answer is still to come
+                self.reusable = False  # the rest of the response is pending
             self._status = self._on_body = None
 
     def data_received(self, data: bytes) -> None:
         if not self._received:
-            asyncio.get_running_loop().call_soon(self._parse)  # behind all that has arrived
+            asyncio.get_running_loop().call_soon(self._parse)  # after all pending reads
         self._received.append((data, time.perf_counter()))
 
     def _parse(self) -> None:
@@ -65,7 +64,7 @@ class Connection(asyncio.Protocol):
                 self._parser.feed_data(data)
         except (httptools.HttpParserError, ValueError) as error:
             self.reusable = False
-            self._fail(ConnectionError(f"the server sent what is not HTTP or not what was asked for: {error}"))
+            self._fail(ConnectionError(f"the server sent an invalid response: {error}"))
 
     def on_body(self, body: bytes) -> None:
         if self._on_body is not None:
@@ -85,8 +84,8 @@ class HttpClient:
     """Requests to one server.
 
     Args:
-        base_url: `http://host:port`, or with a path in front of the endpoints.
-        api_key: sent as a bearer token; empty sends none.
+        base_url: `http://host:port`, optionally with a path prefix.
+        api_key: bearer token; empty: none.
     """
 
     def __init__(self, base_url: str, api_key: str = "") -> None:
@@ -101,15 +100,15 @@ class HttpClient:
         self._free: list[Connection] = []
 
     async def post(self, path: str, body: bytes, on_body: OnBody) -> int:
-        """The status of a JSON request; `on_body` gets the answer's bytes as they arrive."""
+        """Send a JSON request and return its status; `on_body` receives the response's bytes on arrival."""
         content = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return await self._exchange("POST", path, content, body, on_body)
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """The status and the whole answer."""
-        found: list[bytes] = []
-        status = await self._exchange("GET", path, "", b"", lambda part, _: found.append(part))
-        return status, b"".join(found)
+        """Return the status and the whole response."""
+        parts: list[bytes] = []
+        status = await self._exchange("GET", path, "", b"", lambda part, _: parts.append(part))
+        return status, b"".join(parts)
 
     async def _exchange(self, method: str, path: str, content: str, body: bytes, on_body: OnBody) -> int:
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}{content}\r\n".encode("latin-1")

@@ -1,4 +1,4 @@
-"""One streamed request, and what its client saw of it: vLLM's meanings of first token, gaps and latency."""
+"""A streamed request and its client-side statistics, as vLLM defines them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _ERROR_BYTES = 2000
 
 @dataclass
 class RequestStats:
-    """What a client saw of one request; times in seconds, `start` and those that follow from it by `time.perf_counter`.
+    """Client-side statistics of a request; times in seconds of `time.perf_counter`.
 
     Attributes:
-        start: when the request was sent.
-        queued: how long it had waited in this client for its turn (`max_concurrency`).
-        ttft: from `start` to the first event with a choice.
-        itl: between one event with a choice and the next.
-        latency: from `start` to the last event with a choice.
-        input_tokens, output_tokens: as the server counts them; before it has, `input_tokens` is what was meant.
-        error: why it failed; empty when it did not.
+        start: time of sending.
+        queued: wait in this client for `max_concurrency`.
+        ttft: time from `start` to the first event with a choice.
+        itl: gaps between events with a choice.
+        latency: time from `start` to the last event with a choice.
+        input_tokens, output_tokens: the server's counts; `input_tokens` is the planned number until then.
+        error: the failure; empty on success.
     """
 
     input_tokens: int
@@ -66,7 +66,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 class EventStream:
-    """Reads the events of one answer as their bytes arrive."""
+    """Parser of a response's server-sent events."""
 
     def __init__(self, stats: RequestStats) -> None:
         self._seen = stats
@@ -76,7 +76,7 @@ class EventStream:
         self.first_bytes = b""
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take in bytes that came at `now`."""
+        """Parse bytes that arrived at `now`."""
         if len(self.first_bytes) < _ERROR_BYTES:
             self.first_bytes += data[:_ERROR_BYTES]
         data = self._rest + data if self._rest else data
@@ -87,7 +87,7 @@ class EventStream:
             self._event(event, now)
 
     def _event(self, event: bytes, now: float) -> None:
-        if not event.startswith(b"data:"):  # a comment keeps the connection alive
+        if not event.startswith(b"data:"):  # a keep-alive comment
             return
         text = event[5:].lstrip()
         if text == b"[DONE]":
@@ -115,19 +115,19 @@ class EventStream:
             self._texts.append(text)
 
     def finish(self, status: int) -> None:
-        """The answer is whole."""
+        """Complete the statistics at the end of the response."""
         stats = self._seen
         stats.text = "".join(self._texts)
         if status != 200:
             stats.error = f"status {status}: {self.first_bytes.decode(errors='replace')[:_ERROR_BYTES]}"
         elif not self._last and not stats.error:
-            stats.error = "the answer held no token"
-        elif not stats.error and not stats.output_tokens:  # a server that reports no usage: one token an event
+            stats.error = "the response held no token"
+        elif not stats.error and not stats.output_tokens:  # no usage reported: assume one token per event
             stats.output_tokens = len(stats.itl) + 1
 
 
 async def send_request(http: HttpClient, path: str, body: bytes, input_tokens: int) -> RequestStats:
-    """Send one streamed request and read it to its end; what goes wrong is in `RequestStats.error`."""
+    """Send a streamed request and read its response; failures are in `RequestStats.error`."""
     stats = RequestStats(input_tokens)
     stream = EventStream(stats)
     stats.start = time.perf_counter()

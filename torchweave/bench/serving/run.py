@@ -1,4 +1,4 @@
-"""A run: find the model, wait until the server answers, send everything, and take the figures."""
+"""Load test: wait for the server, find the model, send the requests and compute the metrics."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Advance = Callable[..., None]
 
 @dataclass(frozen=True)
 class LoadTest:
-    """What is sent, how fast and to whom; the names are those of the command's options.
+    """Parameters of a load test, under the names of the command's options.
 
     Attributes:
-        fields: go into every request.
-        goodput: milliseconds within which a request must be by metric, to be counted as good.
+        fields: further fields of every request.
+        goodput: limits in milliseconds by metric.
     """
 
     base_url: str
@@ -46,10 +46,10 @@ class LoadTest:
 
 
 def run(load_test: LoadTest, advance: Advance) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The figures of a run, and what was seen of each request. `advance` is called after each request.
+    """Run a load test; returns metrics and per-request data. Calls `advance` after each request.
 
     Raises:
-        ValueError: the server does not answer, or refuses the first request.
+        ValueError: the server does not respond, or rejects a warm-up request.
     """
     try:
         import uvloop
@@ -72,8 +72,8 @@ async def _run(load_test: LoadTest, advance: Advance) -> tuple[dict[str, Any], d
         for prompt in others:
             stats = await send_request(http, load_test.endpoint, prompt.body, prompt.input_tokens)
             if not stats.success:
-                raise ValueError(f"the server does not answer as it should: {stats.error}")
-        with StallMonitor() as machine, gc_paused():  # a pause here would be seen as one of the server
+                raise ValueError(f"a warm-up request failed: {stats.error}")
+        with StallMonitor() as machine, gc_paused():  # a pause here would count as a server stall
             begin = time.perf_counter()
             all_stats = await _send_all(http, load_test, measured, advance)
             duration = time.perf_counter() - begin
@@ -113,22 +113,20 @@ async def _send_all(
 
 
 async def _until_ready(http: HttpClient, load_test: LoadTest) -> None:
-    """Ask for the models until the server answers."""
+    """Poll `/v1/models` until the server responds."""
     end = time.monotonic() + load_test.ready_check_timeout_sec
     while True:
         try:
             status, body = await http.get("/v1/models")
-            found = f"status {status}: {body[:300].decode(errors='replace')}"
+            failure = f"status {status}: {body[:300].decode(errors='replace')}"
             if status == 200:
                 return
         except OSError as error:
-            status, found = 0, str(error)
-        if status in (401, 403):  # waiting changes nothing
-            raise ValueError(
-                f"{load_test.base_url} takes no request without its API key; put the key into OPENAI_API_KEY"
-            )
+            status, failure = 0, str(error)
+        if status in (401, 403):  # waiting does not help
+            raise ValueError(f"{load_test.base_url} requires an API key; set OPENAI_API_KEY")
         if time.monotonic() >= end:
-            raise ValueError(f"no server that is ready answers at {load_test.base_url}/v1/models ({found})")
+            raise ValueError(f"no ready server at {load_test.base_url}/v1/models ({failure})")
         await asyncio.sleep(0.5)
 
 

@@ -1,4 +1,4 @@
-"""What is asked and when: random prompts with a common beginning, and arrivals by a gamma process."""
+"""Workload of the load test: random prompts with a common prefix, and gamma-distributed arrivals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from torchweave.bench.serving.http import HttpClient
 
 CHAT = "chat/completions"
-# Tokenized by the server, this gives ids that are surely text: no special ones, none beyond the vocabulary.
+# The server tokenizes this sample to obtain ids of plain text: no special ids, none outside the vocabulary.
 _SAMPLE = (
     "The quick brown fox jumps over the lazy dog while 12 grey geese, 345 owls and 6 small mice look on; nobody knows why, "
     "but every day before noon they meet under an old oak tree near the river, sing songs of winter light and share bread. "
@@ -24,7 +24,7 @@ _SAMPLE = (
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of requests: uniform in [floor(mean (1 - ratio)), ceil(mean (1 + ratio))], as vLLM's random data set."""
+    """Lengths in tokens: uniform in [floor(mean (1 - ratio)), ceil(mean (1 + ratio))], as vLLM's random data set."""
 
     input_len: int
     output_len: int
@@ -42,13 +42,13 @@ class Lengths:
             if not holds:
                 raise ValueError(f"{name}={getattr(self, name)} is not valid: it must be {expected}")
         if self.prefix_len + self.bounds(self.input_len)[0] < 1:
-            raise ValueError(f"input_len={self.input_len} is too small: a prompt has at least one token")
+            raise ValueError(f"input_len={self.input_len} is too small: a prompt needs at least one token")
 
     def bounds(self, mean: int) -> tuple[int, int]:
         return math.floor(mean * (1 - self.range_ratio)), math.ceil(mean * (1 + self.range_ratio))
 
     def draw(self, count: int, random: np.random.Generator) -> tuple[list[int], list[int]]:
-        """Tokens of each prompt behind the common beginning, and of each answer."""
+        """Prompt lengths without the common prefix, and output lengths."""
         low, high = self.bounds(self.input_len)
         inputs = random.integers(low, high + 1, size=count).tolist()
         low, high = self.bounds(self.output_len)
@@ -57,7 +57,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request: its body as it is sent, and the tokens that are meant."""
+    """A request body with its planned numbers of tokens."""
 
     body: bytes
     input_tokens: int
@@ -65,24 +65,24 @@ class Prompt:
 
 
 def prompts(lengths: Lengths, count: int, seed: int, vocabulary: Vocabulary, fields: dict[str, Any]) -> list[Prompt]:
-    """`count` requests; `fields` go into each body. The same seed gives the same requests."""
+    """`count` requests with `fields` in each body, reproducible by seed."""
     random = np.random.default_rng(seed)
     prefix = vocabulary.draw(lengths.prefix_len, random)
     inputs, outputs = lengths.draw(count, random)
-    found = []
+    requests = []
     for num_input, num_output in zip(inputs, outputs, strict=True):
         requested = vocabulary.prompt([*prefix, *vocabulary.draw(num_input, random)])
         body = json.dumps({**requested, vocabulary.max_tokens: num_output, **fields}).encode()
-        found.append(Prompt(body, lengths.prefix_len + num_input, num_output))
-    return found
+        requests.append(Prompt(body, lengths.prefix_len + num_input, num_output))
+    return requests
 
 
 class Vocabulary:
-    """What prompts are drawn from: token ids where the server takes and tells them, else words of about a token each.
+    """Items that prompts are drawn from: token ids if the server supports them, else words of about one token.
 
     Args:
-        path: of the endpoint that is asked.
-        ids: token ids that are text; empty draws words.
+        path: the endpoint.
+        ids: token ids of plain text; empty: draw words.
     """
 
     def __init__(self, path: str, ids: Sequence[int]) -> None:
@@ -104,14 +104,14 @@ def _words() -> list[str]:
 
 
 async def text_ids(http: HttpClient, model: str) -> list[int]:
-    """Token ids of plain text, from the server's `/tokenize`; empty where it has none."""
-    found: list[bytes] = []
+    """Token ids of plain text from the server's `/tokenize`; empty if it has none."""
+    parts: list[bytes] = []
     body = json.dumps({"model": model, "prompt": _SAMPLE, "add_special_tokens": False}).encode()
-    status = await http.post("/tokenize", body, lambda part, _: found.append(part))
+    status = await http.post("/tokenize", body, lambda part, _: parts.append(part))
     if status != 200:
         return []
     try:
-        return msgspec.json.decode(b"".join(found), type=_Tokens).tokens
+        return msgspec.json.decode(b"".join(parts), type=_Tokens).tokens
     except msgspec.DecodeError:
         return []
 
@@ -121,10 +121,10 @@ class _Tokens(msgspec.Struct):
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start at which each request is sent.
+    """Sending times in seconds after the start.
 
-    Gaps are drawn from a gamma distribution of shape `burstiness` (1 is a Poisson process, more is more even) and scaled so
-    that all are sent in `count / rate` seconds, as vLLM does, so that seeds do not differ in their rate.
+    Gaps follow a gamma distribution of shape `burstiness` (1: Poisson process; larger: more even), scaled to `count / rate`
+    seconds in total, as in vLLM, so that all seeds have the same rate.
     """
     if math.isinf(rate):
         return [0.0] * count

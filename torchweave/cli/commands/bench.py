@@ -14,7 +14,7 @@ from torchweave.cli.commands.bench_profile import add_options as add_profile_opt
 from torchweave.cli.commands.bench_profile import measure as _profile
 from torchweave.cli.commands.bench_serve import add_options as add_serve_options
 from torchweave.cli.commands.bench_serve import measure as _serve
-from torchweave.cli.results import check_output_path
+from torchweave.cli.output import check_output_path
 from torchweave.cli.session import engine
 from torchweave.report import Report
 from torchweave.utils.suggest import did_you_mean

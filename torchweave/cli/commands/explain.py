@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchweave.cli.arguments import Parser, engine_parser
-from torchweave.cli.results import check_output_path, write_output
+from torchweave.cli.output import check_output_path, print_table, terminal_width, write_output
 from torchweave.cli.session import engine
-from torchweave.cli.tables import print_table, terminal_width
 from torchweave.config import format_value
 
 DESCRIPTION = """Start an engine for MODEL and show the plan (asked, effective, why), passes with matches, pieces, CUDA graphs,

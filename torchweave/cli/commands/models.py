@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchweave.cli.arguments import Parser
-from torchweave.cli.results import check_output_path, write_output
+from torchweave.cli.output import check_output_path, write_output
 from torchweave.report import Report
 
 ACTIONS = ("list", "verify")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchweave.cli.arguments import Parser, engine_config, engine_parser
-from torchweave.cli.tables import print_table
+from torchweave.cli.output import print_table
 from torchweave.report import Report
 
 if TYPE_CHECKING:

@@ -1,11 +1,15 @@
-"""Tables in the terminal that wrap cells between words and never inside a name."""
+"""Output of commands: files, validated before long work starts, and tables that wrap between words only."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from torchweave.config.options import expand_path
 
 _GAP = 2  # blanks between columns
 
@@ -77,3 +81,37 @@ def _records(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]
         lines.append(first)
         lines += [f"  {name.ljust(width)}  {cell}" for name, cell in zip(columns[1:], others, strict=True) if cell]
     return lines
+
+
+def check_output_path(option: str, requested: str | Path) -> Path:
+    """The absolute path of an output file; missing folders are not created.
+
+    Raises:
+        ValueError: the file cannot be written there.
+    """
+    path = expand_path(requested).absolute()
+    try:
+        if path.is_dir():
+            raise ValueError(f"{option} {requested}: this is a folder; name a file in it")
+        nearest = next(each for each in path.parents if each.exists())
+    except OSError as error:  # e.g. the name is too long
+        raise ValueError(f"{option} {requested}: {error.strerror}; name another file") from None
+    if not nearest.is_dir():
+        raise ValueError(f"{option} {requested}: {nearest} is not a folder; name another file")
+    if not os.access(path if path.exists() else nearest, os.W_OK):
+        raise ValueError(
+            f"{option} {requested}: {path if path.exists() else nearest} cannot be written; name another file"
+        )
+    return path
+
+
+def write_output(option: str, path: Path, text: str) -> None:
+    """Write a text file.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written: {error.strerror}; name another file") from error
