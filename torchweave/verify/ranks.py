@@ -27,7 +27,7 @@ from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.startup.build import build
 from torchweave.models import load
 from torchweave.report import Report
-from torchweave.utils.child_process import ChildProcess, exit_with_parent
+from torchweave.utils.child_process import ChildProcess
 
 _TIMEOUT = 300.0
 """Seconds to wait for a rank."""
