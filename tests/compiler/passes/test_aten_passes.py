@@ -313,7 +313,7 @@ def test_S9_a_piece_that_cannot_be_lowered_is_built_as_it_is() -> None:
     assert all(map(torch.equal, compiled_graph(call_op, x), Aliased()(x)))
     graph = capture(Aliased(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
     builder = PieceBuilder(graph, PassManager([], TorchCompileConfig()), None, torch.device("cpu"), report)
-    assert builder._fixed(compiled_graph.pieces[-1], 7) is None and len(report.select("lowering")) == 2, (
+    assert builder._build_for_size(compiled_graph.pieces[-1], 7) is None and len(report.select("lowering")) == 2, (
         "nor has it a fixed size"
     )
 
