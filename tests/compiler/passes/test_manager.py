@@ -101,7 +101,7 @@ def test_the_pass_that_breaks_a_graph_is_named() -> None:
             first.append(first.prev) if first is last else first.prepend(last)
             return PassResult(1, 1)
 
-    with pytest.raises(RuntimeError, match="pass breaks left a graph"):
+    with pytest.raises(RuntimeError, match="pass breaks left an invalid graph"):
         PassManager([Breaks()]).run(graph_of(Scale(), 3), Report(show=False))
 
 

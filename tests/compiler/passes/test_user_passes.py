@@ -149,7 +149,7 @@ class Forgets(Times):
     ("kind", "why", "cause"),
     [
         (Fails, r"raised KeyError: 'oops' \(.*test_user_passes.py:\d+\)$", KeyError),
-        (Forgets, "returned None; `run` returns a PassResult", type(None)),
+        (Forgets, "returned None; `run` must return a PassResult", type(None)),
     ],
 )
 def test_S1_a_pass_that_raises_or_returns_nothing_is_named(stage: Any, kind: Any, why: str, cause: type) -> None:

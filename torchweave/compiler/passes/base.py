@@ -127,7 +127,9 @@ def load_pass(name: str) -> Pass:
     except ImportError as error:
         raise ValueError(f"passes: {name} cannot be imported ({error}); is the module on PYTHONPATH?") from error
     except AttributeError as error:
-        raise ValueError(f"passes: module {module_name} has no attribute {attribute}") from error
+        raise ValueError(
+            f"passes: {name} cannot be loaded; module {module_name} has no attribute {attribute}"
+        ) from error
     try:
         instance = loaded() if isinstance(loaded, type) else loaded
     except TypeError as error:
