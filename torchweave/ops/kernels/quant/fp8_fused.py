@@ -1,4 +1,4 @@
-"""Triton: RMSNorm and gated activations that leave FP8. A program takes a token, or a part of it where a scale needs no more."""
+"""Triton: RMSNorm and gated activations with FP8 output. A program owns a token, or part of it where scales allow."""
 
 # Triton's decorators and constexpr arguments are untyped.
 # pyright: reportCallIssue=false
@@ -33,7 +33,7 @@ def norm_fp8_kernel(
     WIDTH: tl.constexpr, SCHEME: tl.constexpr, ROWS: tl.constexpr,
     ADD: tl.constexpr, WEIGHT: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Token `program_id(0)` of q and s = quantised norm of x, or of x + residual, which also goes to `total`."""
+    """Token `program_id(0)` of q and s = quantized norm of x, or of x + residual, which is also written to `total`."""
     token = tl.program_id(0)
     column = tl.arange(0, ROWS)[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < WIDTH
@@ -59,7 +59,7 @@ def gated_fp8_kernel(
     gate_up, q, s, static_scale, num_tokens, inner, outer_stride, inner_stride,
     WIDTH: tl.constexpr, SCHEME: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, parts): `ROWS * 128` channels of a token of q and s = quantised `act(gate) * up`."""
+    """Grid (T, parts): `ROWS * 128` channels of a token of q and s = quantized `act(gate) * up`."""
     token = tl.program_id(0)
     first_group = tl.program_id(1) * ROWS
     column = (first_group + tl.arange(0, ROWS))[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -78,7 +78,7 @@ def launch_norm_fp8(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool,
     group: int, scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """As `rms_norm_fp8`, or with a residual as `add_rms_norm_fp8`: (q, s, the sum)."""
+    """(q, s, sum) of `rms_norm_fp8`, or with a residual of `add_rms_norm_fp8`."""
     rows, width = strided_rows(x), x.shape[-1]
     added = rows if residual is None else strided_rows(residual)
     q, s = empty_quantized(x, width, group, scale)
@@ -98,7 +98,7 @@ def launch_norm_fp8(
 
 
 def launch_gated_fp8(gate_up: Tensor, activation: str, group: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `gated_activation_fp8`."""
+    """(q, s) of `gated_activation_fp8`."""
     if gate_up.numel() and prefers_two_kernels(gate_up, group, scale):
         return launch_gated_parts(gate_up, activation)
     rows, width = strided_rows(gate_up), gate_up.shape[-1] // 2

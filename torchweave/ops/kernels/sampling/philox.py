@@ -1,5 +1,4 @@
-"""Triton twins of `torchweave.ops.sampling.philox`: the same numbers from the same seed and position, bit for bit where
-floats allow."""
+"""Triton versions of `torchweave.ops.sampling.philox`: equal integer words, and noise equal up to the rounding of `log`."""
 
 from __future__ import annotations
 
