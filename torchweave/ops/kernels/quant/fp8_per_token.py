@@ -1,8 +1,8 @@
-"""Triton: gated activations that leave FP8 with a scale for each token, by several programs a token.
+"""Triton: gated activations with FP8 output and a scale for each token, by several programs a token.
 
-Such a scale needs the whole token first. Where tokens are few and wide, a program for each leaves the GPU idle while one
-processor works through 14,336 exponentials and divisions; so one kernel activates parts of tokens and notes the largest number of
-each, and a second one divides.
+The scale depends on the whole token. With few, wide tokens, a program per token leaves the GPU idle while one multiprocessor
+computes 14,336 exponentials and divisions; so one kernel activates parts of tokens and stores the largest number of each part, and
+a second kernel divides.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -22,7 +22,7 @@ from torchweave.ops.kernels.quant.fp8_quant import num_warps_for, scale_and_stor
 from torchweave.ops.kernels.rows import strided_rows
 
 MAX_TOKENS = 64
-"""With more tokens there are programs enough, and what passes between the two kernels costs more."""
+"""With more tokens a program per token fills the GPU, and the traffic between two kernels costs more."""
 MIN_WIDTH = 8192
 _ROWS = 8  # groups of 128 channels in a part
 
@@ -64,13 +64,13 @@ def quant_part_kernel(
 
 
 def prefers_two_kernels(gate_up: Tensor, group: int, scale: Tensor | None) -> bool:
-    """Whether `launch_gated_parts` is the faster one of the two ways."""
+    """Whether `launch_gated_parts` is faster than one kernel."""
     width = gate_up.shape[-1] // 2
     return group == 0 and scale is None and width >= MIN_WIDTH and gate_up.numel() <= MAX_TOKENS * gate_up.shape[-1]
 
 
 def launch_gated_parts(gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """As `gated_activation_fp8` with a scale for each token; gate_up is not empty."""
+    """`gated_activation_fp8` with a scale for each token; gate_up is not empty."""
     rows, width = strided_rows(gate_up), gate_up.shape[-1] // 2
     q, s = empty_quantized(gate_up, width, 0, None)
     parts, dependent = triton.cdiv(width, _ROWS * 128), use_pdl(gate_up)
