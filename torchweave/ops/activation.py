@@ -26,10 +26,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def get_activation(name: str) -> Callable[[Tensor], Tensor]:
     """The activation function called `name`; ValueError lists the valid names."""
-    found = ACTIVATIONS.get(name)
-    if found is None:
+    function = ACTIVATIONS.get(name)
+    if function is None:
         raise ValueError(f"activation {name!r} is unknown; there are {', '.join(ACTIVATIONS)}")
-    return found
+    return function
 
 
 def _fake(gate_up: Tensor, activation: str) -> Tensor:

@@ -1,7 +1,7 @@
 """Configurations of products with few tokens: the choice by the number of tokens, and a rule for untuned shapes.
 
-Choices are a string, `2=row,4,1024,4,4,1,0;16=split,16,64,4,4,1,1`: up to 2 tokens the first configuration, up to 16 the second,
-above that the BLAS. The string is an argument of the op, so a graph is explicit about its kernels and looks nothing up.
+Choices are a string, `2=row,4,1024,4,4,1,0;16=split,16,64,4,4,1,1`: up to 2 tokens the first configuration, up to 16 the
+second, above that the BLAS. The string is an argument of the op, so a graph is explicit about its kernels and looks nothing up.
 """
 
 from __future__ import annotations
@@ -88,33 +88,33 @@ Choices = tuple[tuple[int, LinearConfig | None], ...]
 
 def format_choices(choices: Iterable[tuple[int, LinearConfig | None]]) -> str:
     """Format choices as a string; equal neighbours are merged, and the BLAS at the end is omitted."""
-    kept: list[tuple[int, LinearConfig | None]] = []
+    merged: list[tuple[int, LinearConfig | None]] = []
     for tokens, config in sorted(choices, key=lambda choice: choice[0]):
-        if kept and kept[-1][1] == config:
-            kept.pop()
-        kept.append((tokens, config))
-    while kept and kept[-1][1] is None:
-        kept.pop()
-    return ";".join(f"{tokens}={BLAS if config is None else config}" for tokens, config in kept)
+        if merged and merged[-1][1] == config:
+            merged.pop()
+        merged.append((tokens, config))
+    while merged and merged[-1][1] is None:
+        merged.pop()
+    return ";".join(f"{tokens}={BLAS if config is None else config}" for tokens, config in merged)
 
 
 @lru_cache(maxsize=4096)
 def parse_choices(text: str) -> Choices:
     """Parse the string that `format_choices` wrote; ValueError if it is malformed."""
-    found = []
+    choices = []
     for part in filter(None, text.split(";")):
         tokens, _, how = part.partition("=")
         if not tokens.isdigit():
             raise ValueError(f"{part!r} is no choice for a linear; expected tokens=configuration")
-        found.append((int(tokens), None if how == BLAS else LinearConfig.parse(how)))
-    if found != sorted(found, key=lambda choice: choice[0]):
+        choices.append((int(tokens), None if how == BLAS else LinearConfig.parse(how)))
+    if choices != sorted(choices, key=lambda choice: choice[0]):
         raise ValueError(f"choices {text!r} are not in the order of their tokens")
     if any(
         config is not None and config.kernel == "row" and max_tokens > ROW_KERNEL_MAX_TOKENS
-        for max_tokens, config in found
+        for max_tokens, config in choices
     ):
         raise ValueError(f"choices {text!r} give more than {ROW_KERNEL_MAX_TOKENS} tokens to a row kernel")
-    return tuple(found)
+    return tuple(choices)
 
 
 def select_config(text: str, num_tokens: int) -> LinearConfig | None:
@@ -142,8 +142,8 @@ def choose(num_tokens: int, num_outputs: int, width: int, dtype: torch.dtype) ->
     """Rule for a GPU without a tuning table: configuration of x [num_tokens, width] @ w [num_outputs, width].T; None = BLAS.
 
     From bench/results/linear_h100_202611.json (H100, cold weights, one CUDA graph, ten shapes of Llama 1B and 8B): one token by
-    rows takes 0.55 to 0.9 of the time of cuBLAS and kernels around it, up to 16 on tensor cores with K split among warps 0.65 to
-    0.95, up to 32 with rows split among warps 0.85 to 1, where there are rows enough for every multiprocessor. At 48 and 64,
+    rows takes 0.55 to 0.9 of the time of cuBLAS and kernels around it, up to 16 on tensor cores with K split among warps 0.65
+    to 0.95, up to 32 with rows split among warps 0.85 to 1, where there are rows enough for every multiprocessor. At 48 and 64,
     unfused, cuBLAS takes 0.76 to 1.05 of the time of these kernels (linear-48-64_h100_202611.json).
     """
     if num_tokens < 1 or not supported(num_outputs, width, dtype):

@@ -21,10 +21,7 @@ from torchweave.ops.registry import define
 
 
 def _fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty(q.shape, dtype=q.dtype, device=q.device),
-        torch.empty(k.shape, dtype=k.dtype, device=k.device),
-    )
+    return (torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device))
 
 
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

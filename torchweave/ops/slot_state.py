@@ -1,9 +1,9 @@
 """Request state on the device, one row ("slot") per running request.
 
-All request state of a decode step is in one flat int32 tensor, the arena, whose named regions are contiguous views. A step reads
-and advances it without the host. Changes by the host between steps (a request joins or leaves, blocks are granted, sampling
-parameters) are collected as (flat index, 32-bit value) pairs in `SlotUpdates` and written by `SlotState.apply`: one kernel that
-reads them from pinned host memory, however many requests change.
+All request state of a decode step is in one flat int32 tensor, the arena, whose named regions are contiguous views. A step
+reads and advances it without the host. Changes by the host between steps (a request joins or leaves, blocks are granted,
+sampling parameters) are collected as (flat index, 32-bit value) pairs in `SlotUpdates` and written by `SlotState.apply`: one
+kernel that reads them from pinned host memory, however many requests change.
 
     arena:  last_token[S] | position[S] | ... | stop_ids[S, 8] | block_table[S, B] | slots[R]
 """
@@ -198,8 +198,8 @@ class SlotUpdates:
         seed: int,
         stop_ids: Sequence[int],
     ) -> None:
-        """Set all state of the request that starts in `slot`, as one record, because a burst of requests waits for this call. The
-        first `MAX_STOP_IDS` of `stop_ids` are kept; the caller checks the rest on the host."""
+        """Set all state of the request that starts in `slot`, as one record, because a burst of requests waits for this call.
+        The first `MAX_STOP_IDS` of `stop_ids` are kept; the caller checks the rest on the host."""
         assert 0 <= slot < self.state.max_batch, f"slot {slot} is outside 0..{self.state.max_batch - 1}"
         stops = (*stop_ids[:MAX_STOP_IDS], *(-1,) * (MAX_STOP_IDS - len(stop_ids)))
         seed %= 1 << SEED_BITS
@@ -219,8 +219,8 @@ class SlotUpdates:
     def set_stop_ids(self, slot: int, stop_ids: Sequence[int]) -> None:
         """Set the first `MAX_STOP_IDS` of `stop_ids`; the caller checks the rest on the host."""
         row = np.full(MAX_STOP_IDS, -1, dtype=np.int32)
-        kept = list(stop_ids)[:MAX_STOP_IDS]
-        row[: len(kept)] = kept
+        on_device = list(stop_ids)[:MAX_STOP_IDS]
+        row[: len(on_device)] = on_device
         self.set("stop_ids", slot, row)
 
     def set_block_table(self, slots: IntArray, columns: IntArray, blocks: IntArray) -> None:

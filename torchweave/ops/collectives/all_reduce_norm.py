@@ -1,8 +1,8 @@
 """All-reduce fused with the residual add, the RMSNorm and the quantization behind it in a decoder layer.
 
-Each op is bit-equal to its parts in sequence: the sum over ranks is rounded to x's dtype, the residual is added and rounded, the
-norm rounds by its dialect (`torchweave.ops.norm`), and is quantized (`torchweave.ops.quant.fp8`, `.nvfp4`). The communicator's
-fused kernel runs at the sizes where it measured faster; else the separate ops run.
+Each op is bit-equal to its parts in sequence: the sum over ranks is rounded to x's dtype, the residual is added and rounded,
+the norm rounds by its dialect (`torchweave.ops.norm`), and is quantized (`torchweave.ops.quant.fp8`, `.nvfp4`). The
+communicator's fused kernel runs at the sizes where it measured faster; else the separate ops run.
 
 Outputs without readers are not computed: with `keep_norm` or `keep_sum` false they are empty tensors of shape `[0]`.
 """
@@ -79,8 +79,8 @@ def four_outputs(x: Tensor, normed: NormOutput, norm: NormSpec) -> tuple[Tensor,
     return normed.q, normed.s, y, total
 
 
-def _or_empty(result: Tensor | None, kept: bool, x: Tensor) -> Tensor:
-    return result if kept and result is not None else torch.empty(0, dtype=x.dtype, device=x.device)
+def _or_empty(result: Tensor | None, keep: bool, x: Tensor) -> Tensor:
+    return result if keep and result is not None else torch.empty(0, dtype=x.dtype, device=x.device)
 
 
 def _fake(

@@ -3,8 +3,8 @@
 An op names its group of ranks by a string, so that all ranks run the same graph. The `Communicator` registered under that name
 runs the op; `torchweave.distributed` registers it when the process groups start.
 
-All ops are functional: the result is a new tensor. A pass may move them as far as their operands allow, but in the same order on
-every rank: two ranks in different collectives wait for each other forever.
+All ops are functional: the result is a new tensor. A pass may move them as far as their operands allow, but in the same order
+on every rank: two ranks in different collectives wait for each other forever.
 
 Numerics: a float32 sum in the order of the ranks, rounded once, so that every rank has the same bits: later results (sampling
 above all) are computed on every rank and must agree. NCCL adds in another order, also the same on all ranks.
@@ -48,8 +48,8 @@ class Communicator(Protocol):
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> Tensor | None:
         """Buffer in symmetric memory for the operand of the next collective; None where that collective copies its operand.
 
-        The caller writes all of it and passes it to `all_reduce` or `fused_all_reduce_norm`, as this rank's next collective. Two
-        consecutive collectives, in whatever order graphs are replayed, have different slots (0, 1 or 2).
+        The caller writes all of it and passes it to `all_reduce` or `fused_all_reduce_norm`, as this rank's next collective.
+        Two consecutive collectives, in whatever order graphs are replayed, have different slots (0, 1 or 2).
         """
         ...
 
@@ -88,13 +88,13 @@ def communicator(group: str) -> Communicator:
     Raises:
         ValueError: no communicator is registered under that name.
     """
-    found = find_communicator(group)
-    if found is None:
+    registered = find_communicator(group)
+    if registered is None:
         known = ", ".join(sorted(_COMMUNICATORS)) or "none"
         raise ValueError(
             f"There is no group of ranks {group!r} (known: {known}); a world must be initialised before its collectives run."
         )
-    return found
+    return registered
 
 
 def group_size(group: str) -> int:

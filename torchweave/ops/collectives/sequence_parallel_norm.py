@@ -4,8 +4,8 @@
     reduce_scatter -> add -> norm -> all_gather
                                          every rank computes ceil(T / size) rows; the sum before the norm may stay sharded
 
-Both send the same amount: an all-reduce is a reduce-scatter and an all-gather. The gain is the work on other ranks' rows, and half
-of the second exchange where the norm is quantized before the gather. Results are bit-equal to the separate ops: rows are
+Both send the same amount: an all-reduce is a reduce-scatter and an all-gather. The gain is the work on other ranks' rows, and
+half of the second exchange where the norm is quantized before the gather. Results are bit-equal to the separate ops: rows are
 independent.
 
 A rank's rows are those of `torchweave::reduce_scatter`: `[..., T, D]` -> `[..., ceil(T / size), D]`, padded with zeros.

@@ -1,8 +1,8 @@
 """Collectives fused with the producer of their operand, which writes it into symmetric memory ("user buffers").
 
-A collective over symmetric memory first copies its operand there, unless the producer writes it there. That memory is reused, and a
-compiler that holds a tensor of it could pass it to another kernel while other ranks still read. So no graph holds that tensor:
-the producer and the collective are one op:
+A collective over symmetric memory first copies its operand there, unless the producer writes it there. That memory is reused,
+and a compiler that holds a tensor of it could pass it to another kernel while other ranks still read. So no graph holds that
+tensor: the producer and the collective are one op:
 
     producer      operands                          the operand of the collective
     copy          x                                 x

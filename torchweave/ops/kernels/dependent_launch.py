@@ -1,7 +1,7 @@
 """Programmatic dependent launch (sm_90 and later): a kernel starts while the previous kernel runs, and waits before it reads.
 
-The rule, which Inductor's kernels keep too: a kernel waits for the previous kernel, and only then lets the next kernel start. So
-when a kernel starts, all but its direct predecessor have ended, and after its wait that one has ended too. Before its wait a
+The rule, which Inductor's kernels keep too: a kernel waits for the previous kernel, and only then lets the next kernel start.
+So when a kernel starts, all but its direct predecessor have ended, and after its wait that one has ended too. Before its wait a
 kernel may read constants only: weights, and no memory that any kernel of the step writes.
 """
 
@@ -29,8 +29,8 @@ def pdl_wait(DEPENDENT: tl.constexpr):
 def pdl_trigger(DEPENDENT: tl.constexpr):
     """Let the next kernel start, when only stores are left here.
 
-    Programs that start early occupy the first free multiprocessors: all of a small launch may run on a few of them while the others
-    idle. A launch of one wave should therefore trigger its successor at its end.
+    Programs that start early occupy the first free multiprocessors: all of a small launch may run on a few of them while the
+    others idle. A launch of one wave should therefore trigger its successor at its end.
     """
     if DEPENDENT == 2:
         gdc_launch_dependents()

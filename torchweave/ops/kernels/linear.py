@@ -3,8 +3,8 @@
 Each may normalise x at its input (RMSNorm), and add a residual to its output, or gate half of it by the other half. They round
 where the separate operations round.
 
-Each supports programmatic dependent launch (`dependent_launch.py`): it then starts while the previous kernel runs, the row kernel
-with loads of its first weights.
+Each supports programmatic dependent launch (`dependent_launch.py`): it then starts while the previous kernel runs, the row
+kernel with loads of its first weights.
 """
 
 # Triton's decorators and constexpr arguments are untyped.

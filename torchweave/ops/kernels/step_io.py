@@ -1,4 +1,5 @@
-"""Triton kernels around the model in a step: prepare inputs, advance slots, scatter changed state, copy to and from pinned memory.
+"""Triton kernels around the model in a step: prepare inputs, advance slots, scatter changed state, copy to and from pinned
+memory.
 
 Kernels are not specialised on values that change between steps (sizes, alignment of slices of a packed buffer), so that none is
 compiled after start-up.
@@ -41,8 +42,8 @@ def prepare_kernel(
     num_rows, num_tokens, max_blocks, table_stride, mapping_stride,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, TABLES: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, and one for the padded tokens behind the last row. Each of TABLES block tables, `table_stride` apart,
-    has a slot mapping, `mapping_stride` apart."""
+    """One program per row, and one for the padded tokens behind the last row. Each of TABLES block tables, `table_stride`
+    apart, has a slot mapping, `mapping_stride` apart."""
     row = tl.program_id(0)
     start = tl.load(query_start + row)
     if row == num_rows:

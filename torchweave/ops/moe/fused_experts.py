@@ -81,9 +81,9 @@ def choose(
 ) -> Strategy:
     """The strategy for a number of tokens and experts of `shape`: their number, K and I.
 
-    Rows where a weight is used once or twice; narrow tiles while an expert's tokens do not fill one, wider tiles while reading the
-    weights dominates. On an H100, experts of Qwen3-30B-A3B (bench/results/experts_h100_202611.json): rows 27.5 against tiles 36.1
-    us at one token, tiles 362 against grouped 436 at 32, 458 against 509 at 512; 1910 against 944 at 4096.
+    Rows where a weight is used once or twice; narrow tiles while an expert's tokens do not fill one, wider tiles while reading
+    the weights dominates. On an H100, experts of Qwen3-30B-A3B (bench/results/experts_h100_202611.json): rows 27.5 against
+    tiles 36.1 us at one token, tiles 362 against grouped 436 at 32, 458 against 509 at 512; 1910 against 944 at 4096.
     """
     num_experts, width, inner = shape
     if num_tokens <= ROW_TOKENS and not transposed:

@@ -1,12 +1,12 @@
 """`torchweave::fp8_linear`: product of an FP8 activation and an FP8 weight, by a kernel chosen by the number of tokens.
 
 The number of tokens is symbolic in the captured graph but known when the op runs, which is when a CUDA graph is recorded. Up to
-`MAX_TOKENS` tokens the project's kernels read the weight at memory bandwidth; above, cuBLAS runs (`torch._scaled_mm` with a scale
-for each row, `F.scaled_mm` with 1 x 128 by 128 x 128 blocks on Hopper; elsewhere the dot kernel).
+`MAX_TOKENS` tokens the project's kernels read the weight at memory bandwidth; above, cuBLAS runs (`torch._scaled_mm` with a
+scale for each row, `F.scaled_mm` with 1 x 128 by 128 x 128 blocks on Hopper; elsewhere the dot kernel).
 
 Numerics: products of e4m3 numbers are exact in float32. The project's kernels sum in float32, with partial sums of 128 channels
-from tensor cores; cuBLAS by rows adds in the tensor cores' registers (fast accumulation, about 14 bits), as the peers do. Scales
-are applied in float32 and the result is rounded once; cuBLAS adds the bias after that rounding, the kernels before it.
+from tensor cores; cuBLAS by rows adds in the tensor cores' registers (fast accumulation, about 14 bits), as the peers do.
+Scales are applied in float32 and the result is rounded once; cuBLAS adds the bias after that rounding, the kernels before it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""NVFP4: numbers of four bits with a scale for each 16 of them, `torchweave::fp4_quant` and the product `torchweave::fp4_linear`.
+"""NVFP4: numbers of four bits with a scale for each 16 of them, `torchweave::fp4_quant` and the product
+`torchweave::fp4_linear`.
 
 A number is a signed e2m1 code `c` in {0, 0.5, 1, 1.5, 2, 3, 4, 6} and has the value `c * s * scale`:
 
@@ -7,8 +8,8 @@ A number is a signed e2m1 code `c` in {0, 0.5, 1, 1.5, 2, 3, 4, 6} and has the v
     c       e2m1 = round(x / (s * scale)), nearest, a tie to the even code; saturates at 6; 0 where s is 0; NaN is not kept
 
 Two codes share a byte, the even channel in its low half. The format is that of NVIDIA's Blackwell GPUs (PTX ISA, `cvt` to
-e2m1x2; checkpoints of TensorRT Model Optimizer call the scales `weight_scale` and `weight_scale_2`). GPUs before Blackwell cannot
-multiply it: there `fp4_linear` dequantizes, and FP4 saves memory only.
+e2m1x2; checkpoints of TensorRT Model Optimizer call the scales `weight_scale` and `weight_scale_2`). GPUs before Blackwell
+cannot multiply it: there `fp4_linear` dequantizes, and FP4 saves memory only.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Resampling of rows with logits processors: penalties, biases, bad words, and grammar masks.
 
 A step samples every row from its unprocessed logits. The few rows with logits processors are then sampled again from processed
-logits, and their slots are corrected; so the step, mostly a CUDA graph, does not depend on them. The state of a row between steps
-(token counts of its answer, recent tokens) is in a *state row* on the device and is updated there, so that the next step may be
-launched before the host has read a token.
+logits, and their slots are corrected; so the step, mostly a CUDA graph, does not depend on them. The state of a row between
+steps (token counts of its answer, recent tokens) is in a *state row* on the device and is updated there, so that the next step
+may be launched before the host has read a token.
 
 Order, as in vLLM: bias (with disallowed tokens and bad words of one token), repetition penalty, frequency and presence penalty,
 bad words of several tokens, grammar mask.
@@ -129,9 +129,9 @@ def resample(
 ) -> None:
     """Sample again the tokens of some rows of a step that has run, including `advance`.
 
-    logits [N, V] of the step; rows int32 [NUM_FIELDS, K], a record a column (the penalties as the bits of a float32); masks int32
-    [M, ceil(V / 32)] or None: bit v % 32 of word v / 32 allows token v. Writes the rows of tokens and out, int32 [N], `out` as in
-    `advance`; updates slots and state rows.
+    logits [N, V] of the step; rows int32 [NUM_FIELDS, K], a record a column (the penalties as the bits of a float32); masks
+    int32 [M, ceil(V / 32)] or None: bit v % 32 of word v / 32 allows token v. Writes the rows of tokens and out, int32 [N],
+    `out` as in `advance`; updates slots and state rows.
     """
     assert rows.shape[0] == NUM_FIELDS, rows.shape
     slots, size = rows[SLOT], rows.shape[1]

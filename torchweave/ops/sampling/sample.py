@@ -1,9 +1,10 @@
 """Sampling on the device: greedy, or temperature with top-k, top-p and min-p, by the parameters of each row's slot.
 
-The filters apply in this order, all after temperature: keep the top_k most likely tokens; of these the smallest set of most likely
-tokens whose renormalised probability reaches top_p; of these the tokens with at least min_p times the largest probability. A token
-tied with the last kept token is kept. The rest is sampled by Gumbel-max with noise keyed by (seed, position, vocabulary index), so
-a request's tokens do not depend on its batch. While the sampled token's position is below min_position, stop ids have logit -inf.
+The filters apply in this order, all after temperature: keep the top_k most likely tokens; of these the smallest set of most
+likely tokens whose renormalised probability reaches top_p; of these the tokens with at least min_p times the largest
+probability. A token tied with the last kept token is kept. The rest is sampled by Gumbel-max with noise keyed by (seed,
+position, vocabulary index), so a request's tokens do not depend on its batch. While the sampled token's position is below
+min_position, stop ids have logit -inf.
 """
 
 from __future__ import annotations

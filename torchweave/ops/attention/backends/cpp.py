@@ -1,8 +1,8 @@
 """Paged attention on a CPU as one C++ function per layer.
 
-Torch has no operator over a paged cache, so the torch backend gathers every key and value of the batch. Here each token walks the
-blocks of its own sequence. Inductor's C++ code cache builds the function (`kernels/attention_cpu.cpp`) for a head size and caches
-it on disk. Layers that are not float32, and rows with many new tokens, run on the torch backend.
+Torch has no operator over a paged cache, so the torch backend gathers every key and value of the batch. Here each token walks
+the blocks of its own sequence. Inductor's C++ code cache builds the function (`kernels/attention_cpu.cpp`) for a head size and
+caches it on disk. Layers that are not float32, and rows with many new tokens, run on the torch backend.
 """
 
 from __future__ import annotations

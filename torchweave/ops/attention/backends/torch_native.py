@@ -1,13 +1,13 @@
 """Paged attention in plain torch: the CPU path without a C++ compiler, and the reference of the kernels on any device.
 
 The cost of a step on a CPU is mostly the number of torch calls. So rows are batched: all decode rows are one group, and prefill
-rows of similar length are padded into few groups. The indices of a group are built once per step with numpy; a layer then takes a
-fixed number of calls per group, whatever the number of rows:
+rows of similar length are padded into few groups. The indices of a group are built once per step with numpy; a layer then takes
+a fixed number of calls per group, whatever the number of rows:
 
     index_copy k, v -> index_select k, v -> scaled_dot_product_attention -> copy into out
 
-Keys are gathered token by token, and places behind a row's length repeat the row's own first visible token: no row reads memory of
-another row or memory that was never written, so a NaN elsewhere cannot leak through a weight of zero.
+Keys are gathered token by token, and places behind a row's length repeat the row's own first visible token: no row reads memory
+of another row or memory that was never written, so a NaN elsewhere cannot leak through a weight of zero.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class _RowGroup:
 class TorchStep:
     """One step of the torch backend; holds the indices that its layers share.
 
-    Rows of fewer than `min_new_tokens` tokens are skipped: their keys and values are cached, their part of `out` is not written.
+    Rows of fewer than `min_new_tokens` tokens are skipped: their keys and values are cached, their part of `out` is not
+    written.
     """
 
     fuses_rope: ClassVar[bool] = False
@@ -114,11 +115,7 @@ class TorchStep:
         span = (int(flat[0]), int(flat[0]) + flat.size)
         exact = np.array_equal(flat, np.arange(*span))
         return _RowGroup(
-            host.block_table[host.slots[rows]],
-            tokens,
-            positions,
-            span,
-            None if exact else self._index(flat),
+            host.block_table[host.slots[rows]], tokens, positions, span, None if exact else self._index(flat)
         )
 
     def _keys_and_mask(

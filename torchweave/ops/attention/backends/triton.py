@@ -44,7 +44,7 @@ class DecodeConfig:
         num_warps: of a program.
         num_stages: depth of the software pipeline.
         programs_per_sm: target number of programs when splitting the context; more splits cost more combining.
-        min_tiles: largest context, in tiles, that is not split: combining costs about as much (4.9 against 7.8 us a layer at 192
+        min_tiles: largest context, in tiles, that is not split: combining costs as much (4.9 against 7.8 us a layer at 192
             keys and batch 1 on an H100).
         dot: scores by matrix product, the query heads padded to 16; else by multiply and sum, for small groups.
         dependent: programmatic dependent launch (`kernels/dependent_launch.py`), which lets the next kernel start 1: at once;

@@ -1,10 +1,10 @@
 """Triton: attention of rows with one new token over the paged cache, split over the context.
 
-Grid `(KH, splits, R)`. The grid fixes the number of splits, so a CUDA graph may hold the launch; the device computes from a row's
-real length how many splits are used and which keys each takes. A program attends the query heads that share a key head (packed
-into the rows of a matrix product) over its keys. The first split also takes the new token's key and value from the inputs, and
-may write them into the cache. When a row uses several splits, each writes its partial result to a workspace; the last split (by
-an atomic counter per row and key head) combines them and resets the counter.
+Grid `(KH, splits, R)`. The grid fixes the number of splits, so a CUDA graph may hold the launch; the device computes from a
+row's real length how many splits are used and which keys each takes. A program attends the query heads that share a key head
+(packed into the rows of a matrix product) over its keys. The first split also takes the new token's key and value from the
+inputs, and may write them into the cache. When a row uses several splits, each writes its partial result to a workspace; the
+last split (by an atomic counter per row and key head) combines them and resets the counter.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -40,8 +40,8 @@ def first_visible_key(position, window, chunk):
 
 @triton.jit
 def load_blocks(table_row, tile, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Blocks of the keys of the tile that begins at `tile`: a scalar if a tile lies within a block, else one per key. Loops load
-    them one tile ahead: an address that waits for a load would halve the depth of the pipeline."""
+    """Blocks of the keys of the tile that begins at `tile`: a scalar if a tile lies within a block, else one per key. Loops
+    load them one tile ahead: an address that waits for a load would halve the depth of the pipeline."""
     if BLOCK_SIZE % BLOCK_N == 0:
         return tl.load(table_row + tile // BLOCK_SIZE, mask=tile < end, other=0)
     else:  # noqa: RET505 (Triton compiles only the branch that is taken when there are two)
@@ -76,8 +76,8 @@ def _store_output(
     result, head, valid, out, out_scale, static_scale, token, num_tokens, dtype: tl.constexpr,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
-    """Store the results `[N, VALUE_PAD]` of `head` `[N]` of a token. QUANT: 0 unquantized; 1 FP8 with `static_scale`; 2 FP8 with
-    a scale for each head, of 128 channels. See `fp8_quant.store_fp8`."""
+    """Store the results `[N, VALUE_PAD]` of `head` `[N]` of a token. QUANT: 0 unquantized; 1 FP8 with `static_scale`; 2 FP8
+    with a scale for each head, of 128 channels. See `fp8_quant.store_fp8`."""
     dim = tl.arange(0, VALUE_PAD)
     mask = valid[:, None] & (dim < VALUE_DIM)[None, :]
     if QUANT > 0:
@@ -220,8 +220,8 @@ def paged_decode(
 ):  # fmt: skip
     """One row, one key head, one split.
 
-    DECODE_ONLY: row i is token i, padding rows are zeroed, and K/V are written here; otherwise rows without exactly one token are
-    left to the prefill kernel, and K/V are in the cache already.
+    DECODE_ONLY: row i is token i, padding rows are zeroed, and K/V are written here; otherwise rows without exactly one token
+        are left to the prefill kernel, and K/V are in the cache already.
     HALF: half of the rotary channels of a head, rotated here, after the norm if NORM; 0: q and k are rotated already.
     SPLITS_PAD: a power of two, at least `num_splits`; 1 omits the combination. DEPENDENT: see `dependent_launch.py`.
     QUANT: see `_store_output`. KV_FP8_MAX: see `quantize_kv`; `scale` then includes the scale of the cached keys.

@@ -1,9 +1,9 @@
 """Triton: write a step's keys and values to the paged cache; flash attention over it for rows with several new tokens.
 
-The device finds the row of a program, so that a CUDA graph may hold the launch for any rows: with BQ tokens a tile, row i's tiles
-begin at `query_start[i] // BQ + i`, and `cdiv(T, BQ) + R` programs are always enough. The padded tokens behind the last row are one
-more row, whose tiles write zeros. The query heads that share a key head are packed into the rows of one tile. A tile's keys are
-walked in up to three loops; the middle one, nearly all of a long context, needs no mask.
+The device finds the row of a program, so that a CUDA graph may hold the launch for any rows: with BQ tokens a tile, row i's
+tiles begin at `query_start[i] // BQ + i`, and `cdiv(T, BQ) + R` programs are always enough. The padded tokens behind the last
+row are one more row, whose tiles write zeros. The query heads that share a key head are packed into the rows of one tile. A
+tile's keys are walked in up to three loops; the middle one, nearly all of a long context, needs no mask.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _attend_tiles(
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, LOCAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend keys `[begin, end)`, where `begin` is a multiple of BLOCK_N. Not MASKED: so is `end`, and all keys are visible. Blocks
-    of keys below `first_visible` may belong to another sequence."""
+    """Attend keys `[begin, end)`, where `begin` is a multiple of BLOCK_N. Not MASKED: so is `end`, and all keys are visible.
+    Blocks of keys below `first_visible` may belong to another sequence."""
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
     blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N)

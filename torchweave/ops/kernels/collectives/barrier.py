@@ -1,12 +1,12 @@
 """Triton: barrier between programs of several ranks, by one word for every program of every rank in symmetric memory.
 
 Programs with the same index meet over all ranks: each writes the barrier's epoch into its words on the other ranks
-(`st.release.sys`) and waits until its own words reach it (`ld.acquire.sys`). Words only grow, so nothing is reset and a rank may be
-one epoch ahead; epochs are compared by their difference, which wraps. Writes of any thread before the barrier are visible to all
-threads of the other programs after it: a block barrier stands on both sides of the signals.
+(`st.release.sys`) and waits until its own words reach it (`ld.acquire.sys`). Words only grow, so nothing is reset and a rank
+may be one epoch ahead; epochs are compared by their difference, which wraps. Writes of any thread before the barrier are
+visible to all threads of the other programs after it: a block barrier stands on both sides of the signals.
 
-A wait always ends: when the host writes the status word (a rank has died), or after a timeout by the GPU's clock, when the program
-writes the status word itself. From then on results are invalid, and the host reads that from the status word.
+A wait always ends: when the host writes the status word (a rank has died), or after a timeout by the GPU's clock, when the
+program writes the status word itself. From then on results are invalid, and the host reads that from the status word.
 
 `table` is int64 `[SIZE + 2]`: addresses of the ranks' memory, that of the status word, and the timeout in nanoseconds.
 """

@@ -7,10 +7,10 @@ One allocation on every rank, of the same layout:
     data        the operand of a large one-shot or of a two-shot collective
     sums        this rank's share of the result of a two-shot collective
 
-A one-shot collective over a slot has one barrier. Its slot may be written again once every rank has *begun* the next collective,
-which is certain when that collective has ended here: so consecutive collectives use different slots and need no second barrier.
-Large operands have no slots, which would take five times their memory: `data` has a second barrier, after which no rank reads it.
-`sums` is written only after the next collective's first barrier, so that one buffer is enough.
+A one-shot collective over a slot has one barrier. Its slot may be written again once every rank has *begun* the next
+collective, which is certain when that collective has ended here: so consecutive collectives use different slots and need no
+second barrier. Large operands have no slots, which would take five times their memory: `data` has a second barrier, after which
+no rank reads it. `sums` is written only after the next collective's first barrier, so that one buffer is enough.
 """
 
 from __future__ import annotations

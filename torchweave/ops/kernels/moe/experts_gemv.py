@@ -106,8 +106,8 @@ def rows_down_kernel(
 ):  # fmt: skip
     """out[token, N], the weighted sum: a program reads BLOCK_N rows of each of the token's experts, all at once.
 
-    The previous kernel only read the routing, so its writer has ended when this kernel starts: the routing is read, bypassing L1,
-    and the first weights are loaded before the wait.
+    The previous kernel only read the routing, so its writer has ended when this kernel starts: the routing is read, bypassing
+    L1, and the first weights are loaded before the wait.
     """
     token = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

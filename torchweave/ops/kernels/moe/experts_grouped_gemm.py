@@ -1,8 +1,8 @@
 """Triton kernels for routed experts with more tokens: pairs of token and expert are grouped by expert on the device.
 
 `sort_pairs_kernel` sorts the pairs: `rows` holds them grouped by expert, those of expert e in `[ends[e - 1], ends[e])`. Then a
-program owns rows of one expert's weight and multiplies them by all of its tokens on tensor cores, BLOCK_M at a time. Grids depend
-on sizes only, never on the routing, and every sum has a fixed order, so CUDA graphs replay them with the same bits.
+program owns rows of one expert's weight and multiplies them by all of its tokens on tensor cores, BLOCK_M at a time. Grids
+depend on sizes only, never on the routing, and every sum has a fixed order, so CUDA graphs replay them with the same bits.
 """
 
 # Triton's decorators and constexpr arguments are untyped.

@@ -1,8 +1,8 @@
 """Triton kernels for FP8 products `(q * s) @ (w * ws).T`, with scales by row or by block of 128 x 128.
 
-`row_kernel` multiplies element by element and reads the weight once at memory bandwidth (1 or 2 tokens); `dot_kernel` uses tensor
-cores at any number of tokens. Both sum in float32: tensor cores add e4m3 products with about 14 bits, so their sums over 128
-channels are moved into float32 registers.
+`row_kernel` multiplies element by element and reads the weight once at memory bandwidth (1 or 2 tokens); `dot_kernel` uses
+tensor cores at any number of tokens. Both sum in float32: tensor cores add e4m3 products with about 14 bits, so their sums over
+128 channels are moved into float32 registers.
 
 Under programmatic dependent launch they start while the previous kernel drains, the row kernel with loads of its first weights,
 and wait before they read that kernel's results.

@@ -21,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.sampling.layout import LANES, MAX_STOP_IDS, SlotTensors
-from torchweave.ops.kernels.sampling.philox import gumbel, philox
 
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
@@ -32,6 +31,27 @@ _SUB = 256
 _CAPACITY = 2048  # largest number of candidates searched in registers
 _SUBS_AT_ONCE = 32
 _KEY_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a key that follow from the others
+
+
+@triton.jit
+def philox(counter, position, seed_lo, seed_hi):
+    """`torchweave.ops.sampling.philox.philox_4x32` on (counter, position, 0, 0): the same words."""
+    c0 = counter.to(tl.uint32)
+    c1 = (counter * 0 + position).to(tl.uint32)
+    c2 = (counter * 0).to(tl.uint32)
+    c3 = c2
+    k0 = c2 + seed_lo.to(tl.uint32, bitcast=True)
+    k1 = c2 + seed_hi.to(tl.uint32, bitcast=True)
+    return tl.philox_impl(c0, c1, c2, c3, k0, k1)
+
+
+@triton.jit
+def gumbel(word):
+    """`torchweave.ops.sampling.philox.gumbel`, up to the rounding of `log`."""
+    u = ((word & 0x7FFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = u * (1.0 + u * (0.5 + u * 0.3333333432674408))
+    complement = (16777216 - (word >> 8).to(tl.int32)).to(tl.float32) * 5.960464477539063e-08
+    return -tl.log(tl.where(word < 0x800000, series, -tl.log(complement)))
 
 
 @triton.jit
