@@ -28,7 +28,7 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
     """The activation function called `name`; ValueError lists the valid names."""
     function = ACTIVATIONS.get(name)
     if function is None:
-        raise ValueError(f"activation {name!r} is unknown; there are {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"activation {name!r} is unknown; expected one of {', '.join(ACTIVATIONS)}")
     return function
 
 

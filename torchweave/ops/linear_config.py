@@ -57,7 +57,7 @@ class LinearConfig:
         kernel, *numbers = text.split(",")
         if kernel not in KERNELS or len(numbers) != 6 or not all(number.isdigit() for number in numbers):
             raise ValueError(
-                f"{text!r} is no configuration of a linear; expected kernel,n,k,warps,depth,dependent,apart"
+                f"{text!r} is not a configuration of a linear; expected kernel,n,k,warps,depth,dependent,apart"
             )
         return LinearConfig(kernel, *map(int, numbers[:-1]), norm_apart=bool(int(numbers[-1])))  # type: ignore[arg-type]
 
@@ -105,10 +105,10 @@ def parse_choices(text: str) -> Choices:
     for part in filter(None, text.split(";")):
         tokens, _, how = part.partition("=")
         if not tokens.isdigit():
-            raise ValueError(f"{part!r} is no choice for a linear; expected tokens=configuration")
+            raise ValueError(f"{part!r} is not a choice for a linear; expected tokens=configuration")
         choices.append((int(tokens), None if how == BLAS else LinearConfig.parse(how)))
     if choices != sorted(choices, key=lambda choice: choice[0]):
-        raise ValueError(f"choices {text!r} are not in the order of their tokens")
+        raise ValueError(f"choices {text!r} must have increasing numbers of tokens")
     if any(
         config is not None and config.kernel == "row" and max_tokens > ROW_KERNEL_MAX_TOKENS
         for max_tokens, config in choices

@@ -69,7 +69,7 @@ def operand_shape(producer: str, operands: Sequence[Tensor]) -> tuple[int, ...]:
         ValueError: the producer is unknown.
     """
     if producer not in PRODUCERS:
-        raise ValueError(f"nothing produces an operand by {producer!r}; expected {', '.join(PRODUCERS)}.")
+        raise ValueError(f"producer {producer!r} is unknown; expected {', '.join(PRODUCERS)}.")
     weight = {"linear": 1, "fp8_linear": 2}.get(producer)
     first = operands[0].shape
     return tuple(first) if weight is None else (*first[:-1], operands[weight].shape[0])

@@ -51,7 +51,7 @@ def empty_fp4(x: Tensor) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     if width % BLOCK:
         raise ValueError(
-            f"{width} channels cannot be quantised to FP4: a scale is shared by {BLOCK}, expected a multiple."
+            f"{width} channels cannot be quantized to FP4: expected a multiple of {BLOCK}, the channels that share a scale."
         )
     q = torch.empty((*x.shape[:-1], width // 2), dtype=torch.uint8, device=x.device)
     return q, torch.empty((*x.shape[:-1], width // BLOCK), dtype=FP8, device=x.device)
