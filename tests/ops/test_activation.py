@@ -29,7 +29,7 @@ def test_the_references_are_eager_mode(name: str, dtype: torch.dtype) -> None:
 
 
 def test_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"activation 'swish' is unknown; there are silu, gelu"):
+    with pytest.raises(ValueError, match=r"activation 'swish' is unknown; expected one of silu, gelu"):
         gated_activation(draw(2, 8), "swish")
 
 

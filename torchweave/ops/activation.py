@@ -1,8 +1,7 @@
-"""Gated activations, `act(gate) * up`, read straight from the one tensor that a merged gate/up product leaves.
+"""Gated activations, `act(gate) * up`, over the output of a merged gate/up projection.
 
-Rounding is as in eager mode: the activation is computed in float32 and rounded to the dtype, then the product is. The kernel's
-exponential differs from the eager one in the last bits of float32, so that a result may differ by one unit in its last place
-where the activation lies next to a tie.
+Rounding follows eager mode: the activation is computed in float32 and rounded to the dtype, then the product is. The kernel's
+exponential differs in the last bits of float32, so a result may differ by one unit in the last place next to a tie.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "sigmoid": torch.sigmoid,
 }
-"""What `activation` may be."""
+"""Values of the argument `activation`."""
 
 
 def get_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The function called `name`; ValueError lists those there are."""
-    found = ACTIVATIONS.get(name)
-    if found is None:
-        raise ValueError(f"activation {name!r} is unknown; there are {', '.join(ACTIVATIONS)}")
-    return found
+    """The activation function called `name`; ValueError lists the valid names."""
+    function = ACTIVATIONS.get(name)
+    if function is None:
+        raise ValueError(f"activation {name!r} is unknown; expected one of {', '.join(ACTIVATIONS)}")
+    return function
 
 
 def _fake(gate_up: Tensor, activation: str) -> Tensor:

@@ -1,9 +1,9 @@
-"""Linears that read their weight at full speed when there are few tokens, alone and with what stands around them.
+"""Linears that read their weight at full bandwidth when there are few tokens, alone and fused with neighbouring ops.
 
-`torchweave::linear` is F.linear. `torchweave::fused_linear` also normalises its input, gates one half of its output by the other,
-or adds a residual: what a decoder layer has between two of its products. The number of tokens is symbolic in the captured graph
-but known when an op runs, which is when a CUDA graph is recorded: so the op, not the compiler, takes the BLAS or one of the
-project's kernels, bucket by bucket, as its argument `choices` says (`linear_config`).
+`torchweave::linear` is F.linear. `torchweave::fused_linear` also normalises its input, gates half of its output by the other
+half, or adds a residual: the ops between two products of a decoder layer. The number of tokens is symbolic in the captured
+graph but known when an op runs, which is when a CUDA graph is recorded: so the op, not the compiler, selects the BLAS or a
+kernel of the project for each bucket, by its argument `choices` (`linear_config`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_FUSION = LinearFusion()
 
 
 def run(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, fusion: LinearFusion = NO_FUSION) -> None:
-    """out [T, N] = x [T, K] @ w [N, K].T, and what is around it, by a kernel; all on one GPU, rows contiguous."""
+    """out [T, N] = x [T, K] @ w [N, K].T and the fusion, by a kernel; all on one GPU, rows contiguous."""
     from torchweave.ops.kernels.linear import launch
 
     if config.norm_apart and fusion.norm is not None:
@@ -33,7 +33,7 @@ def run(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, fusion: LinearF
 
 
 def run_unfused(x: Tensor, w: Tensor, fusion: LinearFusion = NO_FUSION) -> Tensor:
-    """x [..., K] times w by the BLAS, and what is around it by operations of their own."""
+    """x [..., K] times w by the BLAS, and the fusion by separate ops."""
     if fusion.norm is not None:
         x = _normalized(x, fusion)
     y = F.linear(x, w, fusion.bias)
@@ -47,7 +47,7 @@ def _normalized(x: Tensor, fusion: LinearFusion) -> Tensor:
 
 
 def _run_chosen(x: Tensor, w: Tensor, fusion: LinearFusion, choices: str) -> Tensor:
-    """On a GPU, as the choices say; operands that the kernels cannot read go to the BLAS."""
+    """Run on a GPU by `choices`; operands that the kernels cannot read go to the BLAS."""
     width = w.shape[1]
     config = select_config(choices, x.numel() // width) if _kernels_can_read(x, w, fusion) else None
     if config is None:
@@ -73,7 +73,7 @@ def linear_into(x: Tensor, w: Tensor, bias: Tensor | None, choices: str, out: Te
 
 
 def _kernels_can_read(x: Tensor, w: Tensor, fusion: LinearFusion) -> bool:
-    """May the kernels read these, the weight with 16-byte loads?"""
+    """Whether the kernels can read the operands, the weight with 16-byte loads."""
     rows_aligned = w.stride(1) == 1 and w.stride(0) % 8 == 0 and w.data_ptr() % 16 == 0
     beside = fusion.residual is None or (fusion.residual.is_contiguous() and fusion.residual.dtype == x.dtype)
     return x.dtype == w.dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 and rows_aligned and beside
@@ -116,6 +116,5 @@ def fused_linear(
     activation: str | None,
     choices: str,
 ) -> Tensor:
-    """x [..., K] and w [N, K] with what is around the product (`LinearFusion`) -> [..., N], or [..., N // 2] when
-    gated; contiguous."""
+    """x [..., K] and w [N, K] with the fusion (`LinearFusion`) -> [..., N], or [..., N // 2] when gated; contiguous."""
     return run_unfused(x, w, LinearFusion(bias, norm, eps, offset, wide, residual, activation)).contiguous()

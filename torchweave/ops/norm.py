@@ -1,4 +1,4 @@
-"""RMSNorm as models compute it, and the same with the residual add before it in one kernel.
+"""RMSNorm as models compute it, alone and fused with the residual add before it.
 
 Models differ in where they round (x in bfloat16 or float16, the mean of squares always in float32):
 
@@ -7,8 +7,8 @@ Models differ in where they round (x in bfloat16 or float16, the mean of squares
     (y * (offset + weight32)).to(x.dtype)     OLMo 2, GPT-OSS: `wide`, offset 0; Gemma: `wide`, offset 1
     y.to(x.dtype)                             without a weight
 
-The eager references are those formulas; the kernel rounds at the same places. What is left free is the order of the sum of
-squares and the last bits of rsqrt: |error| <= 2 ** -22 of a result before its final rounding.
+The eager references are those formulas; the kernel rounds at the same places. Free are the order of the sum of squares and the
+last bits of rsqrt: |error| <= 2 ** -22 of a result before its final rounding.
 """
 
 from __future__ import annotations

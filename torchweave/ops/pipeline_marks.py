@@ -1,8 +1,7 @@
-"""Marks in the graph of a model whose layers are divided: where a stage begins, where it ends, and what it has not got.
+"""Marker ops of pipeline parallelism in a model's graph: start and end of a stage, and results of other stages.
 
-Models put them in, and the compile stack cuts the captured graph at them (`torchweave.compiler.partition.pipeline_stages`):
-none is left in what runs.
-By themselves they stand for what they cannot know: zeros for what another stage has, copies for the rest.
+Models insert them, and the compile stack cuts the captured graph at them (`torchweave.compiler.partition.pipeline_stages`);
+none is left in the compiled graph. Run eagerly, they return zeros for results of other stages and copies for the rest.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ def _fake_like(x: Tensor) -> Tensor:
 
 @define("torchweave::stage_input", fake=_fake_like)
 def stage_input(x: Tensor) -> Tensor:
-    """What the stage before hands over, in the place of x, whose geometry it has; contiguous."""
+    """Result of the previous stage, of the shape and dtype of x; contiguous."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
 @define("torchweave::stage_output", fake=_fake_like)
 def stage_output(x: Tensor) -> Tensor:
-    """x, which is handed to the next stage; what follows is another stage's."""
+    """x, sent to the next stage; the ops behind it belong to other stages."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -35,5 +34,5 @@ def _fake_elsewhere(ids: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 @define("torchweave::elsewhere", fake=_fake_elsewhere)
 def elsewhere(ids: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """What another stage makes of token ids `[...]`: `[..., width]`. A stage whose result depends on it cannot be."""
+    """Result of another stage for token ids `[...]`: `[..., width]`. No output of this stage may depend on it."""
     return torch.zeros((*ids.shape, width), dtype=dtype, device=ids.device)

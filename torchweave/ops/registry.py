@@ -1,7 +1,7 @@
-"""One decorator registers an op, its fake kernel, its eager reference, and whether the graph is cut at it.
+"""Registration of custom ops: the op, its fake kernel, its eager reference, and whether graphs are cut at it.
 
-A *boundary op* has no output: it writes into tensors which the piece before it allocated, so that a captured piece on
-either side of it keeps its addresses. The capture and the splitter ask `boundary_ops()`; nothing else is registered twice.
+A *boundary op* has no output: it writes into tensors that the piece before it allocated, so that captured pieces on either side
+keep their addresses. Capture and partition read `boundary_ops()`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsag
 
 @dataclass(frozen=True)
 class OpInfo:
-    """What is known about one custom op of the project.
+    """Registration of a custom op of the project.
 
     Attributes:
         name: qualified name, `torchweave::attention`.
         reference: the eager implementation; the oracle of every faster one.
         mutates: names of the arguments that it writes into.
         boundary: whether graphs are cut at it.
-        cuda: what runs on a GPU instead of the reference, if anything.
+        cuda: implementation on a GPU, if it is not the reference.
     """
 
     name: str
@@ -75,12 +75,12 @@ def _fake_without_outputs(*args: Any, **kwargs: Any) -> None:
 
 
 def op_info(name: str) -> OpInfo:
-    """What was registered under `name`; KeyError if nothing was."""
+    """The registration of `name`; KeyError if there is none."""
     return _OPS[name]
 
 
 def cuda_kernel(name: str) -> Callable[..., Any] | None:
-    """What runs an op on a GPU in its reference's place; None where nothing does, or where the op is not the project's."""
+    """The GPU implementation of an op; None if it has none, or if the op is not the project's."""
     return _OPS[name].cuda if name in _OPS else None
 
 

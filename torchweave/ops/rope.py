@@ -1,12 +1,12 @@
-"""Rotary position embedding of queries and keys in one kernel, after their RMSNorm where the model has one (Qwen 3, Gemma 3).
+"""Rotary position embedding of queries and keys in one kernel, with their RMSNorm where the model has one (Qwen 3, Gemma 3).
 
-The half style, as transformers writes it: of the first R numbers of a head, the two halves turn against each other,
+The half style of transformers: the two halves of the first R channels of a head are rotated against each other,
 
     x * cos + cat(-x[R/2:], x[:R/2]) * sin
 
-and the rest, if any, passes through. Each product is rounded before they are added, to the dtype that eager mode gives it: that of
-x and cos, or float32 where cos is float32. The kernel does the same, without fused multiply-add, and is bit-equal.
-With the norm, see `torchweave.ops.norm` for what is left free.
+and the other channels pass through. Each product is rounded before the sum, to the dtype of eager mode: that of x and cos, or
+float32 where cos is float32. The kernel does the same, without fused multiply-add, and is bit-equal. With the norm, see
+`torchweave.ops.norm` for the tolerance.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from torchweave.ops.registry import define
 
 
 def _fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty(q.shape, dtype=q.dtype, device=q.device),
-        torch.empty(k.shape, dtype=k.dtype, device=k.device),
-    )
+    return (torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device))
 
 
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +32,7 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 
 @define("torchweave::rope", fake=_fake, cuda=_launch)
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys.
+    """Rotate queries and keys.
 
     Args:
         q: `[..., T, H, D]`; the dimensions before T are 1.
@@ -43,7 +40,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
         cos, sin: `[..., T, R]` of the same dtype, or float32; R even and at most D.
 
     Returns:
-        q and k turned, contiguous.
+        q and k rotated, contiguous.
     """
     return _apply_rotary(q, cos, sin), _apply_rotary(k, cos, sin)
 
@@ -87,7 +84,7 @@ def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Rotary(NamedTuple):
-    """What an attention backend that turns queries and keys itself needs: the arguments of `rope` or `qk_norm_rope`.
+    """Arguments of `rope` or `qk_norm_rope`, for attention backends that apply the rotary embedding themselves.
 
     Without weights there is no norm. `cos` and `sin` are `[..., T, R]`.
     """
@@ -101,7 +98,7 @@ class Rotary(NamedTuple):
     wide: bool = False
 
     def apply_rotary(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q `[T, H, D]` and k `[T, KH, D]`, normed if there are weights, and turned."""
+        """q `[T, H, D]` and k `[T, KH, D]`, rotated, and normed before it if there are weights."""
         cos, sin = self.cos.reshape(-1, self.cos.shape[-1]), self.sin.reshape(-1, self.sin.shape[-1])
         if self.q_weight is None or self.k_weight is None:
             return rope(q, k, cos, sin)

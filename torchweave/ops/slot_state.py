@@ -1,9 +1,9 @@
-"""Request state that lives on the device, one row ("slot") per running request.
+"""Request state on the device, one row ("slot") per running request.
 
-Everything that a decode step needs to know about its requests is in ONE flat int32 tensor, the arena, whose named regions are
-contiguous views. A step reads and advances it without the host; whatever the host wants to change between steps (a request that
-joins or leaves, blocks granted, sampling parameters) is collected as (flat index, 32-bit value) pairs in `SlotUpdates` and put on
-the device by `SlotState.apply`: one kernel that reads them where the host wrote them, however many requests change.
+All request state of a decode step is in one flat int32 tensor, the arena, whose named regions are contiguous views. A step
+reads and advances it without the host. Changes by the host between steps (a request joins or leaves, blocks are granted,
+sampling parameters) are collected as (flat index, 32-bit value) pairs in `SlotUpdates` and written by `SlotState.apply`: one
+kernel that reads them from pinned host memory, however many requests change.
 
     arena:  last_token[S] | position[S] | ... | stop_ids[S, 8] | block_table[S, B] | slots[R]
 """
@@ -124,16 +124,16 @@ class SlotState:
         return flat.view(shape)
 
     def updates(self) -> SlotUpdates:
-        """A collector for changes of this state; make one and reuse it."""
+        """A collector of changes of this state; create it once and reuse it."""
         return SlotUpdates(self)
 
     def apply(self, updates: SlotUpdates) -> int:
-        """Write the collected changes, in the order of the current stream, and empty `updates`. Returns how many values."""
+        """Write the collected changes, in the order of the current stream, and empty `updates`. Returns the number of values."""
         assert updates.state is self, "updates were collected for another state"
         return self.write(*updates.take())
 
     def write(self, indices: np.ndarray, values: np.ndarray) -> int:
-        """The same for what `SlotUpdates.take` returned: the changes of one step, as a value."""
+        """Write the result of `SlotUpdates.take`: the changes of one step, as a value."""
         if indices.size == 0:
             return 0
         if self._uploader is None:
@@ -152,7 +152,7 @@ class SlotState:
 
 
 class SlotUpdates:
-    """Collects changes of a `SlotState` on the host. Of several writes to one place, the last one wins."""
+    """Collects changes of a `SlotState` on the host. Of several writes to one place, the last wins."""
 
     def __init__(self, state: SlotState) -> None:
         self.state = state
@@ -198,8 +198,8 @@ class SlotUpdates:
         seed: int,
         stop_ids: Sequence[int],
     ) -> None:
-        """All that a step has to know of the request that starts in `slot`: one record, since this is what a burst of requests
-        waits for. Of `stop_ids` the first `MAX_STOP_IDS` are kept; the caller checks the rest on the host."""
+        """Set all state of the request that starts in `slot`, as one record, because a burst of requests waits for this call.
+        The first `MAX_STOP_IDS` of `stop_ids` are kept; the caller checks the rest on the host."""
         assert 0 <= slot < self.state.max_batch, f"slot {slot} is outside 0..{self.state.max_batch - 1}"
         stops = (*stop_ids[:MAX_STOP_IDS], *(-1,) * (MAX_STOP_IDS - len(stop_ids)))
         seed %= 1 << SEED_BITS
@@ -219,8 +219,8 @@ class SlotUpdates:
     def set_stop_ids(self, slot: int, stop_ids: Sequence[int]) -> None:
         """Set the first `MAX_STOP_IDS` of `stop_ids`; the caller checks the rest on the host."""
         row = np.full(MAX_STOP_IDS, -1, dtype=np.int32)
-        kept = list(stop_ids)[:MAX_STOP_IDS]
-        row[: len(kept)] = kept
+        on_device = list(stop_ids)[:MAX_STOP_IDS]
+        row[: len(on_device)] = on_device
         self.set("stop_ids", slot, row)
 
     def set_block_table(self, slots: IntArray, columns: IntArray, blocks: IntArray) -> None:
@@ -246,7 +246,7 @@ class SlotUpdates:
         self._add(np.arange(offset, offset + state.max_rows, dtype=np.int32), values)
 
     def take(self) -> tuple[np.ndarray, np.ndarray]:
-        """The collected (flat indices, int32 values) in the order of the writes; the collector is empty afterwards."""
+        """The collected (flat indices, int32 values) in the order of the writes; empties the collector."""
         if not self._indices:
             return np.empty(0, np.int32), np.empty(0, np.int32)
         indices, values = np.concatenate(self._indices), np.concatenate(self._values)
@@ -277,7 +277,7 @@ class _Uploader:
         self._next = 0
 
     def scatter(self, indices: np.ndarray, values: np.ndarray) -> None:
-        """arena[indices] = values for distinct indices; more than `capacity` pairs go by several kernels."""
+        """arena[indices] = values for distinct indices; more than `capacity` pairs take several kernels."""
         from torchweave.ops.kernels.step_io import launch_scatter
 
         for start in range(0, indices.size, self.capacity):

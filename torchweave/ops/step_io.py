@@ -1,10 +1,10 @@
-"""What surrounds the model in a step: its inputs from the slots before, the slots' advance behind.
+"""Work around the model in a step: prepare its inputs from the slots, and advance the slots afterwards.
 
-All of it reads and writes device state through tensors that the caller owns, so a CUDA graph may hold it. On a GPU each is one
-Triton kernel; on the CPU numpy works on the tensors' own memory, since at batch <= 64 dispatching torch ops costs more than that.
+All functions read and write device state through tensors that the caller owns, so a CUDA graph may hold them. On a GPU each is
+one Triton kernel; on the CPU numpy works on the tensors' memory, because dispatching torch ops costs more at batch <= 64.
 
 R rows (sequences in the step), T tokens. Row i owns tokens query_start[i]..query_start[i+1]; rows with slot -1 are padding and
-empty; tokens from query_start[R] on are padding. See `SlotState` for what position[slot] means.
+empty; tokens from query_start[R] on are padding. See `SlotState` for the meaning of position[slot].
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torchweave.ops.slot_state import SlotState
 
 NOT_EMITTED = -(2**31)
-"""What `advance` writes for rows that sample nothing in this step."""
+"""Value that `advance` writes for rows that sample nothing in this step."""
 
 
 def prepare(
@@ -31,13 +31,13 @@ def prepare(
     slot_mapping: Tensor,
     block_size: int,
 ) -> None:
-    """Inputs of a mixed step. Fills ids int64 [T], positions int64 [T], seq_lens int32 [R], slot_mapping int64 [T], or [G, T]
-    for a state with G block tables.
+    """Prepare the inputs of a mixed step: ids int64 [T], positions int64 [T], seq_lens int32 [R], slot_mapping int64 [T], or
+    [G, T] for a state with G block tables.
 
     slots int32 [R], query_start int32 [R+1], host_ids and host_positions int32 or int64 [T]. A token whose host id is -1 takes
-    `last_token` and `position` of the row's slot (its host position is ignored): a generation row, one token. Other tokens take the
-    host's values. `host_ids` may be `ids` itself, and `host_positions` `positions`. Afterwards position[slot] is that of the row's
-    last token. Padded tokens get id 0, position 0, slot -1; padding rows get length 0.
+    `last_token` and `position` of the row's slot (a decode row, one token; its host position is ignored). Other tokens take the
+    host's values. `host_ids` may be `ids` itself, and `host_positions` `positions`. Afterwards position[slot] is that of the
+    row's last token. Padded tokens get id 0, position 0, slot -1; padding rows get length 0.
     """
     assert query_start.numel() == slots.numel() + 1 == seq_lens.numel() + 1
     assert host_ids.numel() == host_positions.numel() == ids.numel() == positions.numel() == slot_mapping.shape[-1]
@@ -79,9 +79,10 @@ def prepare_decode_inputs(
     slot_mapping: Tensor,
     block_size: int,
 ) -> None:
-    """Inputs of a step in which row i is one token of slots[i] (int32 [R], usually `state.slots[:R]`): T = R, all from the state.
+    """Prepare the inputs of a decode step: row i is one token of slots[i] (int32 [R], usually `state.slots[:R]`); T = R.
 
-    Fills ids int64 [R], positions int64 [R], seq_lens int32 [R], slot_mapping int64 [R] or [G, R]; padding rows get 0, 0, 0, -1.
+    Fills ids int64 [R], positions int64 [R], seq_lens int32 [R], slot_mapping int64 [R] or [G, R]; padding rows get 0, 0, 0,
+    -1.
     """
     assert slots.numel() == ids.numel() == positions.numel() == seq_lens.numel() == slot_mapping.shape[-1]
     if state.device.type == "cuda":
@@ -109,10 +110,12 @@ def prepare_decode_inputs(
 
 
 def advance(tokens: Tensor, slots: Tensor, emit: Tensor, state: SlotState, out: Tensor) -> None:
-    """Move the slots on by the sampled tokens. tokens int32 or int64 [N], slots int32 [N], emit bool or int32 [N], out int32 [N].
+    """Advance the slots by the sampled tokens. tokens int32 or int64 [N], slots int32 [N], emit bool or int32 [N], out int32
+    [N].
 
-    Where emit: last_token[slot] = token, position[slot] += 1 (the token's own position), and out[i] = token, or -1 - token when it
-    is one of the slot's stop ids and its position is not below min_position. Elsewhere, and for slot -1: nothing, and NOT_EMITTED.
+    Where emit: last_token[slot] = token, position[slot] += 1 (the token's own position), and out[i] = token, or -1 - token if
+    it is one of the slot's stop ids and its position is not below min_position. Otherwise, and for slot -1: out[i] =
+    NOT_EMITTED only.
     """
     assert tokens.numel() == slots.numel() == emit.numel() == out.numel()
     if state.device.type == "cuda":
@@ -138,8 +141,7 @@ def advance(tokens: Tensor, slots: Tensor, emit: Tensor, state: SlotState, out: 
 def carry(source: Tensor, target: Tensor) -> None:
     """Copy int32 [n] between the device and pinned memory, in the order of the current stream.
 
-    On a GPU by a kernel that reads or writes the host's memory itself: to hand over to a copy engine, and back, costs 10 us of a
-    step, and what a step says is a few KB.
+    On a GPU a kernel reads or writes the host's memory: switching to a copy engine and back costs 10 us a step for a few KB.
     """
     assert source.numel() == target.numel()
     if source.is_cuda or target.is_cuda:

@@ -170,7 +170,7 @@ def test_unknown_and_unavailable_backends_are_refused() -> None:
     with pytest.raises(ValueError, match="needs a CUDA GPU"):
         get_backend("triton", "cpu")
     assert available_backends("cpu")["torch"] is None
-    assert available_backends("cuda")["cpp"] == "it is for a CPU"
+    assert available_backends("cuda")["cpp"] == "it runs only on a CPU"
 
 
 def test_auto_selects_an_available_backend(monkeypatch: pytest.MonkeyPatch) -> None:

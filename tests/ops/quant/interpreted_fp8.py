@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from torchweave.ops.kernels.quant import fp8_fused, fp8_per_token, fp8_quant
+from torchweave.ops.kernels.quant import fp8_fused, fp8_quant
 from torchweave.ops.quant.fp8 import FP8, GROUP, empty_quantized, quantize
 from torchweave.ops.quant.fp8_fused import add_rms_norm_fp8, gated_activation_fp8, rms_norm_fp8
 from torchweave.ops.quant.fp8_linear import Fp8Config, block_scales, fp8_linear
@@ -61,7 +61,7 @@ def parts() -> None:
     for width in (208, 1040, 2048):
         gate_up = torch.randn(3, 2 * width).half()
         for form in (gate_up, gate_up[:, None].expand(3, 2, 2 * width).transpose(0, 1), gate_up * 0):
-            got = fp8_per_token.launch_gated_parts(form, "silu")
+            got = fp8_fused.launch_gated_parts(form, "silu")
             check(got, gated_activation_fp8(form, "silu", 0, None), ("gated parts", width))
 
 
@@ -87,7 +87,7 @@ def products() -> None:
 CHECKS = {"quant": quant, "fused": fused, "parts": parts, "products": products}
 
 if __name__ == "__main__":
-    fp8_quant.empty_quantized = fp8_fused.empty_quantized = fp8_per_token.empty_quantized = kept_wide
+    fp8_quant.empty_quantized = fp8_fused.empty_quantized = kept_wide
     for wanted in sys.argv[1:] or tuple(CHECKS):
         torch.manual_seed(0)  # where a sum ends next to a rounding edge, another order of it may round otherwise
         CHECKS[wanted]()

@@ -166,15 +166,14 @@ def test_activations_in_parts_build_for_hopper() -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
     from torchweave.ops.kernels.quant import fp8_fused
-    from torchweave.ops.kernels.quant import fp8_per_token as fp8_parts
 
     gate_up = torch.empty(1, 1, 2 * 14336, dtype=torch.bfloat16)
-    with recorded(fp8_parts, "gated_part_kernel", "quant_part_kernel") as launches:
+    with recorded(fp8_fused, "gated_part_kernel", "quant_part_kernel") as launches:
         fp8_fused.launch_gated_fp8(gate_up, "silu", 0, None)
     assert [launch.grid for launch in launches] == [(1, 14), (1, 14)]
     first, second = (compile_for_hopper(launch).asm["ptx"] for launch in launches)
     assert "ld.global.v4" in first and "cvt.rn.satfinite.e4m3x2.f32" in second and "div.rn.f32" in second
-    assert fp8_parts.prefers_two_kernels(gate_up, 0, None) and not fp8_parts.prefers_two_kernels(gate_up, GROUP, None)
-    assert not fp8_parts.prefers_two_kernels(gate_up.expand(65, 1, -1), 0, None), (
+    assert fp8_fused.prefers_two_kernels(gate_up, 0, None) and not fp8_fused.prefers_two_kernels(gate_up, GROUP, None)
+    assert not fp8_fused.prefers_two_kernels(gate_up.expand(65, 1, -1), 0, None), (
         "with many tokens there are programs enough"
     )

@@ -83,7 +83,7 @@ def attention_fp8(
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The attention of one layer, as the cache and the backends need to know it.
+    """Attention of one layer, as the cache and the backends read it.
 
     Attributes:
         num_kv_heads: KH.
@@ -93,9 +93,9 @@ class LayerSpec:
         window: sliding window in tokens; 0 for none.
         chunk: chunk length of chunked local attention; 0 for none.
         softcap: soft cap of the scores; 0 for none.
-        sinks: whether logits join the denominator.
-        cache_dtype: FP8 in which the cache keeps keys and values; None: the model's own dtype.
-        k_scale, v_scale: what a number of such a cache stands for (`torchweave.ops.attention.kv_cache_dtype`).
+        sinks: whether the softmax has attention sinks.
+        cache_dtype: FP8 dtype of the cache; None for the model's dtype.
+        k_scale, v_scale: scales of an FP8 cache (`torchweave.ops.attention.kv_cache_dtype`).
     """
 
     num_kv_heads: int
@@ -111,25 +111,25 @@ class LayerSpec:
     v_scale: float = 1.0
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one token takes in this layer's cache, in a model of `dtype`."""
+        """Bytes of a token in this layer's cache, for a model of `dtype`."""
         return self.num_kv_heads * (self.head_dim + self.value_dim) * (self.cache_dtype or dtype).itemsize
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Where the tokens of one step belong. The tensors are device tensors, whose addresses a CUDA graph may hold.
+    """Rows, tokens and cache slots of one step. The tensors are device tensors, whose addresses a CUDA graph may hold.
 
-    Rows are the sequences of the step: those with one token (decode) first, then context rows. Padding rows have slot -1
-    and sequence length 0. Except when `decode_only`, a padding row is empty (`query_start[i] == query_start[i + 1]`) and
-    padded tokens lie behind `query_start[R]`.
+    Rows are the sequences of the step: decode rows (one token) first, then prefill rows. Padding rows have slot -1 and sequence
+    length 0. Except when `decode_only`, a padding row is empty (`query_start[i] == query_start[i + 1]`) and padded tokens lie
+    behind `query_start[R]`.
 
     Attributes:
         slots: int32 `[R]`, the row of the block table of each sequence; -1 for a padding row.
         query_start: int32 `[R + 1]`, the first token of each row. Not read when `decode_only`.
-        seq_lens: int32 `[R]`, keys that the row's last token of this step sees: cached and new.
+        seq_lens: int32 `[R]`, keys visible to the row's last token of this step: cached and new.
         block_table: int32 `[S, max_blocks_per_seq]`.
-        slot_mapping: int64 `[T]`, `block * block_size + offset` where each token's key and value go; -1 for a padded
-            token, which writes nothing.
+        slot_mapping: int64 `[T]`, `block * block_size + offset` of each token's key and value; -1 for a padded token, which
+            writes nothing.
         num_rows: R.
         num_tokens: T.
         decode_only: every row has exactly one token, and row i's token is token i.
@@ -148,12 +148,12 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """How attention over the paged cache is carried out.
+    """Implementation of attention over the paged cache.
 
     Attributes:
         name: as in the configuration.
-        supports_mixed_cuda_graphs: mixed steps may be captured whole in a CUDA graph: nothing is read back to the host.
-        block_size: tokens in a block of the cache that suit it best.
+        supports_mixed_cuda_graphs: a CUDA graph may hold a whole mixed step: the host reads nothing back.
+        block_size: preferred number of tokens in a block of the cache.
     """
 
     name: str
@@ -163,11 +163,11 @@ class AttentionBackend(Protocol):
     def allocate(
         self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKVCache:
-        """The cache of one layer. Called outside of any graph capture, also to size what the kernels share."""
+        """Allocate the cache of one layer, and the workspace that the kernels share; not during graph capture."""
         ...
 
     def begin(self, meta: AttentionMetadata) -> AttentionStep:
-        """Prepare one step. What depends on the rows but not on the layer is computed here, once."""
+        """Prepare one step: compute once all that depends on the rows but not on the layer."""
         ...
 
 
@@ -175,7 +175,7 @@ BACKENDS = ("triton", "torch", "fa3", "cpp")
 
 
 def available_backends(device: torch.device | str) -> dict[str, str | None]:
-    """For each backend None if it can run on `device`, else why not."""
+    """For each backend None if it can run on `device`, else the reason."""
     return {name: _unavailable_reason(name, torch.device(device)) for name in BACKENDS}
 
 
@@ -184,7 +184,7 @@ def get_backend(
 ) -> AttentionBackend:
     """The backend `name` (`auto`: triton on a GPU, cpp on a CPU, torch where these cannot run).
 
-    Raises ValueError when it is unknown, cannot run on the device, or cannot do what `layers` ask for.
+    Raises ValueError if it is unknown, cannot run on the device, or does not support `layers`.
     """
     device = torch.device(device)
     if name == "auto":
@@ -221,7 +221,7 @@ def _unavailable_reason(name: str, device: torch.device) -> str | None:
         return None
     if name == "cpp":
         if device.type != "cpu":
-            return "it is for a CPU"
+            return "it runs only on a CPU"
         return None if has_compiler() else NO_COMPILER
     if device.type != "cuda":
         return "it needs a CUDA GPU"

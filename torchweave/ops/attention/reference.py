@@ -40,8 +40,8 @@ def padded_attention(
 ) -> Tensor:
     """Attention of padded rows: `q [R, N, H, D]`, `k [R, L, KH, D]`, `v [R, L, KH, Dv]` to `[R, N, KH, H // KH, Dv]`.
 
-    `bias` is `[R, 1, N, L]`, 0 or -inf; None means that N == L and the rows are causal. The result may be a strided view,
-    which is copied once, into its place.
+    `bias` is `[R, 1, N, L]`, 0 or -inf; None if N == L and the rows are causal. The result may be a strided view, which the
+    caller copies.
     """
     rows, queries, heads, _ = q.shape
     kv_heads = k.shape[2]
@@ -49,7 +49,7 @@ def padded_attention(
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if softcap == 0.0 and sinks is None:
         if queries == 1 and bias is not None:
-            # The heads that share a key head are as good as queries of one head, which saves repeating the keys.
+            # Query heads that share a key head become queries of one head, which saves repeating the keys.
             packed = q.view(rows, kv_heads, group, -1)
             result = F.scaled_dot_product_attention(packed, k, v, attn_mask=bias, scale=scale)
             return result[:, None]
@@ -63,7 +63,7 @@ def padded_attention(
 def _eager_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """`padded_attention` with the scores written out; `k` and `v` are `[R, KH, L, .]`."""
+    """`padded_attention` with explicit scores; `k` and `v` are `[R, KH, L, .]`."""
     rows, queries, heads, _ = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     group = heads // kv_heads

@@ -1,11 +1,10 @@
-"""All-reduce with what follows it in a decoder layer: the residual add, the RMSNorm, and quantising for the next product.
+"""All-reduce fused with the residual add, the RMSNorm and the quantization behind it in a decoder layer.
 
-Each op is, to the bit, its parts one after the other: the sum over ranks is rounded to x's dtype, the residual is added and
-rounded, the norm rounds as its dialect says (`torchweave.ops.norm`), and that is quantised (`torchweave.ops.quant.fp8`,
-`.fp4`). Where
-the group's communicator has a kernel for all of it, and the size is one where it measured faster, that runs; else the parts do.
+Each op is bit-equal to its parts in sequence: the sum over ranks is rounded to x's dtype, the residual is added and rounded,
+the norm rounds by its dialect (`torchweave.ops.norm`), and is quantized (`torchweave.ops.quant.fp8`, `.nvfp4`). The
+communicator's fused kernel runs at the sizes where it measured faster; else the separate ops run.
 
-An output that nobody reads is not computed: `keep_norm` and `keep_sum` say so, and it is an empty tensor of shape `[0]`.
+Outputs without readers are not computed: with `keep_norm` or `keep_sum` false they are empty tensors of shape `[0]`.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from torchweave.ops.registry import define
 
 
 def fused_all_reduce_norm(comm: Communicator, x: Tensor, norm: NormSpec) -> NormOutput:
-    """The norm of x summed over ranks, by one kernel where there is one for this size, else part by part."""
+    """The norm of x summed over ranks, by a fused kernel if there is one for this size, else by separate ops."""
     fused = comm.fused_all_reduce_norm(x, norm)
     return fused if fused is not None else apply_norm(comm.all_reduce(x), norm)
 
 
 def apply_norm(x: Tensor, norm: NormSpec) -> NormOutput:
-    """What follows the sum over ranks, by the ops of one GPU; x is not kept by anyone else."""
+    """`norm` of the reduced x by ops of one GPU; the caller keeps no reference to x."""
     dialect = (norm.weight, norm.eps, norm.offset, norm.wide)
     quant = norm.quant
     if quant is not None and quant.to == "fp8" and not norm.keep_norm:
@@ -57,7 +56,7 @@ def quantize_norm(y: Tensor, quant: QuantSpec) -> tuple[Tensor, Tensor]:
 
 
 def empty_norm_output(x: Tensor, norm: NormSpec) -> NormOutput:
-    """Room for the results; the fakes' shapes."""
+    """Empty tensors for the results; the shapes of the fakes."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if norm.keep_norm or norm.quant is None else None
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if norm.keep_sum else None
     if norm.quant is None:
@@ -68,20 +67,20 @@ def empty_norm_output(x: Tensor, norm: NormSpec) -> NormOutput:
 
 
 def two_outputs(x: Tensor, normed: NormOutput, norm: NormSpec) -> tuple[Tensor, Tensor]:
-    """What an op without quantising returns."""
+    """Outputs of an op without quantization."""
     assert normed.y is not None
     return normed.y, _or_empty(normed.total, norm.keep_sum, x)
 
 
 def four_outputs(x: Tensor, normed: NormOutput, norm: NormSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What an op with quantising returns."""
+    """Outputs of an op with quantization."""
     assert normed.q is not None and normed.s is not None
     y, total = _or_empty(normed.y, norm.keep_norm, x), _or_empty(normed.total, norm.keep_sum, x)
     return normed.q, normed.s, y, total
 
 
-def _or_empty(result: Tensor | None, kept: bool, x: Tensor) -> Tensor:
-    return result if kept and result is not None else torch.empty(0, dtype=x.dtype, device=x.device)
+def _or_empty(result: Tensor | None, keep: bool, x: Tensor) -> Tensor:
+    return result if keep and result is not None else torch.empty(0, dtype=x.dtype, device=x.device)
 
 
 def _fake(

@@ -1,14 +1,13 @@
 """Collectives as ops of the graph: `torchweave::all_reduce`, `torchweave::all_gather`, `torchweave::reduce_scatter`.
 
-An op names its group of ranks by a string, and nothing in a graph says which rank runs it: all ranks run the same graph. What
-carries an op out is the `Communicator` that was registered under the group's name, which `torchweave.distributed` does when the
-world begins.
+An op names its group of ranks by a string, so that all ranks run the same graph. The `Communicator` registered under that name
+runs the op; `torchweave.distributed` registers it when the process groups start.
 
-All are functions: the result is a new tensor. They may be moved as far as their operands allow, but on every rank in the same way:
-two ranks that meet in different collectives wait for each other for ever.
+All ops are functional: the result is a new tensor. A pass may move them as far as their operands allow, but in the same order
+on every rank: two ranks in different collectives wait for each other forever.
 
-Numerics: a sum over ranks is a float32 sum in the order of the ranks, rounded once, so that every rank has the same bits: what
-follows (sampling above all) is computed on every rank and must agree. NCCL adds in another order, again one for all ranks.
+Numerics: a float32 sum in the order of the ranks, rounded once, so that every rank has the same bits: later results (sampling
+above all) are computed on every rank and must agree. NCCL adds in another order, also the same on all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Communicator(Protocol):
         ...
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """x of all ranks one after the other along `dim`, which is not negative; x has one shape on all ranks."""
+        """x of all ranks concatenated along `dim`, which is not negative; x has one shape on all ranks."""
         ...
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -47,24 +46,23 @@ class Communicator(Protocol):
         ...
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> Tensor | None:
-        """Room in memory that all ranks see, for what the next collective reads; None where it would copy its operand anyway.
+        """Buffer in symmetric memory for the operand of the next collective; None where that collective copies its operand.
 
-        Who gets it writes all of it, and hands it to `all_reduce` or `fused_all_reduce_norm`, as the next collective
-        of this rank. Two
-        collectives that follow each other, in whatever order graphs are replayed, have different slots (0, 1 or 2).
+        The caller writes all of it and passes it to `all_reduce` or `fused_all_reduce_norm`, as this rank's next collective.
+        Two consecutive collectives, in whatever order graphs are replayed, have different slots (0, 1 or 2).
         """
         ...
 
     def fused_all_reduce_norm(self, x: Tensor, norm: NormSpec) -> NormOutput | None:
-        """The sum of x `[..., D]` over ranks and what follows it, in one kernel; None where the parts are the faster way."""
+        """The sum of x `[..., D]` over ranks and the fused norm, in one kernel; None where separate ops are faster."""
         ...
 
     def abort(self) -> None:
-        """End what waits for other ranks on this device: one of them has died."""
+        """Abort the kernels of this device that wait for other ranks, because a rank has died."""
         ...
 
     def fault(self) -> str | None:
-        """Why results of this device are worth nothing since a while, where its kernels can say so; never waits."""
+        """Why this device's results are invalid, if its kernels report it; does not block."""
         ...
 
 
@@ -72,7 +70,7 @@ _COMMUNICATORS: dict[str, Communicator] = {}
 
 
 def register_communicator(group: str, communicator: Communicator | None) -> None:
-    """Let ops that name `group` run over `communicator`, instead of the one before; none: the group is gone."""
+    """Make `communicator` run the ops that name `group`, in place of the previous one; None removes the group."""
     if communicator is None:
         _COMMUNICATORS.pop(group, None)
     else:
@@ -80,23 +78,23 @@ def register_communicator(group: str, communicator: Communicator | None) -> None
 
 
 def find_communicator(group: str) -> Communicator | None:
-    """What was registered under the group's name; None: nothing was, or the group is gone."""
+    """The communicator of the group; None if none is registered."""
     return _COMMUNICATORS.get(group)
 
 
 def communicator(group: str) -> Communicator:
-    """What was registered under the group's name.
+    """The communicator of the group.
 
     Raises:
-        ValueError: nothing was.
+        ValueError: no communicator is registered under that name.
     """
-    found = find_communicator(group)
-    if found is None:
+    registered = find_communicator(group)
+    if registered is None:
         known = ", ".join(sorted(_COMMUNICATORS)) or "none"
         raise ValueError(
-            f"There is no group of ranks {group!r} (known: {known}); a world must be initialised before its collectives run."
+            f"no group of ranks {group!r} is registered, only: {known}; initialise the process groups before collectives run"
         )
-    return found
+    return registered
 
 
 def group_size(group: str) -> int:
@@ -122,17 +120,17 @@ def _fake_all_gather(x: Tensor, dim: int, group: str) -> Tensor:
 
 @define("torchweave::all_gather", fake=_fake_all_gather)
 def all_gather(x: Tensor, dim: int, group: str) -> Tensor:
-    """x of all ranks, in their order, one after the other along `dim` (negative: from the end); contiguous."""
+    """x of all ranks, in the order of the ranks, concatenated along `dim` (negative: from the end); contiguous."""
     return communicator(group).all_gather(x.contiguous(), dim % x.ndim)
 
 
 def rows_per_rank(num_rows: int, size: int) -> int:
-    """Rows of a tensor of `num_rows` that each of `size` ranks owns; the last ones own padding where it does not divide."""
+    """Rows of a tensor of `num_rows` that each of `size` ranks owns; the last ranks own padding if it does not divide."""
     return (num_rows + size - 1) // size
 
 
 def own_rows(x: Tensor, rank: int, size: int) -> Tensor:
-    """The rows of x `[..., T, D]` that `reduce_scatter` leaves to a rank, zeros behind the last: `[..., ceil(T / size), D]`."""
+    """The rows of x `[..., T, D]` that `reduce_scatter` gives to a rank, padded with zeros: `[..., ceil(T / size), D]`."""
     tokens = x.shape[-2]
     own = rows_per_rank(tokens, size)
     begin = min(rank * own, tokens)
@@ -149,8 +147,8 @@ def _fake_reduce_scatter(x: Tensor, group: str) -> Tensor:
 def reduce_scatter(x: Tensor, group: str) -> Tensor:
     """This rank's rows of the sum of x over ranks: `[..., T, D]` -> `[..., ceil(T / size), D]`.
 
-    Rank r owns rows `r * ceil(T / size)` and following; rows from T on are zeros. `all_gather(..., -2)` followed by a narrowing to
-    T rows gives what `all_reduce` does.
+    Rank r owns the rows from `r * ceil(T / size)`; rows from T on are zeros. `all_gather(..., -2)` narrowed to T rows equals
+    `all_reduce`.
     """
     comm = communicator(group)
     own = rows_per_rank(x.shape[-2], comm.size)

@@ -1,14 +1,14 @@
-"""The norm behind an all-reduce with its work divided among the ranks: each reduces, adds and normalises its own rows.
+"""Sequence-parallel norm: the add and the RMSNorm behind an all-reduce, divided by rows among the ranks.
 
-    all_reduce -> add -> norm            every rank does all T rows of the add and the norm
+    all_reduce -> add -> norm            every rank computes all T rows of the add and the norm
     reduce_scatter -> add -> norm -> all_gather
-                                         every rank does ceil(T / size) rows, and the sum before the norm can stay where it is
+                                         every rank computes ceil(T / size) rows; the sum before the norm may stay sharded
 
-Ranks send as much in both: an all-reduce is a reduce-scatter and an all-gather. What is saved is the work on other ranks' rows, and
-half of the second exchange where the norm is quantised before it is gathered. Numbers are those of the ops done apart: rows know
-nothing of each other.
+Both send the same amount: an all-reduce is a reduce-scatter and an all-gather. The gain is the work on other ranks' rows, and
+half of the second exchange where the norm is quantized before the gather. Results are bit-equal to the separate ops: rows are
+independent.
 
-Rows of a rank are those of `torchweave::reduce_scatter`: `[..., T, D]` -> `[..., ceil(T / size), D]`, with zeros behind the last.
+A rank's rows are those of `torchweave::reduce_scatter`: `[..., T, D]` -> `[..., ceil(T / size), D]`, padded with zeros.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def _fake_own_rows(x: Tensor, group: str) -> Tensor:
 
 @define("torchweave::own_rows", fake=_fake_own_rows)
 def own_rows(x: Tensor, group: str) -> Tensor:
-    """The rows of x `[..., T, D]` that are this rank's: `[..., ceil(T / size), D]`. Nothing is exchanged."""
+    """This rank's rows of x `[..., T, D]`: `[..., ceil(T / size), D]`, without communication."""
     comm = communicator(group)
     return op.own_rows(x, comm.rank, comm.size)
 
 
 @dataclass(frozen=True)
 class RowSharding:
-    """Which sums before norms are a rank's own rows.
+    """Which sums before norms are sharded by rows.
 
     Attributes:
         group: of ranks.
-        residual: the residual is this rank's rows already.
-        total: the sum before the norm is left as this rank's rows.
+        residual: the residual has this rank's rows only.
+        total: return this rank's rows of the sum before the norm.
     """
 
     group: str
@@ -54,12 +54,12 @@ class RowSharding:
 
 
 def row_sharded_norm(x: Tensor, norm: NormSpec, sharding: RowSharding) -> NormOutput:
-    """`fused_all_reduce_norm` with the work divided by rows; x `[..., T, D]`, leading dimensions of size 1."""
-    assert norm.residual is not None, "without a residual nothing is kept in rows"
+    """`fused_all_reduce_norm` divided by rows; x `[..., T, D]`, leading dimensions of size 1."""
+    assert norm.residual is not None, "row sharding needs a residual"
     residual = norm.residual if sharding.residual else _ops.own_rows(norm.residual, sharding.group)
     rows = _ops.reduce_scatter(x, sharding.group)
     if norm.keep_sum and not sharding.total:
-        # Everybody needs the whole sum: it is gathered instead of the norm, which everybody then computes.
+        # All ranks need the whole sum: gather it in place of the norm, and compute the norm on every rank.
         total = _gather_rows(rows + residual, x.shape[-2], sharding.group)
         return apply_norm(total, replace(norm, residual=None))._replace(total=total)
     own = apply_norm(rows, replace(norm, residual=residual, keep_sum=sharding.total))
@@ -75,7 +75,7 @@ def _gather_rows(rows: Tensor, tokens: int, group: str) -> Tensor:
 
 
 def _gather_quantized_rows(q: Tensor, s: Tensor, x: Tensor, norm: NormSpec, group: str) -> tuple[Tensor, Tensor]:
-    """q and s of all ranks' rows, in the layouts of `fp8_quant` and `fp4_quant`. They travel as bytes."""
+    """q and s of all ranks' rows, in the layouts of `fp8_quant` and `fp4_quant`; gathered as bytes."""
     quant, tokens = norm.quant, x.shape[-2]
     assert quant is not None
     q = _gather_rows(q.view(torch.uint8), tokens, group).view(q.dtype)

@@ -1,4 +1,4 @@
-"""Memory that all ranks of a group see, as the kernels over it use it."""
+"""Collectives over symmetric memory: operand checks and launches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torchweave.ops.collectives.all_reduce_norm import NormOutput, NormSpec, emp
 from torchweave.ops.kernels.collectives.workspace import SymmetricWorkspace
 
 SIZES = (2, 4, 8)
-"""Ranks that the kernels are built for."""
+"""Numbers of ranks that the kernels support."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def kernels_can_run(x: Tensor) -> bool:
-    """Whether the kernels can read x: contiguous, of a dtype that they know, in whole 16 bytes."""
+    """Whether the kernels can read x: contiguous, of a supported dtype, 16-byte aligned."""
     return supports_shape(x.shape, x.dtype) and x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
@@ -28,7 +28,7 @@ def supports_shape(shape: Sequence[int], dtype: torch.dtype) -> bool:
 
 
 def one_shot(workspace: SymmetricWorkspace, x: Tensor) -> Tensor:
-    """The sum of x over ranks: every rank reads all of it."""
+    """The sum of x over ranks, one-shot: every rank reads all operands."""
     from torchweave.ops.kernels.collectives.all_reduce import launch_one_shot
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -37,13 +37,13 @@ def one_shot(workspace: SymmetricWorkspace, x: Tensor) -> Tensor:
 
 
 def can_gather(x: Tensor, dim: int) -> bool:
-    """Whether the kernel can move x: what follows `dim` is contiguous, in whole 16 bytes."""
+    """Whether the kernel can gather x: contiguous from `dim` on, in multiples of 16 bytes."""
     inner = math.prod(x.shape[dim:]) * x.dtype.itemsize
     return x.numel() > 0 and x.is_contiguous() and inner % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def gather(workspace: SymmetricWorkspace, x: Tensor, dim: int) -> Tensor:
-    """x of all ranks one after the other along `dim`."""
+    """x of all ranks concatenated along `dim`."""
     from torchweave.ops.kernels.collectives.all_reduce import launch_gather
 
     size = workspace.layout.size
@@ -54,7 +54,7 @@ def gather(workspace: SymmetricWorkspace, x: Tensor, dim: int) -> Tensor:
 
 
 def two_shot(workspace: SymmetricWorkspace, x: Tensor) -> Tensor:
-    """The sum of x over ranks: every rank adds its share, then all gather the shares."""
+    """The sum of x over ranks, two-shot: every rank adds its share, then all gather the shares."""
     from torchweave.ops.kernels.collectives.all_reduce import launch_two_shot
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -63,7 +63,7 @@ def two_shot(workspace: SymmetricWorkspace, x: Tensor) -> Tensor:
 
 
 def one_shot_norm(workspace: SymmetricWorkspace, x: Tensor, norm: NormSpec) -> NormOutput:
-    """The sum of x over ranks and what follows it, in one launch."""
+    """The sum of x over ranks and the fused norm, in one launch."""
     from torchweave.ops.kernels.collectives.all_reduce_norm import launch_one_shot_norm
 
     out = empty_norm_output(x, norm)
@@ -72,7 +72,7 @@ def one_shot_norm(workspace: SymmetricWorkspace, x: Tensor, norm: NormSpec) -> N
 
 
 def contiguous(norm: NormSpec) -> NormSpec:
-    """The same with a residual whose rows lie behind each other."""
+    """`norm` with a contiguous residual."""
     if norm.residual is None or norm.residual.is_contiguous():
         return norm
     return replace(norm, residual=norm.residual.contiguous())

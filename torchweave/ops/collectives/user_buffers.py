@@ -1,8 +1,8 @@
-"""Collectives whose operand is made where they read it: in memory that all ranks see ("user buffers").
+"""Collectives fused with the producer of their operand, which writes it into symmetric memory ("user buffers").
 
-A collective over symmetric memory first copies its operand there, unless whoever makes the operand writes it there. Such memory is
-used again and again, and a compiler that sees a tensor of it may do so too early: it would hand it to a kernel of its own while
-other ranks still read. So a graph never holds one. What makes the operand and the collective are one op:
+A collective over symmetric memory first copies its operand there, unless the producer writes it there. That memory is reused,
+and a compiler that holds a tensor of it could pass it to another kernel while other ranks still read. So no graph holds that
+tensor: the producer and the collective are one op:
 
     producer      operands                          the operand of the collective
     copy          x                                 x
@@ -10,10 +10,10 @@ other ranks still read. So a graph never holds one. What makes the operand and t
     linear        x, w[, bias]                      torchweave::linear(x, w, bias, choices)
     fp8_linear    q, x_scale, w, w_scale[, bias]    torchweave::fp8_linear(..., dtype)
 
-Where the communicator has no room for a size (torch.distributed, many tokens), the operand is a tensor like any other.
+Where the communicator has no buffer for a size (torch.distributed, many tokens), the operand is an ordinary tensor.
 
-`slot` says which part of that memory: a collective that has begun on one rank may still be read by another one while the next is
-made, so neighbours differ; see `Communicator.buffer`.
+`slot` is the part of that memory: other ranks may still read the operand of a collective while the next operand is written, so
+consecutive collectives differ; see `Communicator.buffer`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PRODUCERS = ("copy", "add", "linear", "fp8_linear")
 def produce_operand(
     producer: str, operands: Sequence[Tensor], choices: str, dtype: torch.dtype, slot: int, group: str
 ) -> Tensor:
-    """The operand of a collective, in symmetric memory where there is room for it."""
+    """The operand of a collective, in symmetric memory if the communicator has a buffer for it."""
     first = operands[0]
     shape = operand_shape(producer, operands)
     buffer = communicator(group).buffer(shape, dtype, slot)
@@ -63,13 +63,13 @@ def produce_operand(
 
 
 def operand_shape(producer: str, operands: Sequence[Tensor]) -> tuple[int, ...]:
-    """The shape of what a producer makes.
+    """The shape of a producer's output.
 
     Raises:
-        ValueError: there is no such producer.
+        ValueError: the producer is unknown.
     """
     if producer not in PRODUCERS:
-        raise ValueError(f"nothing produces an operand by {producer!r}; expected {', '.join(PRODUCERS)}.")
+        raise ValueError(f"producer {producer!r} is unknown; expected {', '.join(PRODUCERS)}.")
     weight = {"linear": 1, "fp8_linear": 2}.get(producer)
     first = operands[0].shape
     return tuple(first) if weight is None else (*first[:-1], operands[weight].shape[0])
@@ -89,7 +89,7 @@ def _fake(
 def buffered_all_reduce(
     producer: str, operands: Sequence[Tensor], choices: str, dtype: torch.dtype, slot: int, group: str
 ) -> Tensor:
-    """`torchweave::all_reduce` of what the producer makes, of `dtype`."""
+    """`torchweave::all_reduce` of the producer's output, of `dtype`."""
     return communicator(group).all_reduce(produce_operand(producer, operands, choices, dtype, slot, group))
 
 
@@ -125,7 +125,7 @@ def buffered_all_reduce_add_rms_norm(
     residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool,
     keep_sum: bool, residual_rows: bool, sum_rows: bool, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`torchweave::all_reduce_add_rms_norm` of what the producer makes; see `RowSharding` for the rows."""
+    """`torchweave::all_reduce_add_rms_norm` of the producer's output; see `RowSharding` for the rows."""
     norm, x = (
         NormSpec(residual, weight, eps, offset, wide, keep_sum=keep_sum),
         produce_operand(producer, operands, choices, dtype, slot, group),
@@ -151,7 +151,7 @@ def buffered_all_reduce_add_rms_norm_fp8(
     quant_group: int, scale: Tensor | None,
     keep_norm: bool, keep_sum: bool, residual_rows: bool, sum_rows: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`torchweave::all_reduce_add_rms_norm_fp8` of what the producer makes; see `RowSharding` for the rows."""
+    """`torchweave::all_reduce_add_rms_norm_fp8` of the producer's output; see `RowSharding` for the rows."""
     x, quant = produce_operand(producer, operands, choices, dtype, slot, group), QuantSpec("fp8", quant_group, scale)
     norm = NormSpec(residual, weight, eps, offset, wide, quant, keep_norm, keep_sum)
     return four_outputs(x, _normed(x, norm, RowSharding(group, residual_rows, sum_rows)), norm)
@@ -173,7 +173,7 @@ def buffered_all_reduce_add_rms_norm_fp4(
     residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool, scale: Tensor,
     keep_norm: bool, keep_sum: bool, residual_rows: bool, sum_rows: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`torchweave::all_reduce_add_rms_norm_fp4` of what the producer makes; see `RowSharding` for the rows."""
+    """`torchweave::all_reduce_add_rms_norm_fp4` of the producer's output; see `RowSharding` for the rows."""
     x, quant = produce_operand(producer, operands, choices, dtype, slot, group), QuantSpec("fp4", scale=scale)
     norm = NormSpec(residual, weight, eps, offset, wide, quant, keep_norm, keep_sum)
     return four_outputs(x, _normed(x, norm, RowSharding(group, residual_rows, sum_rows)), norm)

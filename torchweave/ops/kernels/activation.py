@@ -39,7 +39,7 @@ def gated_kernel(
     gate, up, out, gate_inner, gate_outer_stride, gate_inner_stride, up_inner, up_outer_stride, up_inner_stride,
     width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of one row of out [rows, width]; gate and up by `StridedRows`."""
+    """One block of columns of one row of out [rows, width]; gate and up are `StridedRows`."""
     pdl_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,10 +1,10 @@
 // Causal attention over a paged KV cache on a CPU, float32. HEAD_DIM, VALUE_DIM, GROUP (query heads that share a key head) and
-// CACHE (what the cache keeps: 0 float, 1 e4m3, 2 e5m2) are defined in front of this text; Inductor's C++ code cache builds it.
+// CACHE (cache dtype: 0 float, 1 e4m3, 2 e5m2) are prepended as constants; Inductor's C++ code cache builds it.
 // Shapes and meaning are those of AttentionStep.forward.
 //
-// Every token is a row of its own, whether it generates or belongs to a prompt: what it computes depends on its own sequence
-// only, never on the batch or on how a prompt was cut. The cache is read block by block, all heads of a block while it is in the
-// first level cache; what costs is the reading.
+// Every token is a row of its own, in decode and prefill: its result depends on its own sequence only, never on the batch or on
+// the chunking of a prompt. The cache is read block by block, all heads of a block while it is in the L1 cache; reading
+// dominates the cost.
 
 #include <torch/csrc/inductor/cpp_prefix.h>
 #include <c10/util/Float8_e4m3fn.h>
@@ -19,21 +19,23 @@ using Vec = at::vec::Vectorized<float>;
 constexpr int64_t WIDTH = Vec::size();
 constexpr int64_t padded(int64_t size) { return (size + WIDTH - 1) / WIDTH * WIDTH; }
 
-using Kept = std::conditional_t<CACHE == 0, float, std::conditional_t<CACHE == 1, c10::Float8_e4m3fn, c10::Float8_e5m2>>;
+using Cached = std::conditional_t<CACHE == 0, float, std::conditional_t<CACHE == 1, c10::Float8_e4m3fn, c10::Float8_e5m2>>;
 
-// x as the cache keeps it; see torchweave.ops.kv_format.keep.
-inline Kept keep(float x, float scale) {
+// x in the cache's dtype; see torchweave.ops.attention.kv_cache_dtype.quantize_kv.
+inline Cached quantize_kv(float x, float scale) {
     if constexpr (CACHE == 0) return x;
     constexpr float largest = CACHE == 1 ? 448.0f : 57344.0f;
-    return Kept(std::clamp(x / scale, -largest, largest));
+    return Cached(std::clamp(x / scale, -largest, largest));
 }
 
-// n places of `width` numbers each that begin at `kept` and lie `stride` apart, as floats; the result's places lie `step` apart.
+// n slots of `width` numbers each from `cached` on, `stride` apart, as floats without their scale; those of the result are
+// `step` apart.
 template <typename T>
-inline const float* recall(const T* kept, int64_t stride, int64_t width, int64_t n, std::vector<float>& room, int64_t& step) {
+inline const float* dequantize_kv(const T* cached, int64_t stride, int64_t width, int64_t n, std::vector<float>& room,
+                                  int64_t& step) {
     if constexpr (std::is_same_v<T, float>) {
         step = stride;
-        return kept;
+        return cached;
     } else {
         static const auto table = [] {
             std::array<float, 256> all;
@@ -43,7 +45,7 @@ inline const float* recall(const T* kept, int64_t stride, int64_t width, int64_t
         step = width;
         if (static_cast<int64_t>(room.size()) < n * width) room.resize(n * width);
         for (int64_t j = 0; j < n; ++j)
-            for (int64_t i = 0; i < width; ++i) room[j * width + i] = table[kept[j * stride + i].x];
+            for (int64_t i = 0; i < width; ++i) room[j * width + i] = table[cached[j * stride + i].x];
         return room.data();
     }
 }
@@ -58,7 +60,7 @@ inline float total(const Vec& x) {
     return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, x);
 }
 
-// Lane j is the total of f(FROM + j): COUNT totals for the price of three. Neighbouring lanes of pairs of vectors are added.
+// Lane j is the total of f(FROM + j): COUNT totals at the cost of three. Neighbouring lanes of pairs of vectors are added.
 template <int64_t COUNT, int64_t FROM, typename F>
 inline Vec totals(const F& f) {
     if constexpr (COUNT == 1) {
@@ -69,9 +71,9 @@ inline Vec totals(const F& f) {
     }
 }
 
-// The keys that a token sees, as stretches that lie together in the cache: f(i, place, n) for keys i .. i + n of them.
+// Visible keys of a token, as runs that are contiguous in the cache: f(i, slot, n) for keys i .. i + n.
 template <typename F>
-inline void for_stretches(const int32_t* blocks, int64_t block_size, int64_t first, int64_t count, const F& f) {
+inline void for_runs(const int32_t* blocks, int64_t block_size, int64_t first, int64_t count, const F& f) {
     for (int64_t i = 0; i < count;) {
         const int64_t offset = (first + i) % block_size, n = std::min(count - i, block_size - offset);
         f(i, blocks[(first + i) / block_size] * block_size + offset, n);
@@ -93,7 +95,7 @@ inline void score(const float* query, const float* key, int64_t stride, int64_t 
     for (; j < n; ++j) scores[j] = total(products(key + j * stride));
 }
 
-// sum[VALUE_DIM] += weights times values; `sum` has room for padded(VALUE_DIM).
+// sum[VALUE_DIM] += weights times values; `sum` has padded(VALUE_DIM) elements.
 inline void mix(const float* weights, const float* value, int64_t stride, int64_t n, float* sum) {
     constexpr int64_t PARTS = padded(VALUE_DIM) / WIDTH;
     Vec parts[PARTS];
@@ -104,9 +106,9 @@ inline void mix(const float* weights, const float* value, int64_t stride, int64_
     for (int64_t i = 0; i < PARTS; ++i) parts[i].store(sum + i * WIDTH);
 }
 
-// Scores become weights: the softmax of scale times them, capped; `sink` joins the denominator, -inf for none. There is room for
-// padded(count).
-inline void weigh(float* scores, int64_t count, float scale, float softcap, float sink) {
+// In place: softmax of the scaled, capped scores; `sink` is added to the denominator, -inf for none. `scores` has padded(count)
+// elements.
+inline void softmax(float* scores, int64_t count, float scale, float softcap, float sink) {
     for (int64_t i = 0; i < count; i += WIDTH) {
         Vec x = Vec::loadu(scores + i) * Vec(scale);
         if (softcap > 0) x = Vec(softcap) * (x / Vec(softcap)).tanh();
@@ -125,16 +127,16 @@ inline void weigh(float* scores, int64_t count, float scale, float softcap, floa
     for (int64_t i = 0; i < count; i += WIDTH) (Vec::loadu(scores + i) * factor).store(scores + i);
 }
 
-// slots[T]: row of the block table; lengths[T]: keys that the token sees, itself included, or 0: only store its key and value;
-// mapping[T]: its place in the cache, or -1 for padding. Strides are in elements; the last dimension is contiguous, the cache and
+// slots[T]: row of the block table; lengths[T]: visible keys of the token, itself included, or 0: only cache its key and value;
+// mapping[T]: its cache slot, or -1 for padding. Strides are in elements; the last dimension is contiguous, the cache and
 // out are contiguous.
-extern "C" void kernel(const float* q, const float* k, const float* v, float* out, void* k_kept, void* v_kept,
+extern "C" void kernel(const float* q, const float* k, const float* v, float* out, void* k_cached, void* v_cached,
                        const float* sinks, const int32_t* slots, const int32_t* lengths, const int64_t* mapping,
                        const int32_t* block_table, int64_t tokens, int64_t kv_heads, int64_t q_token, int64_t q_head,
                        int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head, int64_t max_blocks,
                        int64_t block_size, int64_t window, int64_t chunk, int64_t has_sinks, int64_t threads, float scale,
                        float softcap, float k_scale, float v_scale) {
-    Kept *k_cache = static_cast<Kept*>(k_kept), *v_cache = static_cast<Kept*>(v_kept);
+    Cached *k_cache = static_cast<Cached*>(k_cached), *v_cache = static_cast<Cached*>(v_cached);
     const int64_t key_stride = kv_heads * HEAD_DIM, value_stride = kv_heads * VALUE_DIM;
     const int64_t share = tokens < 4 * threads ? 1 : kv_heads;  // key heads of a token that one thread takes
     const int64_t shares = tokens * (kv_heads / share);
@@ -145,10 +147,10 @@ extern "C" void kernel(const float* q, const float* k, const float* v, float* ou
             if (mapping[t] < 0) continue;
             for (int64_t h = 0; h < kv_heads; ++h) {
                 const float *key = k + t * k_token + h * k_head, *value = v + t * v_token + h * v_head;
-                Kept *key_at = k_cache + mapping[t] * key_stride + h * HEAD_DIM;
-                Kept *value_at = v_cache + mapping[t] * value_stride + h * VALUE_DIM;
-                std::transform(key, key + HEAD_DIM, key_at, [&](float x) { return keep(x, k_scale); });
-                std::transform(value, value + VALUE_DIM, value_at, [&](float x) { return keep(x, v_scale); });
+                Cached *key_at = k_cache + mapping[t] * key_stride + h * HEAD_DIM;
+                Cached *value_at = v_cache + mapping[t] * value_stride + h * VALUE_DIM;
+                std::transform(key, key + HEAD_DIM, key_at, [&](float x) { return quantize_kv(x, k_scale); });
+                std::transform(value, value + VALUE_DIM, value_at, [&](float x) { return quantize_kv(x, v_scale); });
             }
         }
         std::vector<float> scores, room, sums(share * GROUP * padded(VALUE_DIM));
@@ -166,10 +168,10 @@ extern "C" void kernel(const float* q, const float* k, const float* v, float* ou
             const int32_t* blocks = block_table + slots[t] * max_blocks;
             if (static_cast<int64_t>(scores.size()) < heads * width) scores.resize(heads * (width + 16 * WIDTH));
 
-            for_stretches(blocks, block_size, first, count, [&](int64_t from, int64_t place, int64_t n) {
+            for_runs(blocks, block_size, first, count, [&](int64_t from, int64_t place, int64_t n) {
                 int64_t step;
-                const Kept* at = k_cache + place * key_stride + head / GROUP * HEAD_DIM;
-                const float* keys = recall(at, key_stride, share * HEAD_DIM, n, room, step);
+                const Cached* at = k_cache + place * key_stride + head / GROUP * HEAD_DIM;
+                const float* keys = dequantize_kv(at, key_stride, share * HEAD_DIM, n, room, step);
                 for (int64_t h = 0; h < heads; ++h)
                     score(q + t * q_token + (head + h) * q_head, keys + h / GROUP * HEAD_DIM, step, n,
                           scores.data() + h * width + from);
@@ -177,12 +179,12 @@ extern "C" void kernel(const float* q, const float* k, const float* v, float* ou
             std::fill(sums.begin(), sums.end(), 0.0f);
             for (int64_t h = 0; h < heads; ++h) {
                 const float sink = has_sinks ? sinks[head + h] : -std::numeric_limits<float>::infinity();
-                weigh(scores.data() + h * width, count, scale * k_scale, softcap, sink);
+                softmax(scores.data() + h * width, count, scale * k_scale, softcap, sink);
             }
-            for_stretches(blocks, block_size, first, count, [&](int64_t from, int64_t place, int64_t n) {
+            for_runs(blocks, block_size, first, count, [&](int64_t from, int64_t place, int64_t n) {
                 int64_t step;
-                const Kept* at = v_cache + place * value_stride + head / GROUP * VALUE_DIM;
-                const float* values = recall(at, value_stride, share * VALUE_DIM, n, room, step);
+                const Cached* at = v_cache + place * value_stride + head / GROUP * VALUE_DIM;
+                const float* values = dequantize_kv(at, value_stride, share * VALUE_DIM, n, room, step);
                 for (int64_t h = 0; h < heads; ++h)
                     mix(scores.data() + h * width + from, values + h / GROUP * VALUE_DIM, step, n,
                         sums.data() + h * padded(VALUE_DIM));

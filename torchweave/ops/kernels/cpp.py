@@ -1,4 +1,4 @@
-"""C++ functions over tensors, built at run time by the code cache with which Inductor builds its own CPU kernels."""
+"""C++ functions over tensors, built at run time by Inductor's C++ code cache."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def has_compiler() -> bool:
 
 @functools.cache
 def attention(head_dim: int, value_dim: int, group: int, cache: int) -> Callable[..., None]:
-    """`kernel` of attention_cpu.cpp for layers of these sizes; `group` query heads share a key head, and `cache` says what the
-    cache keeps. Kept on disk once built."""
+    """`kernel` of attention_cpu.cpp for layers of these sizes, cached on disk. `group` query heads share a key head; `cache` is
+    CACHE in the C++ source: 0 float, 1 e4m3, 2 e5m2."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     sizes = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "GROUP": group, "CACHE": cache}

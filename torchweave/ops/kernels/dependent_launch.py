@@ -1,8 +1,8 @@
-"""Programmatic dependent launch (sm_90 and later): a kernel starts while the one before it runs, and waits before it reads.
+"""Programmatic dependent launch (sm_90 and later): a kernel starts while the previous kernel runs, and waits before it reads.
 
-The rule, which Inductor's kernels keep too: a kernel waits for the one before it, and only then lets the one behind it start. So
-when a kernel starts, all but its direct predecessor have ended, and when it has waited, that one has as well. Before its wait a
-kernel may touch constants only: weights, and nothing that any kernel of the step writes.
+The rule, which Inductor's kernels keep too: a kernel waits for the previous kernel, and only then lets the next kernel start.
+So when a kernel starts, all but its direct predecessor have ended, and after its wait that one has ended too. Before its wait a
+kernel may read constants only: weights, and no memory that any kernel of the step writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def pdl_wait(DEPENDENT: tl.constexpr):
-    """Wait for the kernel before. DEPENDENT 0: nothing of this; 1: then let the one behind start; 2: `pdl_trigger` will."""
+    """Wait for the previous kernel. DEPENDENT 0: no effect; 1: then let the next kernel start; 2: `pdl_trigger` does that."""
     if DEPENDENT > 0:
         gdc_wait()
     if DEPENDENT == 1:
@@ -27,10 +27,10 @@ def pdl_wait(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def pdl_trigger(DEPENDENT: tl.constexpr):
-    """Let the kernel behind start, when all that is left here is to store.
+    """Let the next kernel start, when only stores are left here.
 
-    Programs that start early take the places that become free first: all of a small launch may end up on a few multiprocessors,
-    and the others idle. Where a launch is one wave, its predecessor had better let it start at its end.
+    Programs that start early occupy the first free multiprocessors: all of a small launch may run on a few of them while the
+    others idle. A launch of one wave should therefore trigger its successor at its end.
     """
     if DEPENDENT == 2:
         gdc_launch_dependents()
@@ -38,10 +38,10 @@ def pdl_trigger(DEPENDENT: tl.constexpr):
 
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
-    """Whether kernels on `device` can be launched so."""
+    """Whether `device` supports programmatic dependent launch."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def pdl_options(dependent: bool | int) -> dict[str, Any]:
-    """What a launch is given besides its arguments."""
+    """Launch options of a dependent launch."""
     return {"launch_pdl": True} if dependent else {}

@@ -1,10 +1,10 @@
-"""Triton kernels for `x @ w.T` with few tokens, where the weight is read once and its bandwidth is all that counts.
+"""Triton kernels for `x @ w.T` with few tokens: the weight is read once, and its bandwidth is the limit.
 
-Each may normalise x on its way in (RMSNorm), and add a residual to what comes out, or gate one half of it by the other. They round
+Each may normalise x at its input (RMSNorm), and add a residual to its output, or gate half of it by the other half. They round
 where the separate operations round.
 
-Each may be launched as a dependent of the kernel before (`dependent.py`): it then starts while that one runs, the row kernel with
-its first weights already under way.
+Each supports programmatic dependent launch (`dependent_launch.py`): it then starts while the previous kernel runs, the row
+kernel with loads of its first weights.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -26,9 +26,9 @@ from torchweave.ops.linear_config import LinearConfig, LinearFusion
 
 @triton.jit
 def _weight_rows(num_outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """The rows of w that this program multiplies, `[BLOCK_N]`, and whether each exists.
+    """Rows of w of this program, `[BLOCK_N]`, and whether each exists.
 
-    GATED: the first half of them are gates, the second the rows that they gate, `num_outputs` further down.
+    GATED: the first half are gates, the second half the rows that they gate, `num_outputs` further down.
     """
     index = tl.arange(0, BLOCK_N)
     if GATED:
@@ -42,7 +42,7 @@ def _weight_rows(num_outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def _inverse_rms(x, eps, real, WIDTH: tl.constexpr):
-    """`rsqrt(mean(x ** 2) + eps)` of one token, if it is real: a float32 number."""
+    """`rsqrt(mean(x ** 2) + eps)` of one token, if it is real: a float32 scalar."""
     k = tl.arange(0, 1024)
     squares = tl.zeros([1024], tl.float32)
     for start in range(0, WIDTH, 1024):
@@ -194,10 +194,10 @@ def split_kernel(
     BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
     ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`dot_kernel` for few rows: the SPLIT warps of a program share its rows and divide K between them, and add up at the end.
+    """`dot_kernel` for few rows: the SPLIT warps of a program share its rows, divide K, and sum at the end.
 
     Warp i takes columns `[i * BLOCK_K, (i + 1) * BLOCK_K)` of every SPLIT * BLOCK_K: Triton gives each batch of a batched
-    product a warp of its own.
+    product its own warp.
     """
     rows, inside = _weight_rows(num_outputs, BLOCK_N, ACTIVATION is not None)
     token = tl.arange(0, TOKENS)
@@ -238,7 +238,7 @@ def launch(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, fusion: Line
         "WIDTH": width, "TOKENS": config.padded_tokens(tokens), "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
         "BIAS": fusion.bias is not None, "NORM": fusion.norm is not None, "WIDE": fusion.wide, "ADD": residual is not None,
         "ACTIVATION": fusion.activation, "DEPENDENT": dependent, "num_warps": config.num_warps,
-        # What is rounded must be rounded before it is added to, and not be joined to a multiply-add in the low precision.
+        # A rounded product must not become part of a multiply-add in low precision.
         "enable_fp_fusion": not gated or residual is None,
         **pdl_options(dependent),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Triton: RMSNorm of rows, with the residual add before it. A program owns whole rows and holds them in registers."""
+"""Triton: RMSNorm of rows, with an optional residual add before it. A program holds whole rows in registers."""
 
 # Triton's decorators and constexpr arguments are untyped.
 # pyright: reportCallIssue=false
@@ -16,7 +16,7 @@ from torchweave.ops.kernels.rows import strided_rows
 
 @triton.jit
 def scale_rows(rows, norm, weight, offset, WEIGHT: tl.constexpr, WIDE: tl.constexpr, dtype: tl.constexpr):
-    """float32 rows times their norm `[ROWS, 1]` and the weight `[1, N]`, rounded to `dtype` where the dialect rounds; float32."""
+    """float32 rows scaled by their norm `[ROWS, 1]` and the weight `[1, N]`, rounded to `dtype` where the dialect rounds."""
     rows = rows * norm
     if WEIGHT:
         weight = weight.to(tl.float32)
@@ -31,7 +31,7 @@ def norm_kernel(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     ADD: tl.constexpr, STORE_SUM: tl.constexpr, WEIGHT: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """y [num_rows, WIDTH] = norm of x, or of x + residual, which also goes to `total` if KEEP; x and residual by `StridedRows`."""
+    """y [num_rows, WIDTH] = norm of x, or of x + residual, also written to `total` if KEEP; x and residual are `StridedRows`."""
     pdl_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -62,7 +62,7 @@ def launch_norm(
     wide: bool,
     keep_sum: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """The norm of x, or of x + residual, and that sum when there is one and it is wanted."""
+    """The norm of x, or of x + residual, and that sum if it is requested."""
     rows = strided_rows(x)
     added = rows if residual is None else strided_rows(residual)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""Triton: rotary embedding of queries and keys, after their RMSNorm if there is one. A program owns some heads of one token."""
+"""Triton: rotary embedding of queries and keys, with an optional RMSNorm before it. A program owns some heads of one token."""
 
 # Triton's decorators and constexpr arguments are untyped.
 # pyright: reportCallIssue=false
@@ -18,7 +18,7 @@ from torchweave.ops.kernels.norm import scale_rows
 
 
 class QKNorm(NamedTuple):
-    """RMSNorm of each head before it is turned; the arguments of `torchweave::qk_norm_rope`."""
+    """RMSNorm of each head before the rotary embedding; the arguments of `torchweave::qk_norm_rope`."""
 
     q_weight: Tensor
     k_weight: Tensor
@@ -28,8 +28,8 @@ class QKNorm(NamedTuple):
 
 
 class CacheWrite(NamedTuple):
-    """Where the step's keys and values go: values `[T, KH, Dv]`, one layer's paged cache, the place of each token, and the
-    scales of a cache in FP8, whose largest number is `kv_fp8_max` (0: it keeps them as they are)."""
+    """Paged-cache destination of a step's keys and values: values `[T, KH, Dv]`, one layer's cache, the slot of each token, and
+    the scales of an FP8 cache, whose largest number is `kv_fp8_max` (0: unquantized)."""
 
     v: Tensor
     k_cache: Tensor
@@ -42,7 +42,7 @@ class CacheWrite(NamedTuple):
 
 @triton.jit
 def apply_rotary(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexpr):
-    """Both halves turned: float32 in and out, every product rounded to `dtype`, that of cos."""
+    """Rotate both halves: float32 in and out, every product rounded to `dtype`, that of cos."""
     new_low = (low * cos_low).to(dtype).to(tl.float32) - (high * sin_low).to(dtype).to(tl.float32)
     new_high = (high * cos_high).to(dtype).to(tl.float32) + (low * sin_high).to(dtype).to(tl.float32)
     return new_low, new_high
@@ -53,9 +53,9 @@ def load_heads_with_rope(
     rows, mask, weight, cos, sin, eps, offset,
     DIM: tl.constexpr, PAD: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Whole heads `[N, PAD]` in their own dtype, normed and turned, for kernels that go on with them.
+    """Whole heads `[N, PAD]` in their own dtype, normed and rotated, for kernels that use them in registers.
 
-    rows: pointers `[N, 1]` to the heads; mask `[N, 1]`; cos, sin: of their token. HALF 0 leaves the heads as they are.
+    rows: pointers `[N, 1]` to the heads; mask `[N, 1]`; cos, sin: of their token. HALF 0 leaves the heads unchanged.
     """
     dim = tl.arange(0, PAD)
     inside = dim < DIM
@@ -87,7 +87,7 @@ def _load_rope_heads(
     HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
     NORM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One block of heads of one tensor, float32: the two halves that turn, and the rest [2 * HALF, DIM) that passes."""
+    """One block of heads of one tensor, float32: the two rotated halves, and the unrotated rest [2 * HALF, DIM)."""
     head = block * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, HALF_PAD)
     rest = 2 * HALF + tl.arange(0, REST_PAD)
@@ -127,7 +127,7 @@ def _store_heads(
     HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
     KV_FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """What `_load_rope_heads` gave, into row `row` of out [rows, num_heads, DIM]. LIMIT: see `quantize_kv`."""
+    """Store the result of `_load_rope_heads` into row `row` of out [rows, num_heads, DIM]. KV_FP8_MAX: see `quantize_kv`."""
     head = block * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, HALF_PAD)
     rest = 2 * HALF + tl.arange(0, REST_PAD)
@@ -151,7 +151,7 @@ def rope_kernel(
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
     NORM: tl.constexpr, WIDE: tl.constexpr, CACHE: tl.constexpr, DEPENDENT: tl.constexpr, KV_FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, blocks of query heads, then blocks of key heads). CACHE: keys and values also go into the paged cache."""
+    """Grid (tokens, blocks of query heads, then blocks of key heads). CACHE: also write keys and values to the paged cache."""
     pdl_wait(DEPENDENT)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos, sin = cos + token * cos_stride, sin + token * sin_stride
@@ -171,7 +171,7 @@ def rope_kernel(
         if CACHE:
             cache_slot = tl.load(slot_mapping + token)
             if cache_slot >= 0:
-                out_dtype: tl.constexpr = k_out.dtype.element_ty  # the cache keeps what readers of k_out see
+                out_dtype: tl.constexpr = k_out.dtype.element_ty  # the cache stores the values of k_out
                 _store_heads(
                     k_cache, low.to(out_dtype), high.to(out_dtype), rest.to(out_dtype), block, K_HEADS, cache_slot, k_scale,
                     HEADS, DIM, HALF, HALF_PAD, REST_PAD, KV_FP8_MAX,

@@ -1,4 +1,4 @@
-"""Tensors as rows of their last dimension, for kernels that take a program for each row."""
+"""Tensors as rows of their last dimension, for kernels with a program for each row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class StridedRows(NamedTuple):
     """Row r of `tensor` begins at `r // inner * outer_stride + r % inner * inner_stride`.
 
     Attributes:
-        tensor: as it was given, or a contiguous copy where its rows lie in more than two steps.
+        tensor: the given tensor, or a contiguous copy if two strides cannot describe its rows.
         count: number of rows.
     """
 
@@ -24,10 +24,10 @@ class StridedRows(NamedTuple):
 
 
 def strided_rows(x: Tensor) -> StridedRows:
-    """The rows of x. Heads cut out of a merged product are such rows: they need no copy."""
+    """The rows of x. Heads that are slices of a merged projection need no copy."""
     if x.stride(-1) != 1 and x.shape[-1] != 1:
         x = x.contiguous()
-    steps: list[tuple[int, int]] = []  # (size, stride), the outermost first, neighbours that run on merged into one
+    steps: list[tuple[int, int]] = []  # (size, stride) from the outermost, contiguous neighbours merged
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         if size == 1:
             continue

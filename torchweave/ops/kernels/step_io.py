@@ -1,7 +1,8 @@
-"""Triton kernels around the model in a step: prepare its inputs, advance its slots, scatter changed state, carry to and fro.
+"""Triton kernels around the model in a step: prepare inputs, advance slots, scatter changed state, copy to and from pinned
+memory.
 
-Nothing that changes from step to step is specialised on (sizes, and the alignment of what is cut from a packed buffer), so that no
-kernel is compiled after start-up.
+Kernels are not specialised on values that change between steps (sizes, alignment of slices of a packed buffer), so that none is
+compiled after start-up.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -25,7 +26,7 @@ _UNALIGNED += ["out", "ids", "positions", "seq_lens", "slot_mapping"]
 
 @triton.jit
 def _cache_slot(block_table, slot, position, max_blocks, valid, BLOCK_SIZE: tl.constexpr):
-    """Cache slot of `position`, or -1 where it is not valid, has no block, or lies beyond the table."""
+    """Cache slot of `position`, or -1 if it is invalid, has no block, or lies beyond the table."""
     column = position // BLOCK_SIZE
     valid = valid & (position >= 0) & (column < max_blocks)
     block = tl.load(block_table + slot.to(tl.int64) * max_blocks + column, mask=valid, other=-1)
@@ -41,8 +42,8 @@ def prepare_kernel(
     num_rows, num_tokens, max_blocks, table_stride, mapping_stride,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, TABLES: tl.constexpr,
 ):  # fmt: skip
-    """One program per row; one more for the padded tokens behind the last row. Of TABLES block tables, `table_stride` apart,
-    each has a slot mapping, `mapping_stride` apart."""
+    """One program per row, and one for the padded tokens behind the last row. Each of TABLES block tables, `table_stride`
+    apart, has a slot mapping, `mapping_stride` apart."""
     row = tl.program_id(0)
     start = tl.load(query_start + row)
     if row == num_rows:
@@ -143,7 +144,7 @@ def _tables(slot_mapping: Tensor) -> int:
 
 
 def _strides(block_table: Tensor, slot_mapping: Tensor) -> tuple[int, int]:
-    """Between the block tables, and between their slot mappings."""
+    """Distance between block tables, and between slot mappings."""
     return block_table.numel() // _tables(slot_mapping), 0 if slot_mapping.dim() == 1 else slot_mapping.stride(0)
 
 

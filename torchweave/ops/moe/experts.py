@@ -1,9 +1,8 @@
-"""Routed experts of a mixture: each token goes through the few experts that the router chose for it.
+"""Routed experts of a mixture: the weighted sum of the outputs of the experts that the router chose for a token.
 
-`torchweave::experts` is the weighted sum of the chosen experts' outputs. Routing stays outside. On a CPU a loop over
-the experts that were hit does the work, in the order of transformers' own eager loop. On a GPU nothing may depend on
-where tokens went, or the step could not be captured in a CUDA graph; the number of tokens is known when the op runs, which is
-when a graph is recorded, so the op chooses its kernels bucket by bucket (`choose`).
+Routing is not part of `torchweave::experts`. On a CPU a loop over the chosen experts runs, in the order of transformers' eager
+loop. On a GPU no launch may depend on the routing, or the step could not be captured in a CUDA graph; the number of tokens is
+known when the op runs, which is when a graph is recorded, so the op chooses its kernels for each bucket (`choose`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How routed experts run on a GPU: three ways, chosen by the number of tokens and the weights' shape, in bounded memory.
+"""Routed experts on a GPU: three strategies, chosen by the number of tokens and the weights' shape, in bounded memory.
 
-rows     one or two tokens: each chosen expert's rows are read once, at the memory's bandwidth. Two launches.
+rows     one or two tokens: each chosen expert's rows are read once, at memory bandwidth. Two launches.
 tiles    up to a few tokens an expert: pairs are grouped by expert on the device, and a program multiplies rows of one expert's
          weight by all of its tokens on tensor cores. Four launches.
 grouped  many tokens an expert: `torch._grouped_mm` between fused gathers. Six launches.
@@ -17,7 +17,7 @@ from torch import Tensor
 from torchweave.ops.moe.reference import ExpertsCall
 
 WORKSPACE_BYTES = 512 << 20
-"""Temporaries of one chunk of tokens; a larger step runs in chunks, and the KV cache gets the memory instead.
+"""Temporaries of one chunk of tokens; a larger step runs in chunks, which leaves the memory to the KV cache.
 
 A chunk reads all weights again. For 128 experts of 2048 x 768 a chunk has 9000 tokens, whose arithmetic takes at least twice as
 long as that reading.
@@ -26,13 +26,13 @@ long as that reading.
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """How one of the two products runs.
+    """Launch configuration of one of the two products.
 
     Attributes:
-        block_n: output columns that a program owns; for gate and up, of each.
-        block_k: how much of a weight's row it reads at a time.
+        block_n: output columns of a program; for gate and up, of each.
+        block_k: columns of a weight's row per iteration.
         num_warps: warps of a program.
-        depth: iterations in flight: the loop's unrolling for rows, its pipeline stages for tiles.
+        depth: iterations in flight: loop unrolling for rows, pipeline stages for tiles.
     """
 
     block_n: int
@@ -62,7 +62,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Grouped:
-    """`torch._grouped_mm` over rows sorted by expert: bfloat16 alone."""
+    """`torch._grouped_mm` over rows sorted by expert: bfloat16 only."""
 
 
 Strategy = Rows | Tiles | Grouped
@@ -73,17 +73,17 @@ _TILES = Tiles(GemmConfig(32, 128, 4, 4), GemmConfig(64, 128, 4, 4), dependent=T
 _MIDDLE_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block_m=64, dependent=True)
 _WIDE_TILES = Tiles(GemmConfig(64, 64, 8, 3), GemmConfig(128, 64, 8, 3), block_m=64)
 _FEW_PAIRS, _MORE_PAIRS = 8, 32
-"""Pairs of token and expert for each expert, up to which its tokens fill one narrow tile, or the products still read weights."""
+"""Pairs of token and expert for each expert, up to which its tokens fill one narrow tile, or reading weights dominates."""
 
 
 def choose(
     num_tokens: int, top_k: int, shape: tuple[int, int, int], dtype: torch.dtype, transposed: bool = False
 ) -> Strategy:
-    """How a number of tokens runs through experts of `shape`: their number, K and I.
+    """The strategy for a number of tokens and experts of `shape`: their number, K and I.
 
-    Rows where a weight is used once or twice; narrow tiles while an expert has fewer tokens than fill one, wider ones while
-    reading the weights is most of the time. On an H100, experts of Qwen3-30B-A3B (bench/results/experts_h100_202611.json): rows
-    27.5 against tiles 36.1 us at one token, tiles 362 against grouped 436 at 32, 458 against 509 at 512; 1910 against 944 at 4096.
+    Rows where a weight is used once or twice; narrow tiles while an expert's tokens do not fill one, wider tiles while reading
+    the weights dominates. On an H100, experts of Qwen3-30B-A3B (bench/results/experts_h100_202611.json): rows 27.5 against
+    tiles 36.1 us at one token, tiles 362 against grouped 436 at 32, 458 against 509 at 512; 1910 against 944 at 4096.
     """
     num_experts, width, inner = shape
     if num_tokens <= ROW_TOKENS and not transposed:
@@ -112,7 +112,7 @@ def run(call: ExpertsCall, strategy: Strategy | None = None, workspace: int = WO
 
 
 def _supported_strategy(strategy: Strategy, call: ExpertsCall) -> Strategy:
-    """The way on this device: not every one launches dependents, and rows are read along contiguous weights."""
+    """The strategy adapted to this device (dependent launch) and to weights without contiguous rows."""
     from torchweave.ops.kernels.dependent_launch import supports_pdl
 
     if isinstance(strategy, Rows) and not call.up.stride(2) == call.down.stride(2) == 1:
@@ -123,18 +123,18 @@ def _supported_strategy(strategy: Strategy, call: ExpertsCall) -> Strategy:
 
 
 def _with_contiguous_rows(call: ExpertsCall) -> ExpertsCall:
-    """The call with what the kernels read row by row in contiguous rows; its output must have them."""
+    """The call with contiguous rows of x, index and weight; the output must have contiguous rows."""
     assert call.out.stride(1) == 1, "the experts' output must have contiguous rows"
     x = call.x if call.x.stride(1) == 1 else call.x.contiguous()
     return replace(call, x=x, index=call.index.contiguous(), weight=call.weight.contiguous())
 
 
 def bytes_per_pair(call: ExpertsCall, strategy: Strategy) -> int:
-    """Temporaries of one pair of token and expert, as many as live at once."""
+    """Bytes of temporaries of one pair of token and expert that live at once."""
     width, inner, size = call.x.shape[1], call.inner, call.x.element_size()
     if isinstance(strategy, Grouped):
         columns = inner * (2 if call.form.gated else 1)
-        return size * max(width + columns, columns + inner, inner + width) + 16  # and the sorted pairs
+        return size * max(width + columns, columns + inner, inner + width) + 16  # 16 for the sorted pairs
     return size * inner + (4 * width + 4 if isinstance(strategy, Tiles) else 0)
 
 
@@ -155,7 +155,7 @@ def _run_chunk(call: ExpertsCall, strategy: Strategy) -> None:
 
 
 def _activation(call: ExpertsCall) -> dict[str, Any]:
-    """The kernels' arguments that say what happens between the products."""
+    """Arguments of the kernels for the activation between the two products."""
     form = asdict(call.form)
     del form["transposed"]
     return form
@@ -214,7 +214,7 @@ def _grouped(call: ExpertsCall) -> None:
     kernels.launch_sort_pairs(call.index, call.num_experts, ends, rows, positions)
     z = torch._grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
         call.x.index_select(0, rows // call.top_k), up, offs=ends
-    )  # the gathered rows die here
+    )  # frees the gathered rows
     h = z.new_empty(call.index.numel(), call.inner)
     kernels.launch_activate(z, call.index, rows, call.num_experts, call.up_bias, h, **_activation(call))
     del z
@@ -223,7 +223,7 @@ def _grouped(call: ExpertsCall) -> None:
 
 
 def _sorted_pair_buffers(call: ExpertsCall) -> tuple[Tensor, Tensor]:
-    """Where each expert's pairs end, and the pairs in the order of experts."""
+    """Buffers for the end of each expert's pairs, and for the pairs sorted by expert."""
     ends = torch.empty(call.num_experts, dtype=torch.int32, device=call.x.device)
     return ends, torch.empty(call.index.numel(), dtype=torch.int32, device=call.x.device)
 

@@ -1,4 +1,4 @@
-"""Routed experts in plain torch: what the op computes, and how it runs where the kernels do not."""
+"""Routed experts in plain torch: the eager reference of the op, and its path where the kernels do not run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """What an expert does between its two products, and how its weights lie; see `torchweave::experts`."""
+    """Activation of an expert and layout of its weights; see `torchweave::experts`."""
 
     activation: str = "silu"
     gated: bool = True
@@ -31,7 +31,7 @@ class ExpertForm:
 
 @dataclass(frozen=True)
 class ExpertsCall:
-    """The operands of one call; see `torchweave::experts`."""
+    """Operands of one call of `torchweave::experts`."""
 
     x: Tensor
     index: Tensor
@@ -57,17 +57,17 @@ class ExpertsCall:
 
     @property
     def inner(self) -> int:
-        """I: the width between the products."""
+        """I: columns between the two products."""
         return self.down.shape[1 if self.form.transposed else 2]
 
     def tokens(self, begin: int, end: int) -> ExpertsCall:
-        """The same for some of the tokens."""
+        """The same call for tokens `[begin, end)`."""
         part = slice(begin, end)
         return replace(self, x=self.x[part], index=self.index[part], weight=self.weight[part], out=self.out[part])
 
 
 def activate(h: Tensor, form: ExpertForm) -> Tensor:
-    """[..., 2 I] (or [..., I] where nothing is gated) -> [..., I]."""
+    """[..., 2 I] (or [..., I] when not gated) -> [..., I]."""
     if not form.gated:
         return ACTIVATIONS[form.activation](h)
     gate, up = (h[..., ::2], h[..., 1::2]) if form.interleaved else h.chunk(2, dim=-1)
@@ -90,7 +90,7 @@ def apply_expert(call: ExpertsCall, x: Tensor, e: int) -> Tensor:
 
 
 def loop_over_experts(call: ExpertsCall) -> None:
-    """Only the experts that were hit, in ascending order. Reads the routing on the host: for CPUs."""
+    """Run the chosen experts in ascending order. Reads the routing on the host: for CPUs."""
     call.out.zero_()
     for e in call.index.unique().tolist():
         if e >= call.num_experts:
@@ -101,7 +101,7 @@ def loop_over_experts(call: ExpertsCall) -> None:
 
 
 def dense_experts(call: ExpertsCall) -> None:
-    """Every expert on every token, weighted by 0 where it was not chosen. Wasteful, capture-safe, any dtype."""
+    """Run every expert on every token, weighted by 0 where it was not chosen. Slow, capture-safe, any dtype."""
     total = torch.zeros(call.out.shape, dtype=torch.float32, device=call.out.device)
     for e in range(call.num_experts):
         share = torch.where(call.index == e, call.weight, 0).sum(dim=1, keepdim=True)

@@ -1,8 +1,8 @@
-"""`torchweave::route`: from a router's logits to the chosen experts and their weights, in one launch.
+"""`torchweave::route`: chosen experts and their weights from a router's logits, in one launch.
 
-Models write it as four to twenty operations (softmax, topk, gather, sum, divide, masks over groups), each of which is a launch at
-decode, where none of them has anything to do. The op is the common forms of these, with the same roundings at the same places;
-its eager reference is their arithmetic.
+Models write routing as four to twenty operations (softmax, topk, gather, sum, divide, masks over groups), each of which costs a
+launch at decode. The op covers their common forms with the same roundings at the same places; its eager reference is their
+arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchweave.ops.registry import define
 
 SCORES = ("softmax", "sigmoid", "chosen_softmax")
 MAX_EXPERTS = 2048
-"""A program holds the scores of a token in registers; beyond this many experts torch's own operations run."""
+"""Largest number of experts: a program holds the scores of a token in registers; above it torch's own operations run."""
 
 
 def _fake(
@@ -44,15 +44,15 @@ def route(
     """Weights `[T, k]` of `dtype` and experts `[T, k]` (int64) of logits `[T, E]`, the best expert first.
 
     Args:
-        bias: `[E]`, added to the scores for the choice alone; weights stay without it.
+        bias: `[E]`, added to the scores for the choice only; weights exclude it.
         top_k: k, experts of a token.
-        score: `softmax` or `sigmoid` of the logits in float32; `chosen_softmax`: the logits choose, and the softmax is over
-            the chosen ones.
+        score: `softmax` or `sigmoid` of the logits in float32; `chosen_softmax`: choose by the logits, then take the softmax over
+            the chosen experts.
         num_groups: groups of neighbouring experts; with more than one, experts outside the `top_groups` best groups get `fill`
-            in the place of their score. A group is as good as the sum of its `group_best` best experts, 1 or 2.
-        renormalize: divide by the sum over the chosen, plus epsilon; then multiply by scale.
+            as score. A group's score is the sum of its `group_best` best experts, 1 or 2.
+        renormalize: divide by the sum over the chosen experts, plus epsilon; then multiply by scale.
 
-    Of equal scores the kernel takes the expert with the smaller index. `torch.topk`, and so the reference, leaves that open.
+    Among equal scores the kernel takes the smaller expert index. `torch.topk`, and so the reference, does not specify it.
     """
     assert score in SCORES, f"score {score!r}: expected one of {SCORES}"
     if logits.is_cuda and logits.shape[1] <= MAX_EXPERTS and logits.stride(1) == 1:
@@ -89,7 +89,7 @@ def _scores(logits: Tensor, score: str) -> Tensor:
 
 
 def _within_groups(choice: Tensor, num_groups: int, top_groups: int, group_best: int, fill: float) -> Tensor:
-    """The scores of the best groups, and `fill` in the others."""
+    """The scores of the best groups, and `fill` for the others."""
     grouped = choice.view(choice.shape[0], num_groups, -1)
     best = grouped.topk(group_best, dim=-1)[0].sum(dim=-1)
     allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, best.topk(top_groups, dim=-1)[1], True)

@@ -1,12 +1,12 @@
-"""FP8 activations: `torchweave::fp8_quant`, and the arithmetic that every fused form of it repeats.
+"""FP8 activations: `torchweave::fp8_quant`, and the arithmetic that its fused forms share.
 
-A number is stored as float8_e4m3fn `q` with a float32 scale `s`, and stands for `q * s`:
+A number is stored as float8_e4m3fn `q` with a float32 scale `s` and has the value `q * s`:
 
     s = max(amax, TINY) / 448              over a token, or over 128 channels of a token; or given (static)
     q = e4m3(clamp(x / s, -448, 448))      divided in float32, rounded once to nearest even; saturates, NaN stays NaN
 
-Scales come in three layouts, which `torchweave::fp8_linear` tells apart: static `[1]`; per token `[T, 1]`; per group `[G, T]`, G =
-ceil(K / 128), which is what cuBLAS reads and a decode step does not mind.
+Scales have three layouts, which `torchweave::fp8_linear` distinguishes by shape: static `[1]`; per token `[T, 1]`; per group
+`[G, T]`, G = ceil(K / 128), the layout of cuBLAS.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor) -> Tensor:
-    """The scale under which the largest number becomes 448."""
+    """The scale that maps the largest absolute value to 448."""
     return amax.float().clamp(min=MIN_AMAX) / FP8_MAX
 
 
 def quantize(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The scheme written in torch: x `[..., K]` -> q `[..., K]` and s, as `fp8_quant`. The oracle of every kernel."""
+    """`fp8_quant` in plain torch: x `[..., K]` -> q `[..., K]` and s. The oracle of every kernel."""
     if scale is not None:
         return to_fp8(x, scale).contiguous(), scale.clone()
     width = x.shape[-1]
@@ -55,11 +55,11 @@ def _launch(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor,
 
 @define("torchweave::fp8_quant", fake=_fake, cuda=_launch)
 def fp8_quant(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantise: x `[..., K]` -> (q e4m3 `[..., K]` contiguous, s float32).
+    """Quantize: x `[..., K]` -> (q e4m3 `[..., K]` contiguous, s float32).
 
     Args:
         group: 0: a scale for each token, s `[T, 1]`; 128: for each 128 channels of a token, s `[ceil(K / 128), T]`.
-        scale: float32 `[1]`, measured beforehand: the only one, group is 0 and s is a copy of it.
+        scale: float32 `[1]`, a static scale; group is then 0 and s is a copy of it.
     """
     empty_quantized(x[:0], x.shape[-1], group, scale)
     return quantize(x, group, scale)

@@ -1,9 +1,8 @@
-"""Ops that end in FP8: RMSNorm, with or without the residual add before it, and gated activations, each with `fp8_quant` behind.
+"""Ops with FP8 output: RMSNorm, with or without the residual add before it, and gated activations, fused with `fp8_quant`.
 
-Each is, to the bit of what it quantises, its two halves one after the other: the norm or activation is rounded to x's dtype (as
-`torchweave.ops.norm` and `torchweave.ops.activation` have it) and that is quantised (as `torchweave.ops.quant.fp8`). What
-it saves is a
-launch, and writing and reading the number in 16 bits. `group` and `scale` are those of `fp8_quant`.
+Each is bit-equal to its two parts in sequence: the norm or activation is rounded to x's dtype (`torchweave.ops.norm`,
+`torchweave.ops.activation`) and then quantized (`torchweave.ops.quant.fp8`). It saves a launch, and a write and read in 16
+bits. `group` and `scale` are those of `fp8_quant`.
 """
 
 from __future__ import annotations

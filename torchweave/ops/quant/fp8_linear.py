@@ -1,12 +1,12 @@
-"""`torchweave::fp8_linear`: the product of an FP8 activation and an FP8 weight, by the kernel that suits the number of tokens.
+"""`torchweave::fp8_linear`: product of an FP8 activation and an FP8 weight, by a kernel chosen by the number of tokens.
 
-The number of tokens is symbolic in the captured graph but known when the op runs, which is when a CUDA graph is recorded: up to
-`MAX_TOKENS` tokens the project's kernels read the weight at the memory's speed; above, cuBLAS multiplies (`torch._scaled_mm` with a
-scale for each row, `F.scaled_mm` with 1 x 128 by 128 x 128 blocks, which it has on Hopper; elsewhere the dot kernel).
+The number of tokens is symbolic in the captured graph but known when the op runs, which is when a CUDA graph is recorded. Up to
+`MAX_TOKENS` tokens the project's kernels read the weight at memory bandwidth; above, cuBLAS runs (`torch._scaled_mm` with a
+scale for each row, `F.scaled_mm` with 1 x 128 by 128 x 128 blocks on Hopper; elsewhere the dot kernel).
 
-Numerics: products of e4m3 numbers are exact in float32. Sums are float32 in the project's kernels, with partial sums of 128
-channels from tensor cores; cuBLAS by rows adds in the tensor cores' own registers (fast accumulation, about 14 bits), as the peers
-do. Scales are applied in float32 and the result is rounded once, then the bias added by cuBLAS or before that rounding.
+Numerics: products of e4m3 numbers are exact in float32. The project's kernels sum in float32, with partial sums of 128 channels
+from tensor cores; cuBLAS by rows adds in the tensor cores' registers (fast accumulation, about 14 bits), as the peers do.
+Scales are applied in float32 and the result is rounded once; cuBLAS adds the bias after that rounding, the kernels before it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from torchweave.ops.registry import define
 
 MAX_TOKENS = 32
 """Above this many tokens cuBLAS runs where it can."""
-_ALIGNED = 16  # columns and rows of a weight that cuBLAS and 16-byte loads ask for
+_ALIGNED = 16  # alignment of a weight's columns and rows for cuBLAS and 16-byte loads
 
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """One way to run the product.
+    """Launch configuration of the product.
 
     Attributes:
         kernel: "row" multiplies element by element (1 or 2 tokens), "dot" uses tensor cores (any number).
-        block_n, block_k: rows of the weight that a program owns, and how much of them it reads at a time; by blocks, "dot"
-            reads 128.
+        block_n, block_k: rows of the weight per program, and columns per iteration; with block scales, "dot" reads 128.
         num_warps: warps of a program.
-        depth: iterations in flight: the loop's unrolling for "row", its pipeline stages for "dot".
+        depth: iterations in flight: loop unrolling for "row", pipeline stages for "dot".
         block_t: tokens of a program of "dot".
-        dependent: start while the kernel before drains (programmatic dependent launch, sm_90).
+        dependent: programmatic dependent launch (sm_90): start while the previous kernel drains.
     """
 
     kernel: Literal["row", "dot"]
@@ -71,11 +70,11 @@ _GEMM = Fp8Config("dot", 128, 128, num_warps=8, depth=4, block_t=128)
 
 
 def choose(num_tokens: int, num_outputs: int, width: int, *, blocks: bool, hopper: bool = True) -> Fp8Config | None:
-    """How to multiply q [num_tokens, width] by w [num_outputs, width].T on a GPU; None = cuBLAS.
+    """Configuration for q [num_tokens, width] times w [num_outputs, width].T on a GPU; None for cuBLAS.
 
     Args:
         blocks: scales are by 128 x 128 blocks.
-        hopper: sm_90, which has dependent launch, and whose cuBLAS has the block-wise product.
+        hopper: sm_90, which has dependent launch and the block-wise product in cuBLAS.
     """
     if num_tokens <= 2:
         return replace(_ROW, dependent=hopper)
@@ -123,7 +122,7 @@ def fp8_linear_into(q: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias
 
 
 def _config(rows: Tensor, w: Tensor, w_scale: Tensor) -> Fp8Config | None:
-    """The kernel for rows on a GPU; None: cuBLAS, or there are none."""
+    """The kernel for these rows on a GPU; None for cuBLAS, or without rows."""
     if not len(rows):
         return None
     hopper = torch.cuda.get_device_capability(rows.device)[0] == 9
@@ -173,7 +172,7 @@ def scaled_mm_rows(
 def scaled_mm_blocks(
     q: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """cuBLAS with scales by 1 x 128 and 128 x 128 (sm_90): it reads groups of whole 16 bytes, so tokens come in fours."""
+    """cuBLAS with scales by 1 x 128 and 128 x 128 (sm_90); the number of tokens is padded to a multiple of 4 for 16-byte loads."""
     tokens, missing = q.shape[0], -q.shape[0] % 4
     if missing:
         q = F.pad(q.view(torch.uint8), (0, 0, 0, missing)).view(FP8)
@@ -188,10 +187,10 @@ def scaled_mm_blocks(
 
 
 def block_scales(scales: Tensor) -> Tensor:
-    """Scales `[N / 128, K / 128]` of a weight with columns of zeros behind them up to a multiple of four, as cuBLAS reads them."""
+    """Scales `[N / 128, K / 128]` of a weight, padded with zero columns to a multiple of four, as cuBLAS requires."""
     return F.pad(scales, (0, -scales.shape[1] % 4)).contiguous()
 
 
 def supports_weight_shape(num_outputs: int, width: int) -> bool:
-    """Whether a weight of that shape can be multiplied: both sizes are multiples of 16."""
+    """Whether a weight of that shape is supported: both sizes are multiples of 16."""
     return num_outputs % _ALIGNED == 0 and width % _ALIGNED == 0

@@ -1,14 +1,15 @@
-"""NVFP4: numbers of four bits with a scale for each 16 of them, `torchweave::fp4_quant` and the product `torchweave::fp4_linear`.
+"""NVFP4: numbers of four bits with a scale for each 16 of them, `torchweave::fp4_quant` and the product
+`torchweave::fp4_linear`.
 
-A number is an e2m1 code `c` in {0, 0.5, 1, 1.5, 2, 3, 4, 6} with a sign, and stands for `c * s * scale`:
+A number is a signed e2m1 code `c` in {0, 0.5, 1, 1.5, 2, 3, 4, 6} and has the value `c * s * scale`:
 
     scale   float32 [1], given: the tensor's largest size over (6 * 448), so that every s fits e4m3
     s       e4m3 = round(min(max over 16 channels of |x| / 6 / scale, 448))
     c       e2m1 = round(x / (s * scale)), nearest, a tie to the even code; saturates at 6; 0 where s is 0; NaN is not kept
 
-Two codes lie in a byte, the even channel in its low half. The format is that of NVIDIA's Blackwell GPUs (PTX ISA, `cvt` to
-e2m1x2; checkpoints of TensorRT Model Optimizer call the scales `weight_scale` and `weight_scale_2`). On GPUs before Blackwell
-nothing multiplies such numbers: there `fp4_linear` dequantises, and what FP4 saves is memory.
+Two codes share a byte, the even channel in its low half. The format is that of NVIDIA's Blackwell GPUs (PTX ISA, `cvt` to
+e2m1x2; checkpoints of TensorRT Model Optimizer call the scales `weight_scale` and `weight_scale_2`). GPUs before Blackwell
+cannot multiply it: there `fp4_linear` dequantizes, and FP4 saves memory only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torchweave.ops.registry import define
 FP4_MAX = 6.0
 """Largest number of e2m1."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the codes 0 to 7 stand for; bit 3 is the sign."""
+"""Values of the codes 0 to 7; bit 3 is the sign."""
 
 
 def fp4_scale_from_amax(amax: Tensor) -> Tensor:
@@ -33,7 +34,7 @@ def fp4_scale_from_amax(amax: Tensor) -> Tensor:
 
 
 def _codes(size: Tensor) -> Tensor:
-    """The nearest of VALUES to sizes, by number; ties to the even one."""
+    """Codes of the VALUES nearest to sizes; ties to the even code."""
     code = torch.zeros_like(size, dtype=torch.uint8)
     for number, (low, high) in enumerate(pairwise(VALUES)):
         middle = (low + high) / 2
@@ -42,7 +43,7 @@ def _codes(size: Tensor) -> Tensor:
 
 
 def quantize_fp4(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The scheme written in torch, as `fp4_quant`. The oracle of every kernel."""
+    """`fp4_quant` in plain torch. The oracle of every kernel."""
     empty_fp4(x)
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     s = (blocks.abs().amax(-1) / FP4_MAX / scale).clamp(max=FP8_MAX).to(FP8)
@@ -53,7 +54,7 @@ def quantize_fp4(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_fp4(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
-    """`c * s` of q `[..., K / 2]` and s `[..., K / 16]`: `[..., K]`, exact in every dtype of 16 bits; `scale` is left out."""
+    """`c * s` of q `[..., K / 2]` and s `[..., K / 16]`: `[..., K]`, exact in every 16-bit dtype; without `scale`."""
     codes = torch.stack((q & 15, q >> 4), -1).flatten(-2)
     values = torch.tensor(VALUES + tuple(-value for value in VALUES), dtype=dtype, device=q.device)
     blocks = values[codes.int()].unflatten(-1, (-1, BLOCK)) * s.to(dtype)[..., None]
@@ -95,10 +96,10 @@ def _launch_linear(
 def fp4_linear(
     q: Tensor, s: Tensor, scale: Tensor, w: Tensor, w_s: Tensor, w_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """x @ W.T + bias of what (q, s, scale) and (w, w_s, w_scale) stand for: `[..., N]`, summed in float32, rounded once.
+    """x @ W.T + bias of the values of (q, s, scale) and (w, w_s, w_scale): `[..., N]`, summed in float32, rounded once.
 
     Args:
-        q, s, scale: the activation `[..., K]`, as `fp4_quant` gives it.
+        q, s, scale: the activation `[..., K]`, as `fp4_quant` returns it.
         w, w_s, w_scale: the weight `[N, K]` in the same format: uint8 `[N, K / 2]`, e4m3 `[N, K / 16]`, float32 `[1]`.
         bias: `[N]` or none.
         out_dtype: of the result.

@@ -1,12 +1,12 @@
-"""Rows whose logits are changed before their token is drawn: penalties, biases, barred words, and masks of a grammar.
+"""Resampling of rows with logits processors: penalties, biases, bad words, and grammar masks.
 
-A step samples every row from the logits as they are. The few rows that ask for more are drawn again behind it, from logits that
-were changed for them, and their slots are put right; so the step itself, a graph mostly, knows nothing of them. What such a row
-needs from step to step (how often its answer holds each token, what was drawn last) lives on the device in a *place* and is brought
-up to date there, so that the next step may be launched before the host has seen a token.
+A step samples every row from its unprocessed logits. The few rows with logits processors are then sampled again from processed
+logits, and their slots are corrected; so the step, mostly a CUDA graph, does not depend on them. The state of a row between
+steps (token counts of its answer, recent tokens) is in a *state row* on the device and is updated there, so that the next step
+may be launched before the host has read a token.
 
-In this order, as in vLLM: bias (and what is not allowed, or barred by itself), repetition penalty, frequency and presence penalty,
-barred words of several tokens, grammar mask.
+Order, as in vLLM: bias (with disallowed tokens and bad words of one token), repetition penalty, frequency and presence penalty,
+bad words of several tokens, grammar mask.
 """
 
 from __future__ import annotations
@@ -43,16 +43,14 @@ _LOOKBACK = np.arange(1, MAX_BAD_WORD_TOKENS)
 
 @dataclass(frozen=True)
 class LogitsStateInit:
-    """What a place holds for a request that starts, or goes on after a pause. Parts that are None are not used by it.
+    """Initial content of a state row for a request that starts or resumes. None for parts that the request does not use.
 
     Attributes:
         counts: token ids and their counts, both int32 [n]; all others are 0.
-        bias: the bias of all tokens but some, and those: ids int32 [n] and biases float32 [n].
-        words: int32 [words, MAX_BAD_WORD_TOKENS]; a word's last token first, then backwards, -1 behind its first. A
-        word of one token is
-            a stop token that the slot has no room for: barred below the slot's min_position, as those that it holds are.
-        recent_tokens: int32 [MAX_BAD_WORD_TOKENS]; the answer's token at position p stands at p % MAX_BAD_WORD_TOKENS, -1 where
-        there is none.
+        bias: default bias, and exceptions: ids int32 [n] and biases float32 [n].
+        words: int32 [words, MAX_BAD_WORD_TOKENS]; a word's last token first, then backwards, -1 behind its first. A word of one
+            token is a stop token beyond the slot's capacity: excluded below the slot's min_position, as the slot's own are.
+        recent_tokens: int32 [MAX_BAD_WORD_TOKENS]; the answer's token at position p is at p % MAX_BAD_WORD_TOKENS, -1 for none.
     """
 
     state_row: int
@@ -63,9 +61,10 @@ class LogitsStateInit:
 
 
 class LogitsProcessorState:
-    """The places. P grows with the requests that ask at once; a part is allocated when the first of them needs it.
+    """Device state of logits processors. P grows with the concurrent requests that use it; each part is allocated on first use.
 
-    counts int32 [P, V], bias float32 [P, V], words int32 [P, W, MAX_BAD_WORD_TOKENS], tail int32 [P, MAX_BAD_WORD_TOKENS]
+    counts int32 [P, V], bias float32 [P, V], words int32 [P, W, MAX_BAD_WORD_TOKENS],
+    recent_tokens int32 [P, MAX_BAD_WORD_TOKENS]
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -77,7 +76,7 @@ class LogitsProcessorState:
         self.recent_tokens = torch.zeros(0, MAX_BAD_WORD_TOKENS, dtype=torch.int32, device=device)
 
     def join(self, join: LogitsStateInit) -> None:
-        """Write a place, in the order of the current stream."""
+        """Write a state row, in the order of the current stream."""
         at = join.state_row
         if join.counts is not None:
             self.counts = _grow(self.counts, at)
@@ -99,7 +98,7 @@ class LogitsProcessorState:
 
 
 def _grow(part: Tensor, state_row: int) -> Tensor:
-    """A part with at least `state_row + 1` places, its content kept."""
+    """`part` with at least `state_row + 1` rows, its content kept."""
     size = max(len(part), _MIN_STATE_ROWS)
     while size <= state_row:
         size *= 2
@@ -111,7 +110,7 @@ def _grow(part: Tensor, state_row: int) -> Tensor:
 
 
 def _grow_words(words: Tensor, count: int) -> Tensor:
-    """`words` with room for `count` words a place."""
+    """`words` with capacity for `count` words a row."""
     if count <= words.shape[1]:
         return words
     larger = words.new_full((len(words), 1 << (count - 1).bit_length(), MAX_BAD_WORD_TOKENS), -1)
@@ -128,11 +127,11 @@ def resample(
     tokens: Tensor,
     out: Tensor,
 ) -> None:
-    """Draw again the tokens of some rows of a step that was just carried out, `advance` included.
+    """Sample again the tokens of some rows of a step that has run, including `advance`.
 
-    logits [N, V] of the step; rows int32 [NUM_FIELDS, K], a record a column (the penalties as the bits of a float32); masks int32
-    [M, ceil(V / 32)] or None: bit v % 32 of word v / 32 says whether token v may be drawn. Writes the rows of tokens and out,
-    int32 [N], `out` as in `advance`; brings slots and places up to date.
+    logits [N, V] of the step; rows int32 [NUM_FIELDS, K], a record a column (the penalties as the bits of a float32); masks
+    int32 [M, ceil(V / 32)] or None: bit v % 32 of word v / 32 allows token v. Writes the rows of tokens and out, int32 [N],
+    `out` as in `advance`; updates slots and state rows.
     """
     assert rows.shape[0] == NUM_FIELDS, rows.shape
     slots, size = rows[SLOT], rows.shape[1]
@@ -161,7 +160,7 @@ def resample(
 def process_logits_reference(
     logits: Tensor, rows: Tensor, masks: Tensor | None, processor_state: LogitsProcessorState, processed: Tensor
 ) -> None:
-    """changed float32 [K, V] = the logits of `rows` with bias, penalties and mask."""
+    """processed float32 [K, V] = the logits of `rows` with bias, penalties and mask."""
     records, values = rows.numpy(), processed.numpy()
     processed.copy_(logits[rows[ROW].long()])
     state_row, flags, mask = records[STATE_ROW], records[FLAGS], records[MASK]
@@ -193,7 +192,7 @@ def _apply_penalties(
 
 
 def rewind_reference(rows: Tensor, state: SlotState, processor_state: LogitsProcessorState, processed: Tensor) -> None:
-    """Bar what would end a barred word, or the answer too early, and take each slot's position back to before its token."""
+    """Exclude tokens that would complete a bad word or stop below min_position; move each slot's position back by one."""
     records, values = rows.numpy(), processed.numpy()
     at = state.host_arrays["position"][records[SLOT]]
     state.host_arrays["position"][records[SLOT]] = at - 1
@@ -216,7 +215,7 @@ def commit_reference(
     tokens: Tensor,
     out: Tensor,
 ) -> None:
-    """Hand the new tokens over, and write them down in the places."""
+    """Write the new tokens to the step's results and to the state rows."""
     records, new = rows.numpy(), sampled.numpy()
     tokens.numpy()[records[ROW]] = new
     out.numpy()[records[ROW]] = encoded.numpy()

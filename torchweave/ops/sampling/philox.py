@@ -1,6 +1,6 @@
 """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in numpy, and the noise of sampling.
 
-A token's noise depends on (seed, position, vocabulary index) alone. One Philox call gives four words, shared by four vocabulary
+A token's noise depends on (seed, position, vocabulary index) only. One Philox call gives four words, shared by four vocabulary
 indices that lie `LANES` apart, so that a vector machine computes each call once and needs no shuffle:
 
     counter = (v // (4 * LANES) * LANES + v % LANES, position, 0, 0)     word = v // LANES % 4     key = (seed_lo, seed_hi)
@@ -51,8 +51,8 @@ def random_words(seed_lo: np.ndarray, seed_hi: np.ndarray, position: np.ndarray,
 def gumbel(words: np.ndarray) -> np.ndarray:
     """Standard Gumbel noise float32 from 32-bit words: -log(-log(1 - u)) for u = word / 2**32.
 
-    Small u, whose noise is large, keep all 32 bits by the series of -log(1 - u); elsewhere 24 bits make 1 - u exact in float32. So
-    the kernel, which does the same, differs from this by the rounding of `log` only.
+    Small u, whose noise is large, keep all 32 bits by the series of -log(1 - u); elsewhere 24 bits make 1 - u exact in float32.
+    The kernel computes the same, so it differs by the rounding of `log` only.
     """
     u = ((words & np.uint64(_SERIES_BELOW - 1)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
     series = u * (np.float32(1) + u * (np.float32(0.5) + u * np.float32(1 / 3)))

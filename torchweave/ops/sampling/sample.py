@@ -1,10 +1,10 @@
-"""Sampling on the device: greedy, and temperature with top-k, top-p and min-p, chosen per row by the slot's parameters.
+"""Sampling on the device: greedy, or temperature with top-k, top-p and min-p, by the parameters of each row's slot.
 
-The filters apply in this order, all after temperature: keep the top_k most likely tokens; of these the smallest set of most likely
-ones whose probability, renormalised, reaches top_p; of these the ones with at least min_p times the largest probability. A token
-tied with the last one kept is kept. What is left is sampled by Gumbel-max with noise keyed by (seed, position, vocabulary index),
-so a request's tokens do not depend on the batch that it runs in. While the sampled token's position is below min_position, stop ids
-count as impossible.
+The filters apply in this order, all after temperature: keep the top_k most likely tokens; of these the smallest set of most
+likely tokens whose renormalised probability reaches top_p; of these the tokens with at least min_p times the largest
+probability. A token tied with the last kept token is kept. The rest is sampled by Gumbel-max with noise keyed by (seed,
+position, vocabulary index), so a request's tokens do not depend on its batch. While the sampled token's position is below
+min_position, stop ids have logit -inf.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchweave.ops.sampling.philox import gumbel, random_words
 from torchweave.ops.slot_state import SlotState
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: their reciprocal no longer tells logits apart from overflow."""
+"""Temperatures below this are greedy: their reciprocal overflows."""
 
 
 def sample(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor | None = None) -> Tensor:
@@ -37,7 +37,7 @@ def sample(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor | None =
 
 
 def sample_reference(logits: Tensor, slots: Tensor, state: SlotState) -> Tensor:
-    """The same on the CPU, vectorised over rows; `state` is a CPU state. Returns int64 [N]."""
+    """`sample` on the CPU, vectorised over rows; `state` is a CPU state. Returns int64 [N]."""
     rows, host_arrays = slots.numpy(), state.host_arrays
     real = rows >= 0
     positions = host_arrays["position"][rows] + 1
@@ -98,7 +98,7 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, 
     """Log-probabilities under the raw logits (no temperature, no filters), in float32.
 
     logits [N, V], tokens [N] -> (of the tokens [N], the `top` largest [N, top], their ids int64 [N, top], rank of the token
-    int64 [N], 1 = the most likely; tied tokens share the better rank). Runs after the graph, on the rows that asked.
+    int64 [N], 1 = the most likely; tied tokens share the better rank). Runs after the graph, on the rows that request it.
     """
     values = logits.float().log_softmax(dim=-1)
     chosen = values.gather(1, tokens.long()[:, None])

@@ -1,8 +1,8 @@
-"""Paged attention on a CPU as one C++ function: a layer is one call, whatever the step holds.
+"""Paged attention on a CPU as one C++ function per layer.
 
-Torch has no operator that reads a paged cache, so the torch backend first gathers every key and value of the batch. Here each
-token walks the blocks of its own sequence. The function (`kernels/attention_cpu.cpp`) is built for a head size by Inductor's C++
-code cache, which keeps it on disk. Layers that are not float32, and rows with many new tokens, are left to the torch backend.
+Torch has no operator over a paged cache, so the torch backend gathers every key and value of the batch. Here each token walks
+the blocks of its own sequence. Inductor's C++ code cache builds the function (`kernels/attention_cpu.cpp`) for a head size and
+caches it on disk. Layers that are not float32, and rows with many new tokens, run on the torch backend.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
 from torchweave.ops.kernels import cpp
 
 LONG_PREFILL_TOKENS = 256
-"""Rows with as many new tokens are matrix products worth the name, which torch does faster (1.5 times at 1000 tokens)."""
+"""Rows with as many new tokens run on torch, whose matrix products are 1.5 times as fast at 1000 tokens."""
 
 _CACHE_KINDS = {torch.float32: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-"""How the function knows what the cache keeps."""
+"""CACHE of the C++ source for each dtype of the cache."""
 _PAIRS_PER_THREAD = 32
-"""(token, key head) pairs that are worth waking a thread for."""
+"""Least number of (token, key head) pairs for each further thread."""
 
 
 class CppStep:
@@ -67,9 +67,9 @@ class CppStep:
 
 
 def _per_token_lengths(meta: AttentionMetadata) -> tuple[Tensor, Tensor, bool]:
-    """Row of the block table and number of visible keys of each token, int32 `[T]`; and whether there are long rows.
+    """Row of the block table and number of visible keys of each token, int32 `[T]`; and whether any row is long.
 
-    Tokens of long rows count as seeing no key, so that the function passes over them, and so do padded ones.
+    Tokens of long rows and padded tokens have 0 visible keys, so that the function skips them.
     """
     starts, lengths = meta.query_start.numpy(), meta.seq_lens.numpy()
     counts = np.diff(starts)
@@ -83,7 +83,7 @@ def _per_token_lengths(meta: AttentionMetadata) -> tuple[Tensor, Tensor, bool]:
 
 
 class CppBackend(TorchBackend):
-    """Attention in C++ on a CPU. It keeps the cache of the torch backend."""
+    """Attention in C++ on a CPU, over the cache of the torch backend."""
 
     name = "cpp"
 

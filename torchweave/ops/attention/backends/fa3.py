@@ -1,8 +1,8 @@
-"""FlashAttention 3 for steps with context rows, from the optional wheel `fa3-fwd` (Hopper, bf16); decode steps are Triton's.
+"""FlashAttention 3 for steps with prefill rows, from the optional wheel `fa3-fwd` (Hopper, bf16); Triton runs decode steps.
 
-The wheel is built with the paged cache by bulk copies only: pages of 128 tokens, heads of 64 or 128, no window. It takes the
-paged kernel when it is told of long queries, so the longest query is given as at least 256; real lengths are on the device,
-and a step can be captured whole.
+The wheel supports the paged cache by bulk copies only: pages of 128 tokens, heads of 64 or 128, no window. It selects the paged
+kernel for long queries only, so the longest query is declared as at least 256; real lengths are on the device, and a CUDA graph
+may hold a whole step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONG_QUERY = 256
 
 
 def unsupported_reason(spec: LayerSpec, dtype: torch.dtype) -> str | None:
-    """Why FlashAttention 3, as the wheel builds it, cannot do a layer; None if it can."""
+    """Why the wheel's FlashAttention 3 cannot run a layer; None if it can."""
     if dtype != torch.bfloat16:
         return f"FlashAttention 3 is built for bfloat16, not {str(dtype).removeprefix('torch.')}"
     if spec.head_dim not in (64, 128) or spec.value_dim != spec.head_dim:
@@ -35,7 +35,7 @@ def unsupported_reason(spec: LayerSpec, dtype: torch.dtype) -> str | None:
 
 
 class Fa3Backend(TritonBackend):
-    """Context and mixed steps by FlashAttention 3, decode steps by the Triton kernel, over one cache."""
+    """Prefill and mixed steps by FlashAttention 3, decode steps by the Triton kernel, over one cache."""
 
     name = "fa3"
     block_size = PAGE_SIZE
@@ -43,7 +43,7 @@ class Fa3Backend(TritonBackend):
     def allocate(
         self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKVCache:
-        """See `AttentionBackend.allocate`. What lies behind a sequence's end has weight 0 but is multiplied: it must be finite."""
+        """See `AttentionBackend.allocate`. Zeroes the cache: slots behind a sequence's end have weight 0 but must be finite."""
         reason = unsupported_reason(spec, dtype)
         if reason is not None:
             raise ValueError(f"attention_backend 'fa3' cannot run this model: {reason}; choose triton")
@@ -55,7 +55,7 @@ class Fa3Backend(TritonBackend):
         return layer
 
     def begin(self, meta: AttentionMetadata) -> AttentionStep:
-        """See `AttentionBackend.begin`; gathers the rows' pages on the device, which a capture records."""
+        """See `AttentionBackend.begin`; gathers the rows' pages on the device, so that a capture records it."""
         if meta.decode_only:
             return super().begin(meta)
         return Fa3Step(meta, meta.block_table.index_select(0, meta.slots.clamp(min=0)))
@@ -63,7 +63,7 @@ class Fa3Backend(TritonBackend):
 
 @dataclass(frozen=True)
 class Fa3Step:
-    """A step with context rows; `pages` is int32 `[R, max_blocks_per_seq]`."""
+    """A step with prefill rows; `pages` is int32 `[R, max_blocks_per_seq]`."""
 
     meta: AttentionMetadata
     pages: Tensor
@@ -81,7 +81,7 @@ class Fa3Step:
             write_kv_cache(call.k, call.v, cache, meta)
         else:
             q, _ = rope_and_write_kv(rotary, q, call.k, call.v, cache, meta)
-        out.zero_()  # padded tokens belong to no row, which leaves their results as they were
+        out.zero_()  # the op does not write padded tokens
         _flash_attention(
             q, cache, out, meta.query_start, meta.seq_lens, max(meta.num_tokens, LONG_QUERY), self.pages, call.scale
         )
@@ -97,7 +97,7 @@ def _flash_attention(
     pages: Tensor,
     scale: float,
 ) -> None:
-    """The wheel's own op, since its Python functions cannot write into a given tensor. Arguments go by position."""
+    """Call the wheel's op by position, since its Python functions cannot write into a given tensor."""
     import fa3_fwd_interface  # noqa: F401 # pyright: ignore[reportMissingImports] (registers the op)
 
     torch.ops.fa3_fwd.fwd(

@@ -1,13 +1,13 @@
-"""Paged attention in plain torch: the fast path on a CPU, and the reference of the kernels on any device.
+"""Paged attention in plain torch: the CPU path without a C++ compiler, and the reference of the kernels on any device.
 
-What a step costs on a CPU is mostly the number of torch calls. So rows are batched: all decode rows are one group, and
-context rows of similar length are padded into few groups. The indices of a group are built once per step with numpy; a layer
-then takes a fixed number of calls per group, whatever the number of rows:
+The cost of a step on a CPU is mostly the number of torch calls. So rows are batched: all decode rows are one group, and prefill
+rows of similar length are padded into few groups. The indices of a group are built once per step with numpy; a layer then takes
+a fixed number of calls per group, whatever the number of rows:
 
     index_copy k, v -> index_select k, v -> scaled_dot_product_attention -> copy into out
 
-Keys are gathered token by token, and places behind a row's length repeat the row's own first visible token: no row ever reads
-memory of another row or memory that was never written, so a NaN elsewhere cannot leak through a weight of zero.
+Keys are gathered token by token, and places behind a row's length repeat the row's own first visible token: no row reads memory
+of another row or memory that was never written, so a NaN elsewhere cannot leak through a weight of zero.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
 from torchweave.ops.attention.reference import padded_attention
 
 MAX_GROUP_SCORES = 1 << 22
-"""Scores per head of a group of several context rows; bounds the mask and the padding of a group."""
+"""Scores per head of a group of several prefill rows; bounds the mask and the padding of a group."""
 
 
 @dataclass
 class _RowGroup:
-    """Rows that are attended together, padded to N queries and L keys.
+    """Rows of one batched attention, padded to N queries and L keys.
 
     Attributes:
         block_rows: int `[rows, max_blocks]`, the block table of the rows.
@@ -51,7 +51,8 @@ class _RowGroup:
 class TorchStep:
     """One step of the torch backend; holds the indices that its layers share.
 
-    Rows of fewer than `min_new_tokens` tokens are left out: their keys and values are stored, their part of `out` is not written.
+    Rows of fewer than `min_new_tokens` tokens are skipped: their keys and values are cached, their part of `out` is not
+    written.
     """
 
     fuses_rope: ClassVar[bool] = False
@@ -75,8 +76,8 @@ class TorchStep:
         k = quantize_kv(call.k, k_cache.dtype, cache.k_scale)
         v = quantize_kv(call.v, v_cache.dtype, cache.v_scale)
         real_tokens = self.real_tokens
-        for kept, new in ((as_indexable(k_cache), as_indexable(k)), (as_indexable(v_cache), as_indexable(v))):
-            kept.index_copy_(0, self.slots, new if real_tokens is None else new.index_select(0, real_tokens))
+        for cached, new in ((as_indexable(k_cache), as_indexable(k)), (as_indexable(v_cache), as_indexable(v))):
+            cached.index_copy_(0, self.slots, new if real_tokens is None else new.index_select(0, real_tokens))
         block_size = cache.k.shape[1]
         for group in self.groups:
             rows, queries = group.tokens.shape
@@ -114,11 +115,7 @@ class TorchStep:
         span = (int(flat[0]), int(flat[0]) + flat.size)
         exact = np.array_equal(flat, np.arange(*span))
         return _RowGroup(
-            host.block_table[host.slots[rows]],
-            tokens,
-            positions,
-            span,
-            None if exact else self._index(flat),
+            host.block_table[host.slots[rows]], tokens, positions, span, None if exact else self._index(flat)
         )
 
     def _keys_and_mask(
@@ -141,7 +138,7 @@ class TorchStep:
             first_visible = np.maximum(first_visible, positions // chunk * chunk)
         whole = len(positions) == 1 and positions[0, 0] == 0 and group.token_index is None
         if whole and not first_visible.any():
-            return None, None  # one sequence from its beginning: the step's own keys are all there is
+            return None, None  # one sequence from its beginning: all of its keys are in the step
         first, last = first_visible[:, :1], positions[:, -1:]
         key_positions = first + np.arange((last - first).max() + 1)
         padded_positions = np.where(key_positions <= last, key_positions, first)
@@ -173,7 +170,7 @@ class _HostMetadata:
 
 
 def _group_rows(host: _HostMetadata) -> list[np.ndarray]:
-    """Rows by group: all decode rows, then context rows of similar size, padded to at most twice their scores."""
+    """Rows by group: all decode rows, then prefill rows of similar size, padded to at most twice their scores."""
     decode = np.flatnonzero(host.counts == 1)
     groups = [decode] if decode.size else []
     prefill = np.flatnonzero(host.counts > 1)
@@ -204,10 +201,10 @@ class TorchBackend:
         self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKVCache:
         """See `AttentionBackend.allocate`."""
-        shape, kept = (num_blocks, block_size, spec.num_kv_heads), spec.cache_dtype or dtype
+        shape, cache_dtype = (num_blocks, block_size, spec.num_kv_heads), spec.cache_dtype or dtype
         return LayerKVCache(
-            torch.zeros(*shape, spec.head_dim, dtype=kept, device=device),
-            torch.zeros(*shape, spec.value_dim, dtype=kept, device=device),
+            torch.zeros(*shape, spec.head_dim, dtype=cache_dtype, device=device),
+            torch.zeros(*shape, spec.value_dim, dtype=cache_dtype, device=device),
             spec.k_scale,
             spec.v_scale,
         )

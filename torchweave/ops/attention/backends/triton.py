@@ -1,8 +1,8 @@
-"""The Triton backend: every length, slot and block table is read on the device, so that any step can be captured whole.
+"""The Triton backend: kernels read every length, slot and block table on the device, so that any step can be captured whole.
 
-A decode step is one launch a layer, or two where few rows turn their queries and keys. A mixed step is three: write the keys and
-values, context rows, decode rows; which rows are which is found on the device. Where it is recorded, the last two are branches of
-the graph: neither fills a GPU, and none reads what the other writes.
+A decode step is one launch a layer, or two where few rows need a rotary embedding. A mixed step is three: write the keys and
+values, prefill rows, decode rows; the device finds which rows are which. In a capture the last two are branches of the graph:
+neither fills a GPU, and neither reads the other's results.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -31,24 +31,24 @@ from torchweave.utils.cuda_streams import side_stream
 
 MAX_SPLITS = 64
 SEPARATE_ROPE_MAX_ROWS = 4
-"""Up to this many rows a chain of dependent launches is faster with the turning as a link of its own, which overlaps, than with a
-longer decode kernel: Llama 1B on an H100 at one row 1.007 against 1.074 ms a token, 8B equal; at 8 rows 1.206 against 1.199."""
+"""Up to this many rows a separate rotary kernel, which overlaps under dependent launch, is faster than a longer decode kernel:
+Llama 1B on an H100 at one row 1.007 against 1.074 ms a token, 8B equal; at 8 rows 1.206 against 1.199."""
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How the decode kernel is launched.
+    """Launch configuration of the decode kernel.
 
     Attributes:
         block_n: keys of a tile.
         num_warps: of a program.
         num_stages: depth of the software pipeline.
-        programs_per_sm: programs to aim at by splitting the context; more splits cost more combining.
-        min_tiles: a context of no more tiles is not split: combining costs about as much (4.9 against 7.8 us a layer at 192
+        programs_per_sm: target number of programs when splitting the context; more splits cost more combining.
+        min_tiles: largest context, in tiles, that is not split: combining costs as much (4.9 against 7.8 us a layer at 192
             keys and batch 1 on an H100).
         dot: scores by matrix product, the query heads padded to 16; else by multiply and sum, for small groups.
-        dependent: start while the kernel before runs, and let the one behind start: 1: at once; 2: at the end
-            (`kernels/dependent.py`); 0 for GPUs that cannot.
+        dependent: programmatic dependent launch (`kernels/dependent_launch.py`), which lets the next kernel start 1: at once;
+            2: at the end; 0: off, for GPUs without it.
     """
 
     block_n: int = 64
@@ -62,7 +62,7 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How the prefill kernel is launched: `block_m` packed query rows and `block_n` keys a tile."""
+    """Launch configuration of the prefill kernel: `block_m` packed query rows and `block_n` keys a tile."""
 
     block_m: int = 128
     block_n: int = 64
@@ -71,7 +71,7 @@ class PrefillConfig:
 
 
 def default_decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-    """What fits in shared memory and registers; `bench/attention.py` compares the alternatives."""
+    """Configuration that fits in shared memory and registers; `bench/attention.py` compares the alternatives."""
     if dtype == torch.float32 or head_dim > 128:
         return DecodeConfig(block_n=32, num_stages=2)
     return DecodeConfig()
@@ -88,15 +88,15 @@ def default_prefill_config(head_dim: int, group: int, dtype: torch.dtype) -> Pre
 
 
 def shrink_prefill_tiles(config: PrefillConfig, group: int) -> PrefillConfig:
-    """The configuration for a step whose tiles would not fill a GPU twice: smaller ones, of which there are more. A layer of Llama
-    1B at 16 and at 1000 tokens takes 6.9 and 22.9 us instead of 7.8 and 26.5, of 8B 8.0 and 34.2 instead of 9.1 and 36.6 (H100)."""
+    """The configuration with smaller tiles, for a step whose tiles would not fill a GPU twice. A layer of Llama 1B at 16 and at
+    1000 tokens takes 6.9 and 22.9 us instead of 7.8 and 26.5, of 8B 8.0 and 34.2 instead of 9.1 and 36.6 (H100)."""
     block_m = max(64, _power_of_2(group))
     return replace(config, block_m=block_m, num_warps=4) if config.block_m > block_m else config
 
 
 @dataclass(frozen=True)
 class _Workspace:
-    """Partial results of splits, shared by all layers of one shape: `programs` is what a launch may use at most."""
+    """Partial results of splits, shared by all layers of one shape; sized for the largest launch."""
 
     partial: Tensor
     maxima: Tensor
@@ -147,7 +147,7 @@ class TritonBackend:
         return TritonStep(self, meta)
 
     def decode_config(self, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-        """The decode configuration in force."""
+        """The decode configuration: the given one, or the default with dependent launch."""
         if self.decode is not None:
             return self.decode
         return replace(default_decode_config(head_dim, dtype), dependent=2 if supports_pdl(self.device) else 0)
@@ -155,7 +155,7 @@ class TritonBackend:
     def prefill_config(
         self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, tokens: int
     ) -> PrefillConfig:
-        """The prefill configuration in force for a step of so many tokens."""
+        """The prefill configuration for a step of `tokens` tokens."""
         if self.prefill is not None:
             return self.prefill
         group = heads // kv_heads
@@ -164,13 +164,13 @@ class TritonBackend:
         return config if tiles > 2 * self.num_sms else shrink_prefill_tiles(config, group)
 
     def num_splits(self, config: DecodeConfig, num_rows: int, kv_heads: int, max_seq_len: int) -> int:
-        """Splits of the context, a power of two: as many as there are programs for and tiles to give them."""
+        """Splits of the context, a power of two, bounded by the programs to launch and the tiles of the context."""
         by_programs = config.programs_per_sm * self.num_sms // max(num_rows * kv_heads, 1)
         wanted = max(min(by_programs, -(-max_seq_len // config.block_n), MAX_SPLITS), 1)
         return 1 << (wanted.bit_length() - 1)
 
     def workspace(self, group: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> _Workspace:
-        """Room for the partial results of any launch with more than one split; made once, outside of captures."""
+        """Workspace for the partial results of any launch with more than one split; allocated once, outside of captures."""
         workspace = self._workspaces.get(group * value_dim)
         if workspace is None:
             assert not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()), (
@@ -225,9 +225,8 @@ class TritonStep:
         self._join_side_stream()
 
     def _on_side_stream(self) -> AbstractContextManager[object]:
-        """What is launched within is a branch of the graph that is being recorded, until `_join_side_stream`. Launches
-        that nobody records
-        are not worth the events."""
+        """Make launches a branch of the graph under capture, until `_join_side_stream`. Outside of a capture the events cost
+        more than they save."""
         branch = self.backend.branch
         if branch is None or not torch.cuda.is_current_stream_capturing():
             return nullcontext()
@@ -272,7 +271,7 @@ class TritonStep:
             QUANT=1 if call.given_scale is not None else 2 if call.out_scale is not None else 0,
             DEPENDENT=config.dependent, KV_FP8_MAX=kv_fp8_max(cache.k.dtype), num_warps=config.num_warps,
             num_stages=config.num_stages,
-            enable_fp_fusion=half == 0 or q.dtype != torch.float32,  # turning rounds every product
+            enable_fp_fusion=half == 0 or q.dtype != torch.float32,  # the rotary embedding rounds every product
             **pdl_options(config.dependent),
         )  # fmt: skip
 
@@ -310,17 +309,17 @@ def _power_of_2(size: int) -> int:
 
 
 def _padded_splits(splits: int) -> int:
-    """As many partial results as a program can combine: three kernels, not one for every number of rows."""
+    """Capacity for partial results of a program: three kernels are compiled in all."""
     return next(room for room in (1, 16, MAX_SPLITS) if splits <= room)
 
 
 def pad(dim: int) -> int:
-    """Power of two that a tile of `dim` numbers takes."""
+    """Power of two that a tile of `dim` channels takes."""
     return max(_power_of_2(dim), 16)
 
 
 def write_kv_cache(k: Tensor, v: Tensor, cache: LayerKVCache, meta: AttentionMetadata) -> None:
-    """Put the step's keys and values into their places in the cache; a padded token has none."""
+    """Write the step's keys and values to their cache slots; padded tokens have none."""
     kv_heads, head_dim, value_dim = k.shape[1], k.shape[2], v.shape[2]
     numbers = kv_heads * max(head_dim, value_dim)
     block = min(_power_of_2(numbers), 2048)
@@ -334,7 +333,7 @@ def write_kv_cache(k: Tensor, v: Tensor, cache: LayerKVCache, meta: AttentionMet
 def rope_and_write_kv(
     rotary: Rotary, q: Tensor, k: Tensor, v: Tensor, cache: LayerKVCache, meta: AttentionMetadata
 ) -> tuple[Tensor, Tensor]:
-    """q and k turned, and `write_kv_cache` of the keys and values, in one launch."""
+    """q and k rotated, and `write_kv_cache` of the keys and values, in one launch."""
     target = CacheWrite(v, cache.k, cache.v, meta.slot_mapping, cache.k_scale, cache.v_scale, kv_fp8_max(cache.k.dtype))
     return launch_rope(q, k, rotary.cos, rotary.sin, _qk_norm_from(rotary), target)
 

@@ -1,7 +1,7 @@
-"""Triton: blocks of the paged KV cache to host memory and back, all layers in one launch; the host's memory is pinned and mapped.
+"""Triton: copy blocks of the paged KV cache to pinned, mapped host memory and back, all layers in one launch.
 
-A copy engine would take one copy for every layer's part of every block, each of which costs the host some microseconds. A few
-programs are enough for the bus, and leave the other processors to the steps.
+A copy engine needs one copy for every layer of every block, each of which costs the host some microseconds. A few programs
+saturate the bus and leave the other multiprocessors to the steps.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -16,15 +16,15 @@ from torch import Tensor
 NUM_PROGRAMS = 32
 _BLOCK = 2048
 WORD_BYTES = 8
-"""Bytes that are copied at once."""
+"""Bytes of one load."""
 
 
 @triton.jit(do_not_specialize=["num_items", "num_parts"])
 def copy_blocks_kernel(pairs, parts, num_items, num_parts, TO_HOST: tl.constexpr, BLOCK: tl.constexpr):
     """Copy `num_items` = pairs x parts.
 
-    pairs: int64 `[n, 2]`, number of a block and address of its place on the host.
-    parts: int64 `[num_parts, 3]`, of each tensor its address, the words of a block in it, and where these lie in a place.
+    pairs: int64 `[n, 2]`, block index and host address of the block's copy.
+    parts: int64 `[num_parts, 3]`, for each tensor its address, its words per block, and their offset in a host copy.
     """
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         pair, part = item // num_parts, item % num_parts
@@ -42,7 +42,7 @@ def copy_blocks_kernel(pairs, parts, num_items, num_parts, TO_HOST: tl.constexpr
 
 
 def launch_copy_blocks(pairs: Tensor, parts: Tensor, to_host: bool) -> None:
-    """Copy on the current stream; both arguments are on the device."""
+    """Launch the copy on the current stream; both arguments are device tensors."""
     items = pairs.shape[0] * parts.shape[0]
     copy_blocks_kernel[(min(NUM_PROGRAMS, items),)](
         pairs, parts, items, parts.shape[0], TO_HOST=to_host, BLOCK=_BLOCK, num_warps=8

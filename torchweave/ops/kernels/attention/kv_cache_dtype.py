@@ -1,4 +1,4 @@
-"""Triton: keys and values as the paged cache keeps them, for every kernel that writes it."""
+"""Triton: quantization of keys and values for every kernel that writes the paged cache."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def quantize_kv(x, scale, dtype: tl.constexpr, KV_FP8_MAX: tl.constexpr):
-    """Keys or values as the cache keeps them: as they are, or where LIMIT is the largest number of its `dtype`, over a scale
-    and rounded once. See `torchweave.ops.attention.kv_cache_dtype.quantize_kv`."""
+    """Keys or values in the cache's `dtype`: unchanged where KV_FP8_MAX is 0, else divided by the scale and rounded once.
+    KV_FP8_MAX is the largest finite value of `dtype`. See `torchweave.ops.attention.kv_cache_dtype.quantize_kv`."""
     if KV_FP8_MAX > 0:
         x = x.to(tl.float32)
         x = tl.clamp(tl.div_rn(x, tl.zeros_like(x) + scale), -KV_FP8_MAX, KV_FP8_MAX, propagate_nan=tl.PropagateNan.ALL)

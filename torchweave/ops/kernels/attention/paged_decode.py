@@ -1,10 +1,10 @@
 """Triton: attention of rows with one new token over the paged cache, split over the context.
 
-Grid `(KH, splits, R)`. The number of splits is fixed by the grid, so that a CUDA graph may hold the launch; how many are used
-and which keys each takes is computed on the device from the row's real length. A program attends the query heads that share
-a key head (packed into the rows of a matrix product) over its keys. The first split also takes the new token's key and value
-straight from the inputs, and may write them into the cache. When a row uses several splits, each leaves its partial result in
-a workspace, and the one that arrives last (an atomic counter per row and key head) combines them and resets the counter.
+Grid `(KH, splits, R)`. The grid fixes the number of splits, so a CUDA graph may hold the launch; the device computes from a
+row's real length how many splits are used and which keys each takes. A program attends the query heads that share a key head
+(packed into the rows of a matrix product) over its keys. The first split also takes the new token's key and value from the
+inputs, and may write them into the cache. When a row uses several splits, each writes its partial result to a workspace; the
+last split (by an atomic counter per row and key head) combines them and resets the counter.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -22,7 +22,7 @@ from torchweave.ops.kernels.rope import load_heads_with_rope
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
-"""Start of a running maximum: finite, so that rows that have seen no key yet do not compute inf - inf."""
+"""Start of a running maximum: finite, so that rows without a visible key do not compute inf - inf."""
 
 
 @triton.jit
@@ -33,15 +33,15 @@ def softcap_log2(scores, softcap):
 
 @triton.jit
 def first_visible_key(position, window, chunk):
-    """First key that a query at `position` sees; `window` and `chunk` 0 mean none."""
+    """First key that is visible at `position`; `window` and `chunk` 0 mean no limit."""
     first_visible = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
     return tl.maximum(first_visible, tl.where(chunk > 0, position // tl.maximum(chunk, 1) * chunk, 0))
 
 
 @triton.jit
 def load_blocks(table_row, tile, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Blocks that hold the keys of the tile that begins at `tile`: one number if a tile lies within a block, else one a
-    key. Loops load them one tile ahead: an address that waits for a load would halve the depth of the pipeline."""
+    """Blocks of the keys of the tile that begins at `tile`: a scalar if a tile lies within a block, else one per key. Loops
+    load them one tile ahead: an address that waits for a load would halve the depth of the pipeline."""
     if BLOCK_SIZE % BLOCK_N == 0:
         return tl.load(table_row + tile // BLOCK_SIZE, mask=tile < end, other=0)
     else:  # noqa: RET505 (Triton compiles only the branch that is taken when there are two)
@@ -51,7 +51,7 @@ def load_blocks(table_row, tile, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def cache_slots(blocks, tile, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Cache slots (int64 `[BLOCK_N]`) of the keys of a tile, from what `load_blocks` gave."""
+    """Cache slots (int64 `[BLOCK_N]`) of the keys of a tile, from the result of `load_blocks`."""
     if BLOCK_SIZE % BLOCK_N == 0:
         return blocks.to(tl.int64) * BLOCK_SIZE + tile % BLOCK_SIZE + tl.arange(0, BLOCK_N)
     return blocks.to(tl.int64) * BLOCK_SIZE + (tile + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
@@ -76,8 +76,8 @@ def _store_output(
     result, head, valid, out, out_scale, static_scale, token, num_tokens, dtype: tl.constexpr,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
-    """Put the results `[N, VALUE_PAD]` of `head` `[N]` into a token's place. QUANT: 0 as they are; 1 in FP8 with the scale
-    `static_scale`; 2 with a scale for each head, which has 128 numbers. See `fp8_quant.store_fp8`."""
+    """Store the results `[N, VALUE_PAD]` of `head` `[N]` of a token. QUANT: 0 unquantized; 1 FP8 with `static_scale`; 2 FP8
+    with a scale for each head, of 128 channels. See `fp8_quant.store_fp8`."""
     dim = tl.arange(0, VALUE_PAD)
     mask = valid[:, None] & (dim < VALUE_DIM)[None, :]
     if QUANT > 0:
@@ -100,12 +100,12 @@ def _combine_splits(
     HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
     QUANT: tl.constexpr,
 ):  # fmt: skip
-    """Merge `used_splits` partial results `[split, GROUP, VALUE_DIM]` that begin at split `first` into those of key head `head`."""
+    """Merge the partial results `[split, GROUP, VALUE_DIM]` of `used_splits` splits from `first` on into key head `head`."""
     split = tl.arange(0, SPLITS_PAD)
     dim = tl.arange(0, VALUE_PAD)
     valid_splits = split < used_splits
     for some in tl.range(0, GROUP, 4):
-        for nth in tl.static_range(4 if GROUP > 4 else GROUP):  # unrolled, so that their loads are in flight together
+        for nth in tl.static_range(4 if GROUP > 4 else GROUP):  # unrolled, so that the loads overlap
             member = some + nth
             valid = valid_splits & (member < GROUP)
             index = (first + split) * GROUP + member
@@ -135,8 +135,8 @@ def _attend_new_token(
     STORE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, KV_FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax (maximum, total, sum of values) after the sinks and the new token; STORE: also cache the token.
-    It is taken as later steps will read it from the cache."""
+    """The running softmax (maximum, total, sum of values) after the sinks and the new token; STORE: also cache the token. The
+    token's key and value take the cache's dtype first, as later steps read them."""
     group = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
@@ -175,8 +175,8 @@ def _attend_cached_tokens(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Go on with a running softmax over the cached keys `[begin, end)` from `first_visible` on; `begin` is a multiple
-    of BLOCK_N."""
+    """Continue a running softmax over the cached keys `[begin, end)` from `first_visible` on; `begin` is a multiple of
+    BLOCK_N."""
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
     blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
@@ -203,7 +203,7 @@ def _attend_cached_tokens(
 
 @triton.jit(
     do_not_specialize=["window", "chunk", "num_splits", "min_tiles", "num_tokens"],
-    do_not_specialize_on_alignment=["query_start"],  # cut from a packed tensor: where it begins depends on the rows
+    do_not_specialize_on_alignment=["query_start"],  # a slice of a packed tensor: its alignment depends on the rows
 )
 def paged_decode(
     q, k_new, v_new, out, k_cache, v_cache,
@@ -218,11 +218,14 @@ def paged_decode(
     HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr, QUANT: tl.constexpr,
     KV_FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """One row, one key head, one split. DECODE_ONLY: row i is token i, padding rows are zeroed and K/V are written here;
-    otherwise rows that do not have exactly one token are left to the prefill kernel, and K/V are in the cache already.
-    HALF: half of the numbers of a head that rotary embedding turns here, after the norm if NORM; 0: it has been done.
-    SPLITS_PAD: a power of two, at least `num_splits`; 1 leaves the combining out. DEPENDENT: see `dependent.py`.
-    QUANT: see `_store_output`. LIMIT: see `quantize_kv`; `scale` is then that of scores with keys as they are kept."""
+    """One row, one key head, one split.
+
+    DECODE_ONLY: row i is token i, padding rows are zeroed, and K/V are written here; otherwise rows without exactly one token
+        are left to the prefill kernel, and K/V are in the cache already.
+    HALF: half of the rotary channels of a head, rotated here, after the norm if NORM; 0: q and k are rotated already.
+    SPLITS_PAD: a power of two, at least `num_splits`; 1 omits the combination. DEPENDENT: see `dependent_launch.py`.
+    QUANT: see `_store_output`. KV_FP8_MAX: see `quantize_kv`; `scale` then includes the scale of the cached keys.
+    """
     pdl_wait(DEPENDENT)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + row).to(tl.int64)
@@ -292,7 +295,7 @@ def paged_decode(
     tl.store(partial + index[:, None] * VALUE_DIM + value_dim[None, :], acc, mask=out_mask)
     tl.store(maxima + index, maximum, mask=group < GROUP)
     tl.store(sums + index, total, mask=group < GROUP)
-    tl.debug_barrier()  # every thread's partial result is written before the counter says so
+    tl.debug_barrier()  # every thread writes its partial result before the counter grows
     arrived = tl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
     if arrived == used_splits - 1:
         tl.store(counters + row * KV_HEADS + head, 0)

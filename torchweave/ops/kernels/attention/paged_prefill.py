@@ -1,10 +1,9 @@
-"""Triton: the step's keys and values into the paged cache, and flash attention of rows with several new tokens over it.
+"""Triton: write a step's keys and values to the paged cache; flash attention over it for rows with several new tokens.
 
-Which row a program works on is found on the device, so that a CUDA graph may hold the launch whatever the rows are: with
-BQ tokens a tile, row i's tiles begin at `query_start[i] // BQ + i`, and `cdiv(T, BQ) + R` programs are always enough. The
-padded tokens behind the last row are one row more, whose tiles write zeros. The query heads that share a key head are
-packed into the rows of one tile. A tile's keys are walked in up to three loops, of which the middle one, nearly all of a
-long context, needs no mask.
+The device finds the row of a program, so that a CUDA graph may hold the launch for any rows: with BQ tokens a tile, row i's
+tiles begin at `query_start[i] // BQ + i`, and `cdiv(T, BQ) + R` programs are always enough. The padded tokens behind the last
+row are one more row, whose tiles write zeros. The query heads that share a key head are packed into the rows of one tile. A
+tile's keys are walked in up to three loops; the middle one, nearly all of a long context, needs no mask.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def write_kv(
     k_stride, k_head_stride, v_stride, v_head_stride, k_scale, v_scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, KV_FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Copy token `program_id(0)`'s key and value, BLOCK numbers at a time, to its place in the cache; -1 has none.
+    """Copy BLOCK channels of the key and value of token `program_id(0)` to its cache slot; slot -1 is skipped.
     KV_FP8_MAX: see `quantize_kv`."""
     token = tl.program_id(0).to(tl.int64)
     cache_slot = tl.load(slot_mapping + token)
@@ -65,8 +64,8 @@ def _attend_tiles(
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, LOCAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend keys `[begin, end)`, where `begin` is a multiple of BLOCK_N. Not MASKED: `end` is too, and all are seen. Blocks of
-    keys below `first_visible` may be another sequence's by now."""
+    """Attend keys `[begin, end)`, where `begin` is a multiple of BLOCK_N. Not MASKED: so is `end`, and all keys are visible.
+    Blocks of keys below `first_visible` may belong to another sequence."""
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
     blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
@@ -119,11 +118,11 @@ def paged_prefill(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `BLOCK_M // GROUP` tokens of one row, for one key head. Rows with one token are the decode kernel's.
-    scale, v_scale: of scores with keys as the cache keeps them, and of its values."""
+    """One tile of `BLOCK_M // GROUP` tokens of one row, for one key head; the decode kernel runs rows with one token.
+    scale, v_scale: of the scores over cached keys, and of the cached values."""
     BQ: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first: a row's last tiles see the most keys
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first: a row's last tiles have the most keys
     row = _find_row(query_start, tile, num_rows, BQ, 128)
     start = tl.load(query_start + row)
     stop = tl.load(query_start + tl.minimum(row + 1, num_rows))
@@ -163,7 +162,7 @@ def paged_prefill(
         maximum = tl.load(sinks + query_head, mask=valid_rows, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
 
-    # Keys [base, edge) are out of reach for some queries, [edge, diagonal) are seen by all, the rest is causal.
+    # Keys [base, edge) are outside the window of some queries, [edge, diagonal) are visible to all, the rest is causal.
     diagonal = (first_position + 1) // BLOCK_N * BLOCK_N
     first_visible = first_visible_key(first_position, window, chunk)
     edge = 0

@@ -1,13 +1,12 @@
-"""Triton: sums over ranks through memory that all ranks see: one-shot, two-shot, and the gathering of equal parts.
+"""Triton: collectives over symmetric memory: one-shot and two-shot all-reduce, and all-gather of equal parts.
 
-Launches of a kind have as many programs whatever their size, the same on every rank, and each counts its own meetings in
-`counters`: so they agree on the number of the launch without a word from the host, and a CUDA graph can replay it. Sums are
-float32 in the order of the ranks.
+A kind of launch has a fixed number of programs for all sizes, the same on every rank, and each program counts its barriers in
+`counters`: so the ranks agree on the launch's epoch without the host, and a CUDA graph can replay it. Sums are float32 in the
+order of the ranks.
 
-PHASES picks what is done (all bits in use; tests run one phase of every rank after the other, in one process):
-1 write this rank's operand where others see it, unless it is there; 2 meet; 4 read others' and add; 8 gather others' sums.
-MEETINGS is 2 where the memory of the operand has no other that takes turns with it: see
-`torchweave.ops.collectives.symmetric_memory`.
+PHASES selects the work (production sets all bits; tests run one phase of every rank after the other, in one process):
+1 write this rank's operand to symmetric memory, unless it is there; 2 barrier; 4 read the operands and add; 8 gather the sums.
+NUM_BARRIERS is 2 where the operand's memory is not double-buffered: see `torchweave.ops.kernels.collectives.workspace`.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -26,7 +25,7 @@ from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, suppo
 
 @triton.jit
 def sum_of_ranks(peer_buffers, at, element, mask, like, SIZE: tl.constexpr):
-    """float32 sum of `element` over the ranks' operands, which begin at byte `at` of each one's memory."""
+    """float32 sum of `element` over the ranks' operands, which begin at byte `at` of each rank's memory."""
     total = tl.load(as_pointer(peer_buffers[0] + at, like) + element, mask=mask, other=0.0).to(tl.float32)
     for rank in tl.static_range(1, SIZE):
         total += tl.load(as_pointer(peer_buffers[rank] + at, like) + element, mask=mask, other=0.0).to(tl.float32)
@@ -39,7 +38,7 @@ def one_shot_kernel(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGED: tl.constexpr, NUM_BARRIERS: tl.constexpr, PHASES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out [num] = the sum of x over ranks. STAGED: x is copied to `data_at` or `other_at` in turn; else it is at `data_at`."""
+    """out [num] = the sum of x over ranks. STAGED: copy x to `data_at` or `other_at` alternately; else it is at `data_at`."""
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
     first, column = program * BLOCK, tl.arange(0, BLOCK)
     peer_buffers, own_buffer = peer_addresses(table, SIZE), tl.load(table + rank)
@@ -52,7 +51,7 @@ def one_shot_kernel(
         for start in range(first, num, step):
             element = start + column
             tl.store(staging + element, tl.load(x + element, mask=element < num), mask=element < num)
-    if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+    if PHASES & 2:  # noqa: SIM102 (PHASES is a constexpr)
         if first < num:
             rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch - NUM_BARRIERS + 1, SIZE)
     if PHASES & 4:
@@ -61,7 +60,7 @@ def one_shot_kernel(
             total = sum_of_ranks(peer_buffers, at, element, element < num, x, SIZE)
             tl.store(out + element, total.to(out.dtype.element_ty), mask=element < num)
         tl.store(counters + program, epoch)
-    if NUM_BARRIERS == 2 and PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+    if NUM_BARRIERS == 2 and PHASES & 2:  # noqa: SIM102 (PHASES is a constexpr)
         if first < num:
             rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch, SIZE)
 
@@ -71,7 +70,7 @@ def gather_kernel(
     x, out, table, counters, num, inner, rank, flags_at, data_at, other_at,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_BARRIERS: tl.constexpr, PHASES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out [num / inner, SIZE, inner] = x [num / inner, inner] of every rank, copied to `data_at` or `other_at` in turn."""
+    """out [num / inner, SIZE, inner] = x [num / inner, inner] of every rank, copied to `data_at` or `other_at` alternately."""
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
     first, column = program * BLOCK, tl.arange(0, BLOCK)
     peer_buffers, own_buffer = peer_addresses(table, SIZE), tl.load(table + rank)
@@ -84,7 +83,7 @@ def gather_kernel(
         for start in range(first, num, step):
             element = start + column
             tl.store(staging + element, tl.load(x + element, mask=element < num), mask=element < num)
-    if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+    if PHASES & 2:  # noqa: SIM102 (PHASES is a constexpr)
         if first < num:
             rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch - NUM_BARRIERS + 1, SIZE)
     if PHASES & 4:
@@ -95,7 +94,7 @@ def gather_kernel(
                 value = tl.load(as_pointer(peer_buffers[other] + at, x) + element, mask=element < num)
                 tl.store(out + target + other * inner, value, mask=element < num)
         tl.store(counters + program, epoch)
-    if NUM_BARRIERS == 2 and PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+    if NUM_BARRIERS == 2 and PHASES & 2:  # noqa: SIM102 (PHASES is a constexpr)
         if first < num:
             rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch, SIZE)
 
@@ -105,10 +104,10 @@ def two_shot_kernel(
     x, out, table, counters, num, share, rank, flags_at, data_at, sums_at,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGED: tl.constexpr, PHASES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out [num] = the sum of x over ranks, of which every rank adds the `share` elements that begin at `rank * share`.
+    """out [num] = the sum of x over ranks; every rank adds the `share` elements from `rank * share` on.
 
-    A program works on the same elements of every rank's share in all phases, so that it depends on the programs of its own number
-    only. STAGED: x is copied to `data_at`; else it is there.
+    A program works on the same elements of every rank's share in all phases, so that it depends only on the programs with its
+    index. STAGED: copy x to `data_at`; else it is there.
     """
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
     first, column = program * BLOCK, tl.arange(0, BLOCK)
@@ -123,7 +122,7 @@ def two_shot_kernel(
                 element = other * share + start + column
                 mask = (start + column < share) & (element < num)
                 tl.store(staging + element, tl.load(x + element, mask=mask), mask=mask)
-    if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+    if PHASES & 2:  # noqa: SIM102 (PHASES is a constexpr)
         if first < share:
             rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch - 1, SIZE)
     if PHASES & 4:
@@ -133,12 +132,12 @@ def two_shot_kernel(
             mask = (start + column < share) & (element < num)
             total = sum_of_ranks(peer_buffers, data_at, element, mask, x, SIZE)
             tl.store(sums + start + column, total.to(x.dtype.element_ty), mask=mask)
-    if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+    if PHASES & 2:  # noqa: SIM102 (PHASES is a constexpr)
         if first < share:
             rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch, SIZE)
     if PHASES & 8:
         for rank_shift in range(SIZE):
-            other = (rank + rank_shift) % SIZE  # so that ranks do not all read from the same one
+            other = (rank + rank_shift) % SIZE  # spreads the ranks' reads over all ranks
             sums = as_pointer(tl.load(table + other) + sums_at, x)
             for start in range(first, share, step):
                 element = other * share + start + column
@@ -150,12 +149,12 @@ def two_shot_kernel(
 def launch_one_shot(
     workspace: SymmetricWorkspace, x: Tensor, out: Tensor, location: OperandLocation, phases: int = ALL_PHASES
 ) -> None:
-    """out = the sum of x over ranks; x and out contiguous, of one dtype, in whole 16 bytes; see `SymmetricWorkspace`
-    for `location`."""
+    """out = the sum of x over ranks; x and out contiguous, of one dtype, in multiples of 16 bytes; `location`: see
+    `SymmetricWorkspace`."""
     num, channel = x.numel(), location.channel
-    dependent = not channel and supports_pdl(x.device)  # large ones have little to gain
+    dependent = not channel and supports_pdl(x.device)  # large operands gain little
     programs = PROGRAMS.data if channel else PROGRAMS.slots
-    block = 512 if num <= 512 * programs else 4096  # two kernels are built, not one for every size
+    block = 512 if num <= 512 * programs else 4096  # only two kernels are compiled for all sizes
     one_shot_kernel[(programs,)](
         x, out, workspace.table, workspace.counters[channel], num, workspace.rank, workspace.layout.flags(channel),
         location.at, location.other_at,
@@ -183,7 +182,7 @@ def launch_gather(workspace: SymmetricWorkspace, x: Tensor, out: Tensor, inner: 
 def launch_two_shot(
     workspace: SymmetricWorkspace, x: Tensor, out: Tensor, location: OperandLocation, phases: int = ALL_PHASES
 ) -> None:
-    """As `launch_one_shot`."""
+    """out = the sum of x over ranks; operands as in `launch_one_shot`."""
     num, dependent, layout = x.numel(), supports_pdl(x.device), workspace.layout
     share = triton.cdiv(triton.cdiv(num, layout.size), 8) * 8
     two_shot_kernel[(PROGRAMS.data,)](

@@ -1,6 +1,6 @@
-"""Triton: the sum over ranks, the residual add, the RMSNorm and quantising, in one launch, a token by a program.
+"""Triton: sum over ranks, residual add, RMSNorm and quantization in one launch, a program per token.
 
-See `symmetric_reduce` for PHASES, MEETINGS and counters. Rounding is that of the parts, one after the other.
+See `all_reduce.py` for PHASES, NUM_BARRIERS and counters. Rounding is that of the separate ops, in sequence.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -28,7 +28,7 @@ from torchweave.ops.kernels.quant.fp8_quant import num_warps_for, padded_groups,
 from torchweave.ops.kernels.quant.nvfp4_quant import store_fp4
 
 FP4_SCHEME = 3
-"""SCHEME beside those of `fp8_quant`; -1 is none."""
+"""SCHEME beside those of `fp8_quant`; -1 for no quantization."""
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
@@ -55,7 +55,7 @@ def one_shot_norm_kernel(
         for start in range(0, num_tokens - program, tl.num_programs(0)):
             element = (program + start) * WIDTH + column
             tl.store(staging + element, tl.load(x + element, mask=inside), mask=inside)
-    if PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+    if PHASES & 2:  # noqa: SIM102 (PHASES is a constexpr)
         if program < num_tokens:
             rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch - NUM_BARRIERS + 1, SIZE)
     if PHASES & 4:
@@ -78,7 +78,7 @@ def one_shot_norm_kernel(
             elif SCHEME >= 0:
                 store_fp8(result, inside, column, 0, q, s, static_scale, token, num_tokens, WIDTH, SCHEME, ROWS)
         tl.store(counters + program, epoch)
-    if NUM_BARRIERS == 2 and PHASES & 2:  # noqa: SIM102 (one is known when this is built)
+    if NUM_BARRIERS == 2 and PHASES & 2:  # noqa: SIM102 (PHASES is a constexpr)
         if program < num_tokens:
             rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch, SIZE)
 
@@ -91,9 +91,9 @@ def launch_one_shot_norm(
     location: OperandLocation,
     phases: int = ALL_PHASES,
 ) -> None:
-    """`out` = what `norm` makes of the sum of x [..., D] over ranks; all contiguous, D a multiple of 8."""
+    """Write the fused `norm` of the sum of x [..., D] over ranks into `out`; all contiguous, D a multiple of 8."""
     width, channel = x.shape[-1], location.channel
-    dependent = not channel and supports_pdl(x.device)  # large ones have little to gain
+    dependent = not channel and supports_pdl(x.device)  # large operands gain little
     whole, quant = padded_groups(width), norm.quant
     scheme = -1 if quant is None else FP4_SCHEME if quant.to == "fp4" else quant_scheme(quant.group, quant.scale)
     static_scale = quant.scale if quant is not None and quant.scale is not None else x

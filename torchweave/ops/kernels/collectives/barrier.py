@@ -1,14 +1,14 @@
-"""Triton: how programs of several ranks meet. Each rank has a word for every program of every rank, in memory that all ranks see.
+"""Triton: barrier between programs of several ranks, by one word for every program of every rank in symmetric memory.
 
-Programs with the same number meet, over all ranks: each writes the number of the meeting into the words that the others wait on
-(`st.release.sys`) and waits until its own are as large (`ld.acquire.sys`). Words only grow, so that nothing is ever reset and a
-rank may be one meeting ahead; numbers are compared by their difference, which wraps. What any thread of a program wrote before
-the meeting can be read by all threads of the others after it: a barrier of the block stands on both sides of the signals.
+Programs with the same index meet over all ranks: each writes the barrier's epoch into its words on the other ranks
+(`st.release.sys`) and waits until its own words reach it (`ld.acquire.sys`). Words only grow, so nothing is reset and a rank
+may be one epoch ahead; epochs are compared by their difference, which wraps. Writes of any thread before the barrier are
+visible to all threads of the other programs after it: a block barrier stands on both sides of the signals.
 
-A wait ends in any case: when the host writes into the status word (a rank is known to have died), and after a time by the GPU's
-clock, when the program writes into it itself. From then on results are worth nothing, which the host sees there.
+A wait always ends: when the host writes the status word (a rank has died), or after a timeout by the GPU's clock, when the
+program writes the status word itself. From then on results are invalid, and the host reads that from the status word.
 
-`table` is int64 `[SIZE + 2]`: addresses of the ranks' memory, then that of the status word, then the limit in nanoseconds.
+`table` is int64 `[SIZE + 2]`: addresses of the ranks' memory, that of the status word, and the timeout in nanoseconds.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -27,7 +27,7 @@ _SIGNAL_PTX: tl.constexpr = tl.constexpr("""{
     @%mine st.release.sys.global.u32 [$1], $2;
     mov.u32 $0, 0;
 }""")
-"""To address $1 the number $2, once: of all threads that hold one of $3 addresses, the first $3 hold them all."""
+"""Store $2 at address $1, once: of all threads that hold one of $3 addresses, the first $3 hold them all."""
 
 _WAIT_PTX: tl.constexpr = tl.constexpr("""{
     .reg .pred %ends;
@@ -60,13 +60,13 @@ again:
 ended:
     mov.u32 $0, 0;
 }""")
-"""Until the word at $1 is $2 or later; every 256 polls: is there a status at $3, have $4 nanoseconds passed? $5 as
+"""Wait until the word at $1 is $2 or later; every 256 polls, check the status at $3 and the timeout of $4 nanoseconds. $5: as
 `_SIGNAL_PTX`'s $3."""
 
 
 @triton.jit
 def peer_addresses(table, SIZE: tl.constexpr):
-    """Where the memory of each rank is: a tuple of SIZE addresses."""
+    """Address of each rank's memory: a tuple of SIZE."""
     addresses = ()
     for rank in tl.static_range(SIZE):
         addresses = addresses + (tl.load(table + rank),)  # noqa: RUF005 (Triton knows no other way)
@@ -75,13 +75,13 @@ def peer_addresses(table, SIZE: tl.constexpr):
 
 @triton.jit
 def as_pointer(address, like):
-    """An address, a multiple of 16, as a pointer to what `like` points to."""
+    """An address, a multiple of 16, as a pointer of the type of `like`."""
     return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
 
 
 @triton.jit
 def barrier_addresses(table, flags_at, rank, SIZE: tl.constexpr):
-    """What `rank_barrier` needs, all of it constant: where this program's words are with the others and here, status and limit."""
+    """Constant arguments of `rank_barrier`: addresses of this program's words on the other ranks and here, status, timeout."""
     ranks = tl.arange(0, SIZE)
     first = flags_at + tl.program_id(0) * (SIZE * 4)
     peer_flags = tl.load(table + ranks) + first + rank * 4
@@ -91,7 +91,7 @@ def barrier_addresses(table, flags_at, rank, SIZE: tl.constexpr):
 
 @triton.jit
 def rank_barrier(peer_flags, own_flags, status, timeout_ns, epoch, SIZE: tl.constexpr):
-    """This program and those of the same number on all ranks meet for the `epoch`-th time; see the module."""
+    """Barrier `epoch` of this program with those of the same index on all ranks; see the module."""
     tl.debug_barrier()
     tl.inline_asm_elementwise(_SIGNAL_PTX, "=r,l,r,r", [peer_flags, epoch, SIZE], dtype=tl.int32, is_pure=False, pack=1)
     tl.inline_asm_elementwise(

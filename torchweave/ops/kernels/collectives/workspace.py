@@ -1,17 +1,16 @@
-"""Symmetric memory as the kernels read it: layout, operand locations, and the work fused behind a sum over ranks.
+"""Symmetric memory of a group of ranks: its layout, operand locations, and the work fused behind a sum over ranks.
 
 One allocation on every rank, of the same layout:
 
-    flags       what programs of other ranks wrote when they came to a meeting; two channels, for slots and for `data`
-    slots 0-4   operands of one-shot collectives: 0 and 1 staged in turn by the kernel itself, 2-4 written by whoever made them
+    flags       barrier words that programs of other ranks write; two channels, for slots and for `data`
+    slots 0-4   operands of one-shot collectives: 0 and 1 staged alternately by the kernel, 2-4 written by the operand's producer
     data        the operand of a large one-shot or of a two-shot collective
-    sums        this rank's share of what a two-shot collective makes
+    sums        this rank's share of the result of a two-shot collective
 
-A one-shot collective over a slot has one meeting. Its slot may be written again once every rank has *begun* the collective after
-it, which is known when that one has ended here: so no two collectives that follow each other use the same slot, and then nobody
-needs to meet a second time. Large operands have no slots, which would take five times their memory: what is in `data` meets a
-second time, after which nobody reads it any more. `sums` is written only after the next one's first meeting. So one place of each
-is enough.
+A one-shot collective over a slot has one barrier. Its slot may be written again once every rank has *begun* the next
+collective, which is certain when that collective has ended here: so consecutive collectives use different slots and need no
+second barrier. Large operands have no slots, which would take five times their memory: `data` has a second barrier, after which
+no rank reads it. `sums` is written only after the next collective's first barrier, so that one buffer is enough.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor
 
 
 class Programs(NamedTuple):
-    """Programs of a launch: one a multiprocessor at the most. With several, some graphs stood still for milliseconds.
+    """Programs of a launch: at most one per multiprocessor. With several, some graphs stalled for milliseconds.
 
     Attributes:
         slots: of one-shot collectives over slots.
@@ -45,12 +44,12 @@ _STAGES, _SLOTS = 2, 3
 
 @dataclass(frozen=True)
 class SymmetricLayout:
-    """Bytes of a rank's memory.
+    """Byte layout of a rank's memory.
 
     Attributes:
         size: number of ranks.
-        slots: the largest operand that lies in a slot, in bytes.
-        large: the largest of all, in bytes.
+        slots: the largest operand in a slot, in bytes.
+        large: the largest operand, in bytes.
     """
 
     size: int
@@ -58,7 +57,7 @@ class SymmetricLayout:
     large: int
 
     def flags(self, channel: int) -> int:
-        """Where the words of a channel begin: int32 `[programs, size]`."""
+        """Offset of a channel's barrier words: int32 `[programs, size]`."""
         return channel * _pages(max(PROGRAMS) * self.size * 4)
 
     def slot(self, index: int) -> int:
@@ -78,13 +77,13 @@ class SymmetricLayout:
 
 
 class OperandLocation(NamedTuple):
-    """Where a collective reads its operand.
+    """Location of a collective's operand.
 
     Attributes:
-        at: byte of each rank's memory.
-        other_at: with `staged`, the place that takes turns with it.
-        staged: whether the kernel copies the operand there itself.
-        channel: 0: a slot, one meeting; 1: `data`, two meetings.
+        at: byte offset in each rank's memory.
+        other_at: with `staged`, the alternate offset.
+        staged: whether the kernel copies the operand there.
+        channel: 0: a slot, one barrier; 1: `data`, two barriers.
     """
 
     at: int
@@ -95,15 +94,15 @@ class OperandLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class SymmetricWorkspace:
-    """One rank's view of the memory of all.
+    """One rank's view of the symmetric memory.
 
     Attributes:
-        rank: this one.
+        rank: this rank.
         layout: the same on all ranks.
         memory: this rank's part, uint8 `[layout.bytes]`.
-        table: int64 `[size + 2]` on the device: each rank's address here, that of the status word, and nanoseconds that a wait may
-            take.
-        counters: int32 `[2, programs]` on the device: meetings so far of each program, by channel.
+        table: int64 `[size + 2]` on the device: each rank's address here, that of the status word, and the timeout of a wait in
+            nanoseconds.
+        counters: int32 `[2, programs]` on the device: barriers so far of each program, by channel.
     """
 
     rank: int
@@ -118,12 +117,12 @@ class SymmetricWorkspace:
         return self.memory[at : at + size].view(dtype).view(*shape)
 
     def slot(self, index: int) -> int:
-        """Where the operand of a one-shot collective lies that its maker wrote into slot `index`, 0 to 2."""
+        """Offset of slot `index`, 0 to 2, for an operand that its producer writes."""
         assert 0 <= index < _SLOTS, f"slot {index}: there are {_SLOTS}"
         return self.layout.slot(_STAGES + index)
 
     def locate_operand(self, x: Tensor) -> OperandLocation:
-        """Where a one-shot collective reads x: where it is, if all ranks see it there; else where it is copied to."""
+        """Location of the operand of a one-shot collective: its own, if x is in symmetric memory; else that of the copy."""
         at, layout = self._offset_of(x), self.layout
         if at == layout.data or x.nbytes > layout.slots:
             return self.locate_in_data(x)
@@ -132,7 +131,7 @@ class SymmetricWorkspace:
         return OperandLocation(layout.slot(0), layout.slot(1), True, 0)
 
     def locate_in_data(self, x: Tensor) -> OperandLocation:
-        """`data`, where x is or is copied to."""
+        """Location in `data`, which is, or takes a copy of, x."""
         return OperandLocation(self.layout.data, self.layout.data, self._offset_of(x) != self.layout.data, 1)
 
     def _offset_of(self, x: Tensor) -> int:
@@ -141,7 +140,7 @@ class SymmetricWorkspace:
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a norm's output is quantised.
+    """Quantization of a norm's output.
 
     Attributes:
         to: "fp8", by `group` and `scale` of `torchweave::fp8_quant`; "fp4", by `scale` of `torchweave::fp4_quant`.
@@ -154,14 +153,14 @@ class QuantSpec:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """What is done to a reduced x `[..., D]`.
+    """Ops fused behind the sum x `[..., D]` over ranks.
 
     Attributes:
-        residual: `[..., D]`, added to it first; none: nothing is.
+        residual: `[..., D]`, added first; or None.
         weight, eps, offset, wide: as `torchweave::rms_norm`.
-        quant: how the norm is quantised, if it is.
-        keep_norm: whether the norm itself is wanted.
-        keep_sum: whether the sum before the norm is wanted (without a residual: the reduced x).
+        quant: quantization of the norm, if any.
+        keep_norm: whether to return the norm.
+        keep_sum: whether to return the sum before the norm (without a residual: the reduced x).
     """
 
     residual: Tensor | None
@@ -175,7 +174,7 @@ class NormSpec:
 
 
 class NormOutput(NamedTuple):
-    """The norm, the sum before it, and the quantised norm with its scales; None for what was not asked for."""
+    """The norm, the sum before it, and the quantized norm with its scales; None for outputs that are not requested."""
 
     y: Tensor | None
     total: Tensor | None

@@ -1,7 +1,7 @@
 """Triton kernels for routed experts with one or two tokens: chosen rows of the weights times a token, element by element.
 
-Each weight is read once and used once or twice, so nothing but the memory's bandwidth counts. Both kernels may be launched as
-dependents of the kernel before (`dependent.py`).
+Each weight is read once and used once or twice, so memory bandwidth is the limit. Both kernels support programmatic dependent
+launch (`dependent_launch.py`).
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -20,7 +20,7 @@ from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
 def gated_activation(
     gate, up_value, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """`act(gate) * up_value` in float32 of values of DTYPE, rounded where the model rounds: after the activation."""
+    """`act(gate) * up_value` in float32 of values of DTYPE, rounded as in the model: after the activation."""
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT)
         up_value = tl.maximum(tl.minimum(up_value, LIMIT), -LIMIT)
@@ -104,10 +104,10 @@ def rows_down_kernel(
     INNER: tl.constexpr, TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out[token, N], the weighted sum: a program reads BLOCK_N rows of each of the token's experts, all of them at once.
+    """out[token, N], the weighted sum: a program reads BLOCK_N rows of each of the token's experts, all at once.
 
-    The kernel before only read the routing, so that its writer has ended when this one starts: the routing is read, past the
-    multiprocessor's own cache, and the first weights are on their way before the wait.
+    The previous kernel only read the routing, so its writer has ended when this kernel starts: the routing is read, bypassing
+    L1, and the first weights are loaded before the wait.
     """
     token = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

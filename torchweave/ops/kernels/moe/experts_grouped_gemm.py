@@ -1,9 +1,8 @@
 """Triton kernels for routed experts with more tokens: pairs of token and expert are grouped by expert on the device.
 
-`sort_pairs_kernel` sorts the pairs: `rows` holds them grouped by expert, those of expert e between `ends[e - 1]` and
-`ends[e]`. Then a
-program owns rows of one expert's weight and multiplies them by all of its tokens on tensor cores, BLOCK_M at a time. Grids depend
-on sizes alone, never on where tokens went, and every sum has one order, so a CUDA graph replays them and repeats bit for bit.
+`sort_pairs_kernel` sorts the pairs: `rows` holds them grouped by expert, those of expert e in `[ends[e - 1], ends[e])`. Then a
+program owns rows of one expert's weight and multiplies them by all of its tokens on tensor cores, BLOCK_M at a time. Grids
+depend on sizes only, never on the routing, and every sum has a fixed order, so CUDA graphs replay them with the same bits.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -24,9 +23,9 @@ def sort_pairs_kernel(
     index, ends, rows, positions, num_pairs, num_experts,
     BLOCK: tl.constexpr, POSITIONS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A stable counting sort: program e finds the pairs of expert e; the last one those of other ranks' experts.
+    """A stable counting sort: program e finds the pairs of expert e; the last program those of other ranks' experts.
 
-    rows[place] = pair and, with PLACES, places[pair] = place.
+    rows[position] = pair and, with POSITIONS, positions[pair] = position.
     """
     mine = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -79,9 +78,9 @@ def tiles_up_kernel(
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """h[place, I]: a program computes BLOCK_N activated columns of all pairs of one expert.
+    """h[position, I]: a program computes BLOCK_N activated columns of all pairs of one expert.
 
-    Gate and up rows stand in one tile of twice BLOCK_N rows, as they lie in the weight: two blocks, or alternating.
+    Gate and up rows share a tile of twice BLOCK_N rows, in the layout of the weight: two blocks, or alternating.
     """
     expert = tl.program_id(1).to(tl.int64)
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
@@ -179,7 +178,7 @@ def activate_kernel(
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """h[place, I] = activation of z[place, 2 I], the product of a grouped matmul; rows of other ranks' experts are skipped."""
+    """h[position, I] = activation of z[position, 2 I], a grouped matmul's product; rows of other ranks' experts are skipped."""
     position = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < inner
@@ -207,7 +206,7 @@ def activate_kernel(
 def launch_sort_pairs(
     index: Tensor, num_experts: int, ends: Tensor, rows: Tensor, positions: Tensor | None, *, dependent: bool = False
 ) -> None:
-    """index [T, k], ends int32 [E], rows and places int32 [T k]."""
+    """index [T, k], ends int32 [E], rows and positions int32 [T k]."""
     pairs = index.numel()
     block = min(4096, max(32, triton.next_power_of_2(pairs)))
     sort_pairs_kernel[(num_experts + 1,)](
@@ -222,7 +221,7 @@ def launch_tiles_up(
     *, gated: bool, interleaved: bool, activation: str, alpha: float, limit: float,
     block_m: int, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
 ) -> None:  # fmt: skip
-    """x [T, K], up as [E, 2 I or I, K] with any strides, h [T k, I] by place; rows of x and h contiguous."""
+    """x [T, K], up as [E, 2 I or I, K] with any strides, h [T k, I] by position; rows of x and h contiguous."""
     inner = h.shape[1]
     tiles_up_kernel[(triton.cdiv(inner, block_n), up.shape[0])](
         x, up, up if bias is None else bias, h, ends, rows, inner, x.stride(0), *up.stride(),
@@ -236,7 +235,7 @@ def launch_tiles_down(
     h: Tensor, down: Tensor, y: Tensor, ends: Tensor, rows: Tensor,
     *, block_m: int, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
 ) -> None:  # fmt: skip
-    """h [T k, I] by place, down as [E, K, I] with any strides, y [T k, K] by pair."""
+    """h [T k, I] by position, down as [E, K, I] with any strides, y [T k, K] by pair."""
     tiles_down_kernel[(triton.cdiv(down.shape[1], block_n), down.shape[0])](
         h, down, y, ends, rows, down.shape[1], *down.stride(),
         INNER=down.shape[2], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, DEPENDENT=dependent,
@@ -248,10 +247,10 @@ def launch_combine(
     y: Tensor, index: Tensor, weight: Tensor, num_experts: int, positions: Tensor | None, bias: Tensor | None, out: Tensor,
     *, dependent: bool = False,
 ) -> None:  # fmt: skip
-    """y [T k, K] by place where `positions` are given, else by pair; index and weight [T, k]; out [T, K]."""
+    """y [T k, K] by position if `positions` are given, else by pair; index and weight [T, k]; out [T, K]."""
     tokens, top = index.shape
     width = out.shape[1]
-    # Few tokens are spread over many programs; many tokens fill the device anyway.
+    # Few tokens need small blocks to fill the device.
     block = min(256 if tokens <= 64 else 1024, triton.next_power_of_2(width))
     combine_kernel[(tokens, triton.cdiv(width, block))](
         y, index, weight, index if positions is None else positions, y if bias is None else bias, out, num_experts, width,
@@ -264,7 +263,7 @@ def launch_activate(
     z: Tensor, index: Tensor, rows: Tensor, num_experts: int, bias: Tensor | None, h: Tensor,
     *, gated: bool, interleaved: bool, activation: str, alpha: float, limit: float,
 ) -> None:  # fmt: skip
-    """z [T k, 2 I or I] and h [T k, I] by place."""
+    """z [T k, 2 I or I] and h [T k, I] by position."""
     inner = h.shape[1]
     block = min(1024, triton.next_power_of_2(inner))
     activate_kernel[(h.shape[0], triton.cdiv(inner, block))](

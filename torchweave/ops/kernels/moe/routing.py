@@ -1,4 +1,4 @@
-"""Triton kernel that routes: scores, groups, choice and weights of a token in one launch."""
+"""Triton: routing of a token (scores, groups, choice and weights) in one launch."""
 
 # Triton's decorators and constexpr arguments are untyped.
 # pyright: reportCallIssue=false
@@ -14,7 +14,7 @@ from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
 
 @triton.jit
 def _best(score, free, lane, BLOCK: tl.constexpr):
-    """The first lane of the largest free score in each row; BLOCK where nothing is free or everything is NaN."""
+    """The first lane of the largest free score in each row; BLOCK if no lane is free or all scores are NaN."""
     best = tl.max(tl.where(free, score, float("-inf")), axis=1)
     return tl.min(tl.where(free & (score == best[:, None]), lane, BLOCK), axis=1), best
 
@@ -27,7 +27,7 @@ def route_kernel(
     SCORE: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program a token. Experts lie in a tile of [groups, experts of a group]; of equal scores the first expert wins."""
+    """One program a token. Experts form a tile of [groups, experts of a group]; among equal scores the first expert wins."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, GROUP_BLOCK)[:, None]
     lane = tl.arange(0, SIZE_BLOCK)[None, :]

@@ -11,13 +11,13 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """Largest finite number of e4m3fn."""
 MIN_AMAX = 1e-10
-"""Least amax: a token of zeros (a padded one) has a scale too."""
+"""Lower bound of amax, so that a token of zeros (a padded token) has a scale."""
 GROUP = 128
 """Channels of an activation that share a scale, and side of a weight's block, in the block-wise scheme."""
 PER_TOKEN = 0
-"""`group` of one scale a token."""
+"""`group` for one scale a token."""
 BLOCK = 16
-"""Channels that share a scale."""
+"""Channels that share a scale in NVFP4."""
 
 
 def num_groups(width: int) -> int:
@@ -26,10 +26,10 @@ def num_groups(width: int) -> int:
 
 
 def empty_quantized(x: Tensor, width: int, group: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Room for the q and s of tokens `[..., width]`, as many as x `[..., .]` has.
+    """Empty q and s of tokens `[..., width]`, as many as x `[..., .]` has.
 
     Raises:
-        ValueError: a scheme that there is not.
+        ValueError: the scheme is unknown.
     """
     if group not in (PER_TOKEN, GROUP) or (scale is not None and (group != PER_TOKEN or scale.shape != (1,))):
         given = "" if scale is None else f" beside a given scale of shape {list(scale.shape)}"
@@ -43,7 +43,7 @@ def empty_quantized(x: Tensor, width: int, group: int, scale: Tensor | None) -> 
 
 
 def empty_fp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the q and s of x.
+    """Empty q and s of x in NVFP4.
 
     Raises:
         ValueError: the width is not a multiple of 16.
@@ -51,7 +51,7 @@ def empty_fp4(x: Tensor) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     if width % BLOCK:
         raise ValueError(
-            f"{width} channels cannot be quantised to FP4: a scale is shared by {BLOCK}, expected a multiple."
+            f"{width} channels cannot be quantized to FP4: expected a multiple of {BLOCK}, the channels that share a scale."
         )
     q = torch.empty((*x.shape[:-1], width // 2), dtype=torch.uint8, device=x.device)
     return q, torch.empty((*x.shape[:-1], width // BLOCK), dtype=FP8, device=x.device)

@@ -1,11 +1,11 @@
 """Triton kernels for FP8 products `(q * s) @ (w * ws).T`, with scales by row or by block of 128 x 128.
 
-`row_kernel` multiplies element by element and reads the weight once at the memory's speed (1 or 2 tokens); `dot_kernel` uses
-tensor cores at any number of tokens. Both keep sums in float32: tensor cores add e4m3 products with about 14 bits, so what they
-have summed over 128 channels is moved into float32 registers before it goes on.
+`row_kernel` multiplies element by element and reads the weight once at memory bandwidth (1 or 2 tokens); `dot_kernel` uses
+tensor cores at any number of tokens. Both sum in float32: tensor cores add e4m3 products with about 14 bits, so their sums over
+128 channels are moved into float32 registers.
 
-Launched as dependents of the kernel before (programmatic dependent launch) they start while it drains, the row kernel with its
-first weights under way, and wait before they touch anything that it wrote.
+Under programmatic dependent launch they start while the previous kernel drains, the row kernel with loads of its first weights,
+and wait before they read that kernel's results.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -20,12 +20,12 @@ from torch import Tensor
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
 
 RUN: tl.constexpr = tl.constexpr(16)
-"""Channels that a thread loads at once, whose products it adds before anything else: they are in one block of 128."""
+"""Channels of a thread's load, whose products it adds first: they lie within a block of 128."""
 
 
 @triton.jit
 def _scales(scale, first, stride, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """float32 scale of each run of channels of `[first, first + BLOCK_K)`, kept for 128; without BLOCKS nothing of use."""
+    """float32 scale of each run of channels of `[first, first + BLOCK_K)`, one per 128; a dummy without BLOCKS."""
     if BLOCKS:
         block = (first + tl.arange(0, BLOCK_K // RUN) * RUN) // 128
         found = tl.load(scale + block * stride, mask=block < (WIDTH + 127) // 128, other=0.0)
@@ -36,7 +36,7 @@ def _scales(scale, first, stride, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, BLO
 
 @triton.jit
 def _add_runs(total, value, token, scale, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """total `[BLOCK_N, runs]` and value `[BLOCK_N, BLOCK_K]` times a token, added up within each run, times its scale."""
+    """total `[BLOCK_N, runs]` plus value `[BLOCK_N, BLOCK_K]` times a token, summed within each run, times its scale."""
     product = value * token.to(tl.float32)[None, :]
     added = tl.sum(tl.reshape(product, [BLOCK_N, BLOCK_K // RUN, RUN]), 2)
     return total + (added * scale[None, :] if BLOCKS else added)
@@ -50,7 +50,7 @@ def row_kernel(
 ):  # fmt: skip
     """out[TOKENS, N], 1 or 2 tokens: a program multiplies BLOCK_N whole rows of w, of one block of 128 rows, by the tokens.
 
-    No number moves between threads before the end: weights, tokens and scales are loaded by who multiplies them, one turn ahead.
+    Threads exchange nothing before the end: each loads the weights, tokens and scales that it multiplies, one iteration ahead.
     """
     rows, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     inside = (rows < num_outputs)[:, None]
@@ -145,7 +145,7 @@ def launch_dot(
     q: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, out: Tensor,
     *, block_n: int, block_t: int, block_k: int, num_warps: int, stages: int, dependent: bool,
 ) -> None:  # fmt: skip
-    """q [T, K], w [N, K], out [T, N]; rows contiguous. A program has `block_t` tokens, a power of two of at least 16."""
+    """q [T, K], w [N, K], out [T, N]; rows contiguous. `block_t`, the tokens of a program, is a power of two of at least 16."""
     blocks = w_scale.ndim == 2
     dot_kernel[(triton.cdiv(w.shape[0], block_n), triton.cdiv(q.shape[0], block_t))](
         q, x_scale, w, w_scale, w if bias is None else bias, out, q.shape[0], w.shape[0], w.stride(0), out.stride(0),

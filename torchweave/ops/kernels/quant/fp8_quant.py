@@ -1,6 +1,6 @@
-"""Triton: a token is read once and leaves as e4m3 numbers and scales. The other kernels that end in FP8 share `store_fp8`.
+"""Triton: quantization to e4m3; a token is read once. The other kernels with FP8 output share `store_fp8`.
 
-A token lies in registers as `[ROWS, 128]`, so that a scale over 128 channels is a reduction over one axis.
+A token is held in registers as `[ROWS, 128]`, so that a scale over 128 channels is a reduction over one axis.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -17,20 +17,20 @@ from torchweave.ops.kernels.quant.formats import empty_quantized
 from torchweave.ops.kernels.rows import strided_rows
 
 PDL_MAX_TOKENS = 2
-"""Up to this many tokens kernels that end in FP8 are dependent launches, as the products that read them are."""
+"""Up to this many tokens kernels with FP8 output use dependent launch, as the products that read them do."""
 FP8_MAX: tl.constexpr = tl.constexpr(448.0)
 MIN_AMAX: tl.constexpr = tl.constexpr(1e-10)
 
 
 @triton.jit
 def scale_fp8(size):
-    """The scale of numbers of which the largest has this size."""
+    """The scale of numbers whose largest absolute value is `size`."""
     return tl.div_rn(tl.maximum(size, MIN_AMAX), FP8_MAX)
 
 
 @triton.jit
 def scale_and_store_fp8(values, divisor, inside, at):
-    """Round float32 `values` over `divisor`, and store them."""
+    """Round float32 `values` over `divisor` and store them."""
     scaled = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
     scaled = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     tl.store(at, scaled.to(at.dtype.element_ty), mask=inside)
@@ -41,7 +41,7 @@ def store_fp8(
     values, inside, column, first_group, q, s, static_scale, token, num_tokens,
     WIDTH: tl.constexpr, SCHEME: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Round float32 `values [ROWS, 128]`, of which `inside` are real, into row `token` of q; and s. SCHEME: see `quant_scheme`."""
+    """Quantize float32 `values [ROWS, 128]`, valid where `inside`, into row `token` of q and s. SCHEME: see `quant_scheme`."""
     if SCHEME == 0:
         one = tl.load(static_scale)
         tl.store(s, one, mask=(token == 0) & (first_group == 0))
@@ -65,7 +65,7 @@ def quant_kernel(
     x, q, s, static_scale, num_tokens, x_inner, x_outer_stride, x_inner_stride,
     WIDTH: tl.constexpr, SCHEME: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, parts): a program quantises `ROWS * 128` channels of a token of x, which is by `StridedRows`."""
+    """Grid (T, parts): a program quantizes `ROWS * 128` channels of a token of x, given as `StridedRows`."""
     token = tl.program_id(0)
     first_group = tl.program_id(1) * ROWS
     column = (first_group + tl.arange(0, ROWS))[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -77,22 +77,22 @@ def quant_kernel(
 
 
 def quant_scheme(group: int, scale: Tensor | None) -> int:
-    """The kernels' SCHEME: 0 with a given scale, 1 with a scale for each token, 2 for each 128 channels of a token."""
+    """SCHEME of the kernels: 0 with a static scale, 1 with a scale for each token, 2 for each 128 channels of a token."""
     return 0 if scale is not None else 1 if group == 0 else 2
 
 
 def padded_groups(width: int) -> int:
-    """ROWS that hold a whole token: its groups of 128, padded to a power of two."""
+    """ROWS of a whole token: its groups of 128, padded to a power of two."""
     return triton.next_power_of_2(triton.cdiv(width, 128))
 
 
 def groups_per_program(width: int, scheme: int) -> int:
-    """ROWS that a program takes where it need not see the whole token: only SCHEME 1 must."""
+    """ROWS of a program; SCHEME 1 needs the whole token."""
     return padded_groups(width) if scheme == 1 else min(padded_groups(width), 8)
 
 
 def num_warps_for(rows: int) -> int:
-    """Warps of a program: eight numbers a thread where there are threads enough."""
+    """Warps of a program: eight numbers a thread, if there are enough."""
     return min(max(rows // 2, 1), 16)
 
 
@@ -112,5 +112,5 @@ def launch_quant(x: Tensor, group: int, scale: Tensor | None) -> tuple[Tensor, T
 
 
 def use_pdl(x: Tensor) -> bool:
-    """Whether to launch as a dependent of the kernel before: few tokens, where the launch itself counts."""
+    """Whether to use dependent launch: with few tokens, where the launch overhead counts."""
     return x.numel() <= x.shape[-1] * PDL_MAX_TOKENS and supports_pdl(x.device)

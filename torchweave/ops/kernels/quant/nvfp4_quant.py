@@ -1,4 +1,4 @@
-"""Triton: numbers leave as NVFP4, two codes in a byte and an e4m3 scale for each 16. Kernels that end in FP4 share `store_fp4`."""
+"""Triton: quantization to NVFP4, two codes a byte and an e4m3 scale for each 16. Kernels with FP4 output share `store_fp4`."""
 
 # Triton's decorators and constexpr arguments are untyped.
 # pyright: reportCallIssue=false
@@ -19,7 +19,7 @@ FP8_MAX: tl.constexpr = tl.constexpr(448.0)
 
 @triton.jit
 def round_e4m3(x):
-    """The numbers of e4m3 nearest to float32 x in [0, 448]: beside a large enough number, float32 has just their last place."""
+    """float32 x in [0, 448] rounded to e4m3: adding a large enough number leaves float32 with the last place of e4m3."""
     exponent = tl.maximum(x.to(tl.int32, bitcast=True) >> 23, 121)
     large = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
     return (x + large) - large
@@ -27,7 +27,7 @@ def round_e4m3(x):
 
 @triton.jit
 def code_e2m1(x):
-    """Sign and code of the number of e2m1 nearest to x."""
+    """Sign and code of the e2m1 number nearest to x."""
     size = tl.abs(x)
     code = (
         (size > 0.25).to(tl.int32)
@@ -41,7 +41,7 @@ def code_e2m1(x):
 
 @triton.jit
 def store_fp4(values, first_group, q, s, scale, token, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Round float32 `values [ROWS, 128]`, zeros where the token has ended, into row `token` of q and s."""
+    """Quantize float32 `values [ROWS, 128]`, zero beyond the token's width, into row `token` of q and s."""
     one = tl.load(scale)
     blocks = tl.reshape(values, [ROWS * 8, 16])
     size = tl.div_rn(tl.max(tl.abs(blocks), 1), tl.full([ROWS * 8], 6.0, tl.float32))
@@ -62,7 +62,7 @@ def fp4_quant_kernel(
     x, q, s, scale, num_tokens, x_inner, x_outer_stride, x_inner_stride,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, parts): a program quantises `ROWS * 128` channels of a token of x, which is by `StridedRows`."""
+    """Grid (T, parts): a program quantizes `ROWS * 128` channels of a token of x, given as `StridedRows`."""
     token, first_group = tl.program_id(0), tl.program_id(1) * ROWS
     column = (first_group + tl.arange(0, ROWS))[:, None] * 128 + tl.arange(0, 128)[None, :]
     pdl_wait(DEPENDENT)

@@ -1,4 +1,4 @@
-"""Constants and device tensors that the sampling kernels share with the code on the host."""
+"""Constants and device tensors that the sampling kernels share with their host code."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ LANES = 64
 """Distance of the vocabulary indices that share a Philox call; see `torchweave.ops.sampling.philox`."""
 
 MAX_STOP_IDS = 8
-"""Stop ids per slot that the device checks; a request with more has the rest checked by the host."""
+"""Stop ids per slot that the device checks; the host checks the rest of a request's stop ids."""
 
-# Fields of a row's record, and bits of its FLAGS.
+# Fields of a row's record, and bits of the field FLAGS.
 ROW, SLOT, STATE_ROW, FLAGS, MASK, PRESENCE, FREQUENCY, REPETITION = range(8)
 NUM_FIELDS = 8
 HAS_COUNTS, HAS_BIAS, HAS_BAD_WORDS = 1, 2, 4
 
 IN_PROMPT = 1 << 30
-"""Added to a token's count where the prompt holds it; the rest is how often the answer does."""
+"""Flag added to a token's count if the prompt contains it; the low bits count its occurrences in the answer."""
 
 BAD_WORD_LOGIT = -1e30
-"""Logit of a token that bad words bar. Not -inf: a grammar that allows nothing else must still have its way."""
+"""Logit of a token that bad words exclude. Not -inf: a grammar that allows only this token still selects it."""
 
 MAX_BAD_WORD_TOKENS = 32
-"""Tokens of a barred word at the most; so many tokens of the answer are looked back at."""
+"""Largest number of tokens of a bad word, and of the answer's last tokens that are compared with it."""
 
 
 class SlotTensors(Protocol):

@@ -1,8 +1,8 @@
-"""Triton kernels of rows that are drawn again: their logits changed in one pass, their slots stepped back, their places advanced.
+"""Triton kernels of resampled rows: process their logits, rewind their slots, commit the new tokens.
 
-adjust   (rows x chunks of 4096)   bias, penalties, mask
-rewind   (rows)                    barred words of several tokens, stop tokens before min_position; position[slot] -= 1
-settle   (rows)                    tokens, counts and tails, when `sample` and `advance` have run again
+process_logits (rows x chunks of 4096)   bias, penalties, mask
+rewind         (rows)                    bad words of several tokens, stop tokens before min_position; position[slot] -= 1
+commit         (rows)                    tokens, counts and recent tokens, after `sample` and `advance` have run again
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -129,8 +129,8 @@ def launch_process_logits(
 ) -> None:
     vocab_size, size = logits.shape[1], rows.shape[1]
     assert logits.stride(1) == 1 and processed.is_contiguous() and rows.is_contiguous()
-    masks = rows if masks is None else masks  # then no row names one
-    # Without fused multiply-adds a logit rounds as in the reference.
+    masks = rows if masks is None else masks  # no row reads it then
+    # enable_fp_fusion=False: a logit rounds as in the reference.
     process_logits_kernel[(size, triton.cdiv(vocab_size, _CHUNK))](
         logits, logits.stride(0), rows, size, masks, processor_state.counts, processor_state.bias, processed,
         vocab_size, -(-vocab_size // 32),

@@ -1,14 +1,13 @@
-"""Triton kernels of sampling: a pass over chunks of every row, then one program per row that decides.
+"""Triton kernels of sampling: a pass over chunks of every row, then one program per row that selects the token.
 
-    partial   (rows x chunks of 4096)   greedy rows and rows with a plain temperature: the best token of the chunk, and that
-                                        is all they cost. Filtered rows: the chunk's mass, and the largest logit of each 256
-                                        tokens (a "sub").
-    finish    (rows)                    joins the chunks' bests; or, for filtered rows, finds the cutoff and draws.
+    partial   (rows x chunks of 4096)   greedy rows and rows with temperature only: the best token of the chunk, and no other work.
+                                        Filtered rows: the chunk's mass, and the largest logit of each 256 tokens (a "sub").
+    finish    (rows)                    joins the chunks' bests; or, for filtered rows, finds the cutoff and samples.
 
 Every filter keeps the tokens whose logit reaches a cutoff. Logits are compared as `keys`: int32 in the order of the floats, so
-that the cutoff is found exactly, one bit of the key at a time. To search few tokens rather than the row, `finish` first takes a
+that the cutoff is found exactly, one bit of the key at a time. To search few tokens in place of the row, `finish` first takes a
 bound from the subs: at least k tokens reach the k-th largest sub maximum, and few more do. The tokens that reach the bound, the
-candidates, go to a list if they fit; if they surely hold all that is kept, the search runs on them, else on the row in memory.
+candidates, go to a list if they fit; if they are certain to include all kept tokens, the search runs on them, else on the row.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -22,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.sampling.layout import LANES, MAX_STOP_IDS, SlotTensors
-from torchweave.ops.kernels.sampling.philox import gumbel, philox
 
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
@@ -30,9 +28,30 @@ _LANES = tl.constexpr(LANES)
 _STOPS = tl.constexpr(MAX_STOP_IDS)
 _CHUNK = 4096
 _SUB = 256
-_CAPACITY = 2048  # candidates that are searched in registers
+_CAPACITY = 2048  # largest number of candidates searched in registers
 _SUBS_AT_ONCE = 32
 _KEY_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a key that follow from the others
+
+
+@triton.jit
+def philox(counter, position, seed_lo, seed_hi):
+    """`torchweave.ops.sampling.philox.philox_4x32` on (counter, position, 0, 0): the same words."""
+    c0 = counter.to(tl.uint32)
+    c1 = (counter * 0 + position).to(tl.uint32)
+    c2 = (counter * 0).to(tl.uint32)
+    c3 = c2
+    k0 = c2 + seed_lo.to(tl.uint32, bitcast=True)
+    k1 = c2 + seed_hi.to(tl.uint32, bitcast=True)
+    return tl.philox_impl(c0, c1, c2, c3, k0, k1)
+
+
+@triton.jit
+def gumbel(word):
+    """`torchweave.ops.sampling.philox.gumbel`, up to the rounding of `log`."""
+    u = ((word & 0x7FFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = u * (1.0 + u * (0.5 + u * 0.3333333432674408))
+    complement = (16777216 - (word >> 8).to(tl.int32)).to(tl.float32) * 5.960464477539063e-08
+    return -tl.log(tl.where(word < 0x800000, series, -tl.log(complement)))
 
 
 @triton.jit
@@ -53,7 +72,7 @@ def _value(key):
 
 @triton.jit
 def _load(row_logits, stop_ids, stop_masked, index, inside):
-    """Logits at `index` as float32; -inf outside, and at stop ids of a row that may not stop yet."""
+    """Logits at `index` as float32; -inf outside, and at stop ids of a row below min_position."""
     value = tl.load(row_logits + index, mask=inside, other=float("-inf")).to(tl.float32)
     if stop_masked:
         for i in range(_STOPS):
@@ -102,13 +121,11 @@ def _first_best(key, index):
 
 @triton.jit
 def _search(key, weight, floor, target, KEY_SHIFT: tl.constexpr):
-    """The largest cutoff whose tokens (key >= max(cutoff, floor)) weigh at least `target`; INT_MIN if none."""
+    """The largest cutoff whose tokens (key >= max(cutoff, floor)) weigh at least `target`; INT_MIN if there is none."""
     cutoff = tl.full((), INT_MIN, tl.int32)
     bit = tl.full((), 0x80000000, tl.uint32)
     for _ in range(32 - KEY_SHIFT):
-        trial = cutoff ^ bit.to(
-            tl.int32, bitcast=True
-        )  # INT_MIN is the sign bit alone: clears that, then sets lower ones
+        trial = cutoff ^ bit.to(tl.int32, bitcast=True)  # INT_MIN is the sign bit only: clear it, then set lower bits
         heavy = tl.sum(tl.where(key >= tl.maximum(trial, floor), weight, 0), axis=0) >= target
         cutoff = tl.where(heavy, trial, cutoff)
         bit = bit >> 1
@@ -166,7 +183,7 @@ def _row_search(
 
 @triton.jit
 def _row_parameters(slot, temperature, top_k, top_p, min_p, position, min_position, vocab_size):
-    """(temperature, top_k or vocab_size, top_p, min_p, sampled token's position, may it not stop yet) of a slot."""
+    """(temperature, top_k or vocab_size, top_p, min_p, sampled token's position, whether stop ids are masked) of a slot."""
     k = tl.load(top_k + slot)
     k = tl.where((k <= 0) | (k > vocab_size), vocab_size, k)
     at = tl.load(position + slot) + 1
@@ -233,7 +250,7 @@ def _collect(
     ordinal = tl.atomic_add(counters + tl.zeros_like(sub), 1, mask=key >= bound)
     tl.store(sub_list + ordinal, sub, mask=key >= bound)
     num_subs = tl.sum((key >= bound).to(tl.int32), axis=0)
-    tl.debug_barrier()  # the list is read by other threads of this program
+    tl.debug_barrier()  # other threads of this program read the list
     for first in range(0, num_subs, AT_ONCE):
         which = first + tl.arange(0, AT_ONCE)
         chosen = tl.load(sub_list + which, mask=which < num_subs, other=0)
@@ -246,14 +263,14 @@ def _collect(
         tl.store(candidate_key + place, token_key, mask=hit)
         tl.store(candidate_index + place, index, mask=hit)
     tl.debug_barrier()
-    return tl.load(counters + 1, volatile=True)  # not from a cache line that a neighbouring row's program read
+    return tl.load(counters + 1, volatile=True)  # bypass cache lines that a neighbouring row's program read
 
 
 @triton.jit
 def _draw_candidates(
     key, index, k, p, whole_mass, largest, inverse, log_min_p, seed_lo, seed_hi, at, vocab_size, KEY_SHIFT: tl.constexpr
 ):
-    """The token drawn from the candidates, which hold all that the filters keep. whole_mass: of the row, used without top_k."""
+    """Token sampled from the candidates, which include all kept tokens. whole_mass: of the row, used without top_k."""
     value = _value(key)
     inside = key > INT_MIN
     cutoff = tl.full((), INT_MIN, tl.int32)
@@ -278,7 +295,7 @@ def _draw_row(
     row_logits, stop_ids, stop_masked, k, p, whole_mass, largest, inverse, log_min_p, seed_lo, seed_hi, at, vocab_size,
     KEY_SHIFT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The same, reading the row once a bit: for flat distributions and very large top_k."""
+    """Token sampled from the row, read once a bit: for flat distributions and very large top_k."""
     cutoff = tl.full((), INT_MIN, tl.int32)
     if k < vocab_size:
         cutoff = _row_search(
@@ -381,21 +398,19 @@ def finish_kernel(
 
 
 def launch_sample(logits: Tensor, slots: Tensor, state: SlotTensors, out: Tensor, greedy_below: float) -> None:
-    """out[i] = token of row i. The workspace is allocated here: in a CUDA graph it belongs to the graph's pool."""
+    """Write the token of row i to out[i]. The workspace is allocated here: in a CUDA graph it belongs to the graph's pool."""
     rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and rows > 0
     chunks = triton.cdiv(vocab_size, _CHUNK)
     subs = triton.next_power_of_2(triton.cdiv(vocab_size, _SUB))
     sizes = (chunks, chunks, chunks * (_CHUNK // _SUB), 2, subs, _CAPACITY, _CAPACITY)
-    sizes = [
-        triton.cdiv(rows * size, 64) * 64 for size in sizes
-    ]  # keeps the parts aligned, whatever the number of rows
+    sizes = [triton.cdiv(rows * size, 64) * 64 for size in sizes]  # aligned parts for any number of rows
     parts = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device).split(sizes)
     shared = (
         logits, logits.stride(0), slots, state.temperature, state.top_k, state.top_p, state.min_p, state.seed_lo, state.seed_hi,
         state.position, state.min_position, state.stop_ids,
     )  # fmt: skip
-    # Without fused multiply-adds a score rounds as in the reference.
+    # enable_fp_fusion=False: a score rounds as in the reference.
     partial_kernel[(rows, chunks)](
         *shared, *parts[:4], vocab_size, chunks,
         GREEDY_BELOW=greedy_below, CHUNK=_CHUNK, SUB=_SUB, num_warps=4, enable_fp_fusion=False,
